@@ -1,0 +1,63 @@
+"""The memory behind the paged cache: one K and one V tensor per layer, all on one block table.
+
+Target and draft layers share block ids: block 7 of a draft layer holds the same positions as block 7 of the target.
+Block 0 is never handed out: table entries that point nowhere point at it, so a stray write hurts nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """One layer's cache. `window` 0: all positions are kept in use."""
+
+    heads: int
+    head_dim: int
+    window: int = 0
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(slots=True)
+class LayerKV:
+    k: Tensor  # [num_blocks, heads, block_size, head_dim]
+    v: Tensor
+
+
+@dataclass(slots=True)
+class PagedCache:
+    """Layers of one model over a block table that all models of the engine share."""
+
+    layers: list[LayerKV]
+    block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
+    block_size: int
+
+    def zero(self, blocks: Tensor) -> None:
+        """Clear `blocks` (int64 ids) in every layer: draft pages must not show an earlier owner's keys."""
+        for layer in self.layers:
+            layer.k.index_fill_(0, blocks, 0)
+            layer.v.index_fill_(0, blocks, 0)
+
+
+def allocate(
+    shapes: list[KVShape],
+    block_table_SB: Tensor,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PagedCache:
+    """A cache of `num_blocks` blocks for layers of the given shapes."""
+
+    def one(shape: KVShape) -> Tensor:
+        size = (num_blocks, shape.heads, block_size, shape.head_dim)
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    layers = [LayerKV(one(shape), one(shape)) for shape in shapes]
+    return PagedCache(layers, block_table_SB, block_size)

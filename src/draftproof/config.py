@@ -1,0 +1,125 @@
+"""Frozen settings, checked once. Field names are vLLM's where vLLM has the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+Verification = Literal["exact", "rejection", "block"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How to draft. `method` None: found from the checkpoint `model` points at.
+
+    `num_speculative_tokens` None: the checkpoint's own number, else 5 (n-gram 4). `policy` "fixed" always asks for
+    that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
+    drafting does not pay. `options` are the method's own settings (every key that is not a field lands there and is
+    checked by the method).
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    policy: Literal["adaptive", "fixed"] = "adaptive"
+    max_faults: int = 8
+    time_limit: float | None = None
+    drafters: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= 64):
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens={k!r}: must be an integer from 1 to 64; "
+                "leave speculative_config out to decode plainly"
+            )
+        _check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
+        """Keys that are no field become `options`."""
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"speculative_config={raw!r}: must be a dict such as {{'method': 'ngram'}}")
+        names = {f.name for f in dataclasses.fields(cls)} - {"options"}
+        known = {k: v for k, v in raw.items() if k in names}
+        if "drafters" in known:
+            known["drafters"] = tuple(known["drafters"])
+        return cls(**known, options={k: v for k, v in raw.items() if k not in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
+
+    `num_kv_blocks` None: sized from free memory. `exact=False` lets products and attention use whatever is fastest,
+    for comparison: rows may then depend on their batch. `native=False` keeps to torch operators (slower, as exact).
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    speculative_config: SpeculativeConfig | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    num_kv_blocks: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    exact: bool = True
+    verification: Verification = "exact"
+    native: bool = True
+    attention_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("verification", self.verification, ("exact", "rejection", "block"))
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)):
+            _check_at_least(name, getattr(self, name), low)
+        for name in ("max_model_len", "num_kv_blocks"):
+            if getattr(self, name) is not None:
+                _check_at_least(name, getattr(self, name), 1)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """`LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
+        reject_unknown_keys("LLM", kwargs, [f.name for f in dataclasses.fields(cls)])
+        raw = kwargs.get("speculative_config")
+        if raw is not None and not isinstance(raw, SpeculativeConfig):
+            kwargs["speculative_config"] = SpeculativeConfig.from_dict(raw)
+        return cls(**kwargs)
+
+
+def reject_unknown_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    """Raise ValueError for the first key of `given` that is not in `known`, with a suggestion."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: unknown key {key!r}: {hint}")
+
+
+def parse_options(where: str, raw: Mapping[str, Any], into: type[T]) -> T:
+    """Build the dataclass `into` from a drafter's `options`, refusing unknown keys."""
+    known = [f.name for f in dataclasses.fields(into)]  # type: ignore[arg-type]
+    reject_unknown_keys(where, raw, known)
+    return into(**raw)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(allowed)}"
+        raise ValueError(f"{name}={value!r}: {hint}")
+
+
+def _check_at_least(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name}={value!r}: must be an integer of at least {low}")

@@ -1,0 +1,106 @@
+"""All that the engine knows about a draft method: its declared needs and `propose`.
+
+Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that are sampled, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from draftproof.cache.pool import KVShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """Target states kept for the drafter. Id i = the stream entering layer i; num_layers = the last layer's output
+    before the final norm. `final`: the state after the final norm, given last."""
+
+    layers: tuple[int, ...] = ()
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLayout:
+    """The rows a head is fed after a target pass; `rows.build` has a worked example."""
+
+    context: Literal["all", "last", "none"]
+    shift: Literal[0, 1] = 0  # 1: the row at position p carries token p + 1 (EAGLE, MTP)
+    anchor: bool = False  # append the newest token as a row of its own
+    masks: int = 0  # then this many mask rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSpec:
+    """What a method needs, as data. `layout` takes K, fixed for the engine's life."""
+
+    taps: Taps = field(default_factory=Taps)
+    layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
+    kv: tuple[KVShape, ...] = ()
+    borrow: tuple[int, ...] = ()
+    causal: bool = True
+    unroll: Literal["recurrent", "parallel"] = "recurrent"
+    feedback: bool = False
+    advance: Literal[0, 1] = 1
+    host_tokens: bool = False
+    mask_token: int | None = None
+    max_drafts: int | None = None
+
+
+class Draw(Protocol):
+    def __call__(
+        self, logits_MV: Tensor, rows_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        """Token for each row of draft logits, under the request's temperature and the engine's shared noise.
+
+        rows_M: int64 index of the request in this round (0..R-1); positions_M: int64 position of the drafted token;
+        ids_V: int64 target id of each column where the draft vocabulary is reduced. Returns int64 target ids.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The outcome of one target pass over R requests, prefill chunks included. Read-only.
+
+    Example, two requests, K = 2: request 0 verified [s5 d6 d7] at positions 5..7 and kept s5, d6 (live 2, next r7 at
+    position 7); request 1 is a chunk of its prompt, 4 rows at 0..3, all live, next = its prompt token 4, k = 0:
+    tokens_T = s5 d6 d7 x0 x1 x2 x3, cu_R1 = 0 3 7, live_R = 2 4, next_R = r7 x4, k_R = 2 0.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    cu_R1: Tensor  # int64: request r's rows are cu[r]..cu[r+1]-1
+    slots_R: Tensor  # int64
+    live_R: Tensor  # int64: rows that survived; later rows are padding
+    next_R: Tensor  # int64: the token that follows the last live row
+    k_R: Tensor  # int64: drafts wanted; 0 = keep state in step only
+    taps: tuple[Tensor, ...]  # [T, H] each, as declared
+    draw: Draw
+    num_rows_R: Sequence[int]  # host copy of cu's differences
+    history: Callable[[int], Sequence[int]] = lambda _: ()  # request index -> known tokens, next included (host)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R."""
+
+    tokens_RK: Tensor  # int64
+    count_R: Tensor  # int64
+
+
+class Drafter(Protocol):
+    """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
+
+    bind(target, pool) once at start; admit(slot, tokens, num_cached) when a request takes a slot; release(slot) when
+    it leaves, finished or preempted.
+    """
+
+    spec: DraftSpec
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        """num_drafts = max(k_R), may be 0: state is kept in step and nothing is proposed."""
+        ...

@@ -1,0 +1,117 @@
+"""The operators a target pass is made of, chosen once per process and handed on as an argument.
+
+Every operator is row-safe (law 2): a row's output depends in every bit on that row's inputs only, not on how many
+rows share the call, nor on the number of threads. Each has a plain torch twin and a compiled version with one
+signature, in a file of its own in this folder; `select` picks.
+
+Shapes: T rows, H width, I intermediate, V vocabulary, S slots, B blocks per slot, D head size, M logits rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import activation, logits, native, norm, rope, sample
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight, computed in fp32, returned in x's dtype."""
+        ...
+
+
+class AddRMSNorm(Protocol):
+    def __call__(
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new."""
+        ...
+
+
+class RopeStore(Protocol):
+    def __call__(
+        self,
+        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous
+        positions_T: Tensor,  # int64; -1 = padding: nothing is stored, q is zero
+        slots_T: Tensor,  # int64: row of the block table
+        cos_sin_PD: Tensor,  # fp32 [max_position, rotary_dim]: cos of each pair, then sin of each pair
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, D], the pool's dtype
+        v_cache: Tensor,
+        block_table_SB: Tensor,  # int32
+    ) -> Tensor:
+        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D]."""
+        ...
+
+
+class SiluMul(Protocol):
+    def __call__(self, gate_up_TI2: Tensor) -> Tensor:
+        """silu(x[:, :I]) * x[:, I:] in fp32, returned in x's dtype: [T, I]."""
+        ...
+
+
+class Sample(Protocol):
+    def __call__(
+        self,
+        logits_MV: Tensor,  # fp32, processed except for the four parameters below
+        temperature_M: Tensor,  # fp32; 0 = argmax
+        top_k_M: Tensor,  # int64; 0 = off
+        top_p_M: Tensor,  # fp32; 1 = off
+        min_p_M: Tensor,  # fp32; 0 = off
+        seeds_M: Tensor,  # int64: row seed
+        positions_M: Tensor,  # int64: position of the token that is sampled
+        ids_V: Tensor | None,  # int64: target id of each column (reduced draft vocabulary), None = identity
+    ) -> Tensor:
+        """Law 1: the token is a function of its row. Returns int64 [M] target ids, -1 where a row has no number."""
+        ...
+
+
+class LogNormalizer(Protocol):
+    def __call__(self, logits_MV: Tensor) -> Tensor:
+        """log(sum(exp(logits))) per row, fp32 [M]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of each operator."""
+
+    name: str
+    rms_norm: RMSNorm
+    add_rms_norm: AddRMSNorm
+    rope_store: RopeStore
+    silu_mul: SiluMul
+    sample: Sample
+    log_normalizer: LogNormalizer
+
+
+TORCH = Ops(
+    name="torch",
+    rms_norm=norm.rms_norm_torch,
+    add_rms_norm=norm.add_rms_norm_torch,
+    rope_store=rope.rope_store_torch,
+    silu_mul=activation.silu_mul_torch,
+    sample=sample.sample_torch,
+    log_normalizer=logits.log_normalizer_torch,
+)
+
+
+def select(device: torch.device, library: native.Library | None) -> Ops:
+    """The fastest exact operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
+    if device.type != "cpu" or library is None:
+        return TORCH
+    return Ops(
+        name="compiled",
+        rms_norm=norm.RMSNormCompiled(library),
+        add_rms_norm=norm.AddRMSNormCompiled(library),
+        rope_store=rope.RopeStoreCompiled(library),
+        silu_mul=activation.SiluMulCompiled(library),
+        sample=sample.SampleCompiled(library),
+        log_normalizer=logits.LogNormalizerCompiled(library),
+    )

@@ -1,0 +1,69 @@
+"""Counters of speculation: per request, per drafter, and summed for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did. A round is one verify pass that emitted tokens for the request.
+
+    `num_rounds` counts rounds after the token that prefill gives. `acceptance_length` (tau) is tokens emitted per
+    round, the bonus token included: 1 + accepted / rounds. `accepted_per_position[i]` counts rounds that accepted
+    more than i drafts; `drafted_per_position[i]` counts rounds that proposed more than i.
+    """
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one round."""
+        assert 0 <= num_accepted <= num_drafted, (num_accepted, num_drafted)
+        self.num_rounds += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        missing = num_drafted - len(self.drafted_per_position)
+        self.drafted_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for i in range(num_drafted):
+            self.drafted_per_position[i] += 1
+        for i in range(num_accepted):
+            self.accepted_per_position[i] += 1
+
+    def add(self, other: SpeculationStats) -> None:
+        """Sum `other` into this one."""
+        self.num_rounds += other.num_rounds
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        missing = len(other.drafted_per_position) - len(self.drafted_per_position)
+        self.drafted_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for i, (drafted, accepted) in enumerate(
+            zip(other.drafted_per_position, other.accepted_per_position, strict=True)
+        ):
+            self.drafted_per_position[i] += drafted
+            self.accepted_per_position[i] += accepted
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Sums over the engine's life. Times in seconds of wall clock, as the step saw them."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_drafter_faults: int = 0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    step_seconds: float = 0.0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -1,0 +1,151 @@
+"""What users pass in and get back, under vLLM's names and defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from draftproof.metrics import SpeculationStats
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Field names and defaults are vLLM's.
+
+    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch a filter off; ties at a filter's
+    boundary are kept. `seed` None: the row seed comes from the engine's seed and the arrival number. Logprobs are
+    those of the model before any processing, natural logarithm.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: dict[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
+        if any(not s for s in self.stop or ()):
+            raise ValueError(f"stop={self.stop!r}: a stop string must not be empty")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return list(self.stop or ())
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    """Raise ValueError naming the field, its value and the range allowed."""
+    ranges: tuple[tuple[str, float, float, str], ...] = (
+        ("n", 1, 1024, "an integer of at least 1"),
+        ("presence_penalty", -2, 2, "between -2 and 2"),
+        ("frequency_penalty", -2, 2, "between -2 and 2"),
+        ("repetition_penalty", 1e-6, math.inf, "greater than 0"),
+        ("temperature", 0, math.inf, "0 (greedy) or greater"),
+        ("top_p", 1e-9, 1, "greater than 0 and at most 1"),
+        ("top_k", -1, math.inf, "at least 1, or 0 or -1 to switch it off"),
+        ("min_p", 0, 1, "between 0 and 1"),
+        ("max_tokens", 1, math.inf, "at least 1"),
+        ("min_tokens", 0, math.inf, "at least 0"),
+        ("logprobs", 0, 1024, "between 0 and 1024"),
+        ("prompt_logprobs", 0, 1024, "between 0 and 1024"),
+    )
+    for name, low, high, words in ranges:
+        value = getattr(p, name)
+        if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs"):
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"{name}={value!r}: must be {words}")
+        integral = {f.name for f in fields(p) if "int" in str(f.type)}
+        if name in integral and not isinstance(value, int):
+            raise ValueError(f"{name}={value!r}: must be an integer")
+    if math.isinf(p.temperature):
+        raise ValueError(f"temperature={p.temperature!r}: must be finite")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise ValueError(f"min_tokens={p.min_tokens}: must not exceed max_tokens={p.max_tokens}")
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One entry of a logprobs dictionary; `rank` 1 is the likeliest token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds; `speculation` sums over the request's choices."""
+
+    speculation: SpeculationStats
+    first_token_latency: float = 0.0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt, as in vLLM."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one choice: the unit of `LLM.stream`.
+
+    `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    accepted: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
