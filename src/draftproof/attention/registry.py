@@ -1,0 +1,53 @@
+"""The attention backends by name. One file a backend; a line here enrols it in the conformance tests."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from draftproof.attention.base import AttentionBackend
+from draftproof.attention.reference import reference_attention
+from draftproof.attention.sdpa import sdpa_attention
+from draftproof.kernels.native import Library
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How to make a backend. `build` gets the compiled library, or None where `needs_library` is False."""
+
+    build: Callable[[Library | None], AttentionBackend]
+    devices: tuple[str, ...]
+    needs_library: bool = False
+
+
+BACKENDS: dict[str, Entry] = {
+    "sdpa": Entry(lambda _: sdpa_attention, ("cpu",)),
+    "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
+}
+
+
+def select(device: torch.device, library: Library | None, name: str | None = None) -> AttentionBackend:
+    """The backend `name`, or the first of the table that `device` and `library` allow.
+
+    Two backends give different bits, so a process chooses once. Raises ValueError for a name that cannot run here.
+    """
+    usable = [
+        key
+        for key, entry in BACKENDS.items()
+        if device.type in entry.devices and (library is not None or not entry.needs_library)
+    ]
+    if name is None:
+        name = usable[0]
+    elif name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BACKENDS)}"
+        raise ValueError(f"attention_backend={name!r}: unknown: {hint}")
+    elif name not in usable:
+        raise ValueError(
+            f"attention_backend={name!r}: cannot run on {device.type}"
+            f"{' without a C++ compiler' if library is None else ''}; usable here: {', '.join(usable)}"
+        )
+    return BACKENDS[name].build(library)
