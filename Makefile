@@ -1,0 +1,59 @@
+# make demo | test | lint | format | bench | structure | clean;  GPU=1: CUDA build of torch
+# Needs Linux and Python 3.11 or newer; everything is installed into .venv from PyPI.
+
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= 2.13.0
+FLAVOUR := $(if $(filter-out 0,$(GPU)),gpu,cpu)
+RUN_STAMP := $(VENV)/.ready-run-$(FLAVOUR)
+DEV_STAMP := $(VENV)/.ready-dev-$(FLAVOUR)
+EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv dev demo test lint format bench structure clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(RUN_STAMP) ## install, then decode the embedded model plainly and speculatively, and compare
+	@$(BIN)/draftproof demo $(DEMO_ARGS)
+
+test: $(DEV_STAMP) lint ## install, lint, run all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP) ## format, lint, types, import direction, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/sizes.py
+	$(BIN)/python tools/structure.py --check
+
+format: $(DEV_STAMP) ## format the code, fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(DEV_STAMP) ## figures of docs/benchmarks.md, on this machine
+	$(BIN)/python -m bench $(BENCH_ARGS)
+
+structure: $(DEV_STAMP) ## rewrite docs/structure.md
+	$(BIN)/python tools/structure.py
+
+venv: $(RUN_STAMP) ## install only what running needs
+dev: $(DEV_STAMP) ## install, with the tools for development
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN_STAMP): pyproject.toml tools/setup.sh
+	bash tools/setup.sh $(VENV) $(FLAVOUR) $(TORCH) '$(EXTRAS)'
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml tools/setup.sh
+	bash tools/setup.sh $(VENV) $(FLAVOUR) $(TORCH) 'dev$(if $(EXTRAS),$(comma)$(EXTRAS))'
+	@touch $(RUN_STAMP) $@
+
+comma := ,
