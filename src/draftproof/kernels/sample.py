@@ -117,6 +117,4 @@ class SampleCompiled:
         ids_V: Tensor | None,
     ) -> Tensor:
         """See `ops.Sample`."""
-        return sample_torch(
-            logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M, ids_V
-        )
+        return sample_torch(logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M, ids_V)

@@ -1,0 +1,196 @@
+"""The sampling parameters of every slot, on the device, and what the host knows about who needs what.
+
+Shapes: S slots, M rows, V vocabulary, W bad words, N ids, C tokens of the longest bad word but its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.types import SamplingParams
+
+BIAS_LIMIT = 100.0  # as in vLLM and the OpenAI API, larger biases are cut to this
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Token sequences that must not appear in the output: prefixes right-aligned, -1 = any token."""
+
+    prefix_WC: Tensor
+    length_W: Tensor  # tokens of the prefix
+    last_W: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What one request does to its logits besides penalties. None or 0: nothing."""
+
+    prompt_len: int
+    forbidden_V: Tensor | None = None  # bool
+    bad_words: BadWords | None = None
+    min_tokens: int = 0
+    stop_N: Tensor | None = None  # int64: masked while fewer than min_tokens are generated
+    bias_ids_N: Tensor | None = None
+    bias_N: Tensor | None = None  # fp32
+
+    @property
+    def active(self) -> bool:
+        parts = (self.forbidden_V, self.bad_words, self.stop_N, self.bias_N)
+        return any(part is not None for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """The four parameters and the seed of each row, as `ops.sample` takes them."""
+
+    temperature_M: Tensor
+    top_k_M: Tensor
+    top_p_M: Tensor
+    min_p_M: Tensor
+    seeds_M: Tensor
+
+    def repeat(self, times: int) -> RowParams:
+        """Each row `times` times in a row."""
+
+        def one(values_M: Tensor) -> Tensor:
+            return values_M.repeat_interleave(times)
+
+        return RowParams(
+            one(self.temperature_M),
+            one(self.top_k_M),
+            one(self.top_p_M),
+            one(self.min_p_M),
+            one(self.seeds_M),
+        )
+
+
+class SamplingTable:
+    """Parameters per slot. A free slot is greedy and unconstrained, so padding rows that name it are harmless."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.temperature_S = column(0, torch.float32)
+        self.top_k_S = column(0, torch.int64)
+        self.top_p_S = column(1, torch.float32)
+        self.min_p_S = column(0, torch.float32)
+        self.seed_S = column(0, torch.int64)
+        self.prompt_len_S = column(0, torch.int64)
+        self.repetition_S = column(1, torch.float32)
+        self.presence_S = column(0, torch.float32)
+        self.frequency_S = column(0, torch.float32)
+        self.constraints: dict[int, Constraints] = {}
+        self.penalised: set[int] = set()
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        row_seed: int,
+        prompt_len: int,
+        stop_ids: frozenset[int] = frozenset(),
+        bad_words_ids: list[list[int]] | None = None,
+    ) -> None:
+        """Fill `slot`. `prompt_len`: tokens of the user's prompt, also after a preemption; `stop_ids`: EOS and stop
+        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`.
+
+        Raises ValueError as `check_token_ids` does.
+        """
+        check_token_ids(params, self.vocab_size)
+        self.release(slot)
+        self.temperature_S[slot] = params.temperature
+        self.top_k_S[slot] = max(params.top_k, 0)
+        self.top_p_S[slot] = params.top_p
+        self.min_p_S[slot] = params.min_p
+        self.seed_S[slot] = row_seed
+        self.prompt_len_S[slot] = prompt_len
+        self.repetition_S[slot] = params.repetition_penalty
+        self.presence_S[slot] = params.presence_penalty
+        self.frequency_S[slot] = params.frequency_penalty
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
+            self.penalised.add(slot)
+        constraints = self._constraints(params, prompt_len, stop_ids, bad_words_ids or [])
+        if constraints.active:
+            self.constraints[slot] = constraints
+
+    def release(self, slot: int) -> None:
+        """Back to a free slot's values."""
+        self.constraints.pop(slot, None)
+        self.penalised.discard(slot)
+        for column_S in (self.temperature_S, self.top_k_S, self.min_p_S, self.seed_S, self.prompt_len_S):
+            column_S[slot] = 0
+        for column_S in (self.presence_S, self.frequency_S):
+            column_S[slot] = 0
+        for column_S in (self.top_p_S, self.repetition_S):
+            column_S[slot] = 1
+
+    def rows(self, slots_M: Tensor) -> RowParams:
+        """The parameters of each row; slots_M int64 [M]."""
+        return RowParams(
+            self.temperature_S[slots_M],
+            self.top_k_S[slots_M],
+            self.top_p_S[slots_M],
+            self.min_p_S[slots_M],
+            self.seed_S[slots_M],
+        )
+
+    def _constraints(
+        self,
+        params: SamplingParams,
+        prompt_len: int,
+        stop_ids: frozenset[int],
+        bad_words_ids: list[list[int]],
+    ) -> Constraints:
+        forbidden_V = stop_N = bias_ids_N = bias_N = None
+        if params.allowed_token_ids is not None:
+            forbidden_V = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
+            forbidden_V[self._ids(params.allowed_token_ids)] = False
+        held_back = [i for i in sorted(stop_ids) if 0 <= i < self.vocab_size]
+        if params.min_tokens and held_back:
+            stop_N = self._ids(held_back)
+        if params.logit_bias:
+            bias_ids_N = self._ids(params.logit_bias)
+            values = [min(max(v, -BIAS_LIMIT), BIAS_LIMIT) for v in params.logit_bias.values()]
+            bias_N = torch.tensor(values, dtype=torch.float32, device=self.device)
+        return Constraints(
+            prompt_len=prompt_len,
+            forbidden_V=forbidden_V,
+            bad_words=self._bad_words([w for w in bad_words_ids if w]),
+            min_tokens=params.min_tokens if stop_N is not None else 0,
+            stop_N=stop_N,
+            bias_ids_N=bias_ids_N,
+            bias_N=bias_N,
+        )
+
+    def _bad_words(self, words: list[list[int]]) -> BadWords | None:
+        if not words:
+            return None
+        width = max(len(w) for w in words) - 1
+        prefixes = [[-1] * (width - len(w) + 1) + w[:-1] for w in words]
+        prefix_WC = torch.tensor(prefixes, dtype=torch.int64, device=self.device).view(len(words), width)
+        return BadWords(prefix_WC, self._ids(len(w) - 1 for w in words), self._ids(w[-1] for w in words))
+
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError where `allowed_token_ids` or `logit_bias` cannot be meant for this vocabulary."""
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise ValueError("allowed_token_ids=[]: must name at least one id; leave it out to allow all")
+    for name, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids or ():
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name}: id {token!r} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
+                )
+    for token, bias in (params.logit_bias or {}).items():
+        if bias != bias:
+            raise ValueError(f"logit_bias[{token}]={bias!r}: must be a number between -100 and 100")

@@ -1,0 +1,116 @@
+"""The sampler: logits of a pass to tokens and logprobs, under each slot's parameters.
+
+Shapes: M rows, V vocabulary, S slots, L positions, R requests of a round, N alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.ops import Ops
+from draftproof.sampling.params import RowParams, SamplingTable
+from draftproof.sampling.processing import process
+
+
+class Sampler:
+    """Law 1 over a table of slots. Holds no state of its own."""
+
+    def __init__(self, table: SamplingTable, ops: Ops) -> None:
+        self.table = table
+        self.ops = ops
+
+    def process(
+        self,
+        logits_MV: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        tokens_SL: Tensor,
+        slots_host: Sequence[int],
+    ) -> Tensor:
+        """Logits after everything but temperature and filters; `logits_MV` itself where nothing is asked for."""
+        return process(self.table, logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+
+    def sample(
+        self,
+        logits_MV: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        tokens_SL: Tensor,
+        slots_host: Sequence[int],
+    ) -> Tensor:
+        """The token of each target row: int64 [M], -1 where no token is possible (NaN, or everything masked).
+
+        logits_MV fp32, left as it is; slots_M, positions_M int64: the slot and the position that is sampled;
+        tokens_SL int32: known tokens, then the drafts being verified; slots_host: slots_M on the host.
+        """
+        processed_MV = self.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+        return self._choose(processed_MV, self.table.rows(slots_M), positions_M, None)
+
+    def draw(
+        self, logits_MV: Tensor, slots_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        """The token of each draft row: the request's temperature and filters with the noise of `sample`.
+
+        The filters cost nothing where a request sets none and raise acceptance where it does. ids_V int64: target id
+        of each column of a reduced vocabulary. Returns int64 [M] target ids.
+        """
+        return self._choose(logits_MV, self.table.rows(slots_M), positions_M, ids_V)
+
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor | None = None) -> RoundDraw:
+        """`draw` for the requests of one round, as a drafter calls it: rows name requests, not slots."""
+        return RoundDraw(self, slots_R)
+
+    def logprobs(
+        self, logits_MV: Tensor, tokens_M: Tensor, num: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(logprob_M of each token, rank_M from 1, the `num` likeliest ids_MN, their logprobs_MN).
+
+        From raw logits, fp32 and int64. Equal logits are ordered by id, in ranks as in the list.
+        """
+        norm_M1 = self.ops.log_normalizer(logits_MV)[:, None]
+        tokens_M1 = tokens_M.long()[:, None]
+        chosen_M1 = logits_MV.gather(1, tokens_M1)
+        ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+        above_MV = (logits_MV > chosen_M1) | ((logits_MV == chosen_M1) & (ids_V < tokens_M1))
+        top_ids_MN = top_ids(logits_MV, num)
+        top_MN = logits_MV.gather(1, top_ids_MN) - norm_M1
+        return (chosen_M1 - norm_M1)[:, 0], above_MV.sum(-1) + 1, top_ids_MN, top_MN
+
+    def _choose(self, logits_MV: Tensor, p: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
+        return self.ops.sample(
+            logits_MV, p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M, positions_M, ids_V
+        )
+
+
+class RoundDraw:
+    """A drafter's `draw` for one round in exact mode. Lives for the round only."""
+
+    def __init__(self, sampler: Sampler, slots_R: Tensor) -> None:
+        self._sampler = sampler
+        self._slots_R = slots_R
+        self._rows_M: Tensor | None = None
+        self._params: RowParams | None = None
+
+    def __call__(
+        self, logits_MV: Tensor, rows_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        """See `drafters.base.Draw`."""
+        if (
+            self._params is None or rows_M is not self._rows_M
+        ):  # a recurrent head asks K times for the same rows
+            self._rows_M = rows_M
+            self._params = self._sampler.table.rows(self._slots_R[rows_M])
+        return self._sampler._choose(logits_MV, self._params, positions_M, ids_V)
+
+
+def top_ids(logits_MV: Tensor, num: int) -> Tensor:
+    """Ids of the `num` largest logits in order, int64 [M, N]; of equal ones the lowest id first."""
+    V = logits_MV.shape[1]
+    bits_MV = (logits_MV + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
+    ordered_MV = (bits_MV ^ ((bits_MV >> 31) & 0x7FFFFFFF)).long()
+    # Keys are unique, so the answer does not depend on how topk breaks ties.
+    keys_MV = (ordered_MV << 32) + torch.arange(V - 1, -1, -1, device=logits_MV.device)
+    return V - 1 - (keys_MV.topk(min(num, V), dim=-1).values & 0xFFFFFFFF)

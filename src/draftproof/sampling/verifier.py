@@ -1,0 +1,118 @@
+"""The one rule of exact verification: accept drafts while draft == sample.
+
+Shapes: M sampled rows of the pass, R requests, K draft slots, W = K + 1 sampled rows of a request at most,
+S slots, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRows:
+    """Which sampled rows belong to which request. Row j of request r samples position lengths_R[r] + j."""
+
+    first_R: Tensor  # int64: index into M of the request's first row; any value where num_R is 0
+    num_R: Tensor  # int64: 0 in mid-prefill, else at least 1 + draft_count
+    slots_R: Tensor  # int64
+    lengths_R: Tensor  # int64: known tokens before this pass
+    draft_count_R: Tensor  # int64: drafts to verify, at tokens_SL[slot, length:]
+    width: int  # W, a bound the host knows; 1 = no request has drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a pass emitted: request r's tokens are tokens_RW[r, :num_emitted_R[r]].
+
+    A token of -1 among the emitted ones means that the target's row held no possible token (NaN, or all masked).
+    """
+
+    tokens_RW: Tensor  # int64, -1 beyond the emitted ones
+    num_emitted_R: Tensor  # int64: 0 in mid-prefill, else 1 + accepted
+    num_accepted_R: Tensor  # int64
+
+
+class Verifier(Protocol):
+    """How drafts are drawn and verified: `ExactVerifier`, or `lossy.LossyVerifier`."""
+
+    def verify(
+        self,
+        logits_MV: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        tokens_SL: Tensor,
+        slots_host: Sequence[int],
+        rows: VerifyRows,
+    ) -> Verdict:
+        """Raw logits of the sampled rows (left as they are) to emitted tokens."""
+        ...
+
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
+        """The `draw` (see `drafters.base.Draw`) of the round after; lengths_R: known tokens, the newest included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExactVerifier:
+    """Law 1: the tokens are those of plain decoding, bit for bit."""
+
+    sampler: Sampler
+
+    def verify(
+        self,
+        logits_MV: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        tokens_SL: Tensor,
+        slots_host: Sequence[int],
+        rows: VerifyRows,
+    ) -> Verdict:
+        """See `Verifier`."""
+        sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+        return accept_exact(sampled_M, rows, tokens_SL)
+
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
+        """See `Verifier`."""
+        return self.sampler.drawer(slots_R, lengths_R)
+
+
+def accept_exact(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verdict:
+    """Accept drafts while they equal the samples; the first sample that differs, or the bonus, ends the round."""
+    if sampled_M.shape[0] == 0:  # every request is in mid-prefill
+        zero_R = torch.zeros_like(rows.num_R)
+        return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R, zero_R)
+    if rows.width == 1:
+        emitted_R = rows.num_R.clamp(max=1)
+        first_R = rows.first_R.clamp(0, sampled_M.shape[0] - 1)
+        tokens_R = torch.where(emitted_R > 0, sampled_M[first_R], -1)
+        return Verdict(tokens_R[:, None], emitted_R, torch.zeros_like(emitted_R))
+    at_W = torch.arange(rows.width, device=sampled_M.device)
+    sampled_RW = sampled_M[row_index(rows, at_W, sampled_M.shape[0])]
+    same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
+    live_RK = same_RK & (at_W[:-1] < rows.draft_count_R[:, None])
+    return verdict_of(sampled_RW, live_RK.cumprod(1).sum(1), rows, at_W)
+
+
+def row_index(rows: VerifyRows, at_W: Tensor, num_rows: int) -> Tensor:
+    """Index into M of each request's W rows, int64 [R, W]; rows a request does not have name some valid row."""
+    return (rows.first_R[:, None] + at_W).clamp_(0, num_rows - 1)
+
+
+def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
+    """The drafts of each request, [R, K]; past its draft count, some other token."""
+    at_RK = (rows.lengths_R[:, None] + at_K).clamp_(max=tokens_SL.shape[1] - 1)
+    return tokens_SL[rows.slots_R[:, None], at_RK]
+
+
+def verdict_of(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> Verdict:
+    """Emit `accepted` tokens and the one after; nothing in mid-prefill."""
+    emitted_R = (accepted_R + 1) * (rows.num_R > 0)
+    return Verdict(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R, accepted_R)
