@@ -28,15 +28,15 @@ cuda='import sys, torch; sys.exit(torch.version.cuda is None)'
 
 if [ "$flavour" = gpu ]; then
     # a CPU build of the same version would count as installed already
-    "$venv/bin/python" -c "$cuda" 2>/dev/null || "${pip[@]}" uninstall -q -y torch 2>/dev/null || true
-    "${pip[@]}" install -q "torch==$torch"
+    "$venv/bin/python" -c "$cuda" 2>/dev/null || "${pip[@]}" uninstall -qq -y torch 2>/dev/null || true
+    "${pip[@]}" install -qq "torch==$torch"
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     # PyPI's Linux build of torch carries CUDA (gigabytes), so ask the CPU index first, without waiting for it.
     # --no-deps: that index may not hold the right versions of torch's own requirements; the next step brings them.
     echo "installing torch $torch (CPU build)"
-    "${pip[@]}" install -q --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
+    "${pip[@]}" install -qq --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
         "torch==$torch" 2>/dev/null ||
-        { echo "the CPU index is out of reach: taking torch $torch from PyPI" && "${pip[@]}" install -q "torch==$torch"; }
+        { echo "the CPU index is out of reach: taking torch $torch from PyPI" && "${pip[@]}" install -qq "torch==$torch"; }
 fi
 echo "installing draftproof${extras:+ [$extras]}"
-"${pip[@]}" install -q --editable ".${extras:+[$extras]}"
+"${pip[@]}" install -qq --editable ".${extras:+[$extras]}"

@@ -1,0 +1,311 @@
+"""Between text and token ids: the tokenizer, incremental detokenisation, and the rules that end an output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from draftproof.types import FinishReason, SamplingParams
+
+BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
+CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether an output starts with a space
+
+
+class Tokenizer:
+    """One tokenizer directory. Encoding and decoding need only `tokenizers`; chat templates load transformers."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises ValueError where `directory` is missing or holds no tokenizer that can be read."""
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise ValueError(
+                f"tokenizer={str(directory)!r}: no such directory; give one with a tokenizer.json"
+            )
+        config = _read_json(self.directory / "tokenizer_config.json")
+        self._chat: Any = None
+        self._backend = _read_backend(self.directory, config)
+        if self._backend is None:
+            self._backend = self._hugging_face().backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.bos_token_id = self._special_id(config, "bos_token")
+        self.eos_token_id = self._special_id(config, "eos_token")
+        self._fallback_ids = _byte_fallback_ids(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's own vocabulary may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer itself puts around a text."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"prompt={text!r:.80}: not a string of valid Unicode ({error})") from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids that the tokenizer does not know give no text."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation under the model's chat template.
+
+        `options` are those of transformers' `apply_chat_template` (tools, chat_template, continue_final_message) and
+        variables of the template. `add_generation_prompt` is on unless the last message is to be continued.
+        Raises ValueError where there is no template, or the template refuses the messages.
+        """
+        import jinja2
+
+        options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
+        try:
+            text = self._hugging_face().apply_chat_template(list(messages), tokenize=False, **options)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"messages: the chat template of {self.directory} failed: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoding leaves this token out when special tokens are skipped."""
+        return token_id in self._special_ids
+
+    def holds_back(self, token_id: int) -> bool:
+        """Whether text up to this token may still change: a run of raw bytes is decoded as a whole."""
+        return token_id in self._fallback_ids
+
+    def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is None and self._chat is not None:
+            text = getattr(self._chat, name)
+        found = None if text is None else self._backend.token_to_id(str(text))
+        return None if found is None else int(found)
+
+    def _hugging_face(self) -> Any:
+        """transformers' own tokenizer of this directory, loaded on first use: it costs more than a second."""
+        if self._chat is None:
+            from transformers import AutoTokenizer
+
+            try:
+                loaded = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+            except Exception as error:
+                raise ValueError(f"tokenizer={str(self.directory)!r}: cannot be loaded: {error}") from error
+            if not isinstance(getattr(loaded, "backend_tokenizer", None), Backend):
+                raise ValueError(
+                    f"tokenizer={str(self.directory)!r}: has no tokenizer.json and cannot be converted"
+                )
+            self._chat = loaded
+        return self._chat
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's object; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path}: must hold a JSON object")
+    return parsed
+
+
+def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
+    """The tokenizer of tokenizer.json, 20 times faster than transformers; None where that might differ from it.
+
+    transformers takes tokenizer.json as it is for byte-level BPE, and adds special tokens that only the
+    configuration names.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read: {error}; is the file complete?") from error
+    if type(backend.model).__name__ != "BPE" or "ByteLevel" not in repr(backend.decoder):
+        return None
+    named = [config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
+    extra = config.get("extra_special_tokens", [])
+    named += extra.values() if isinstance(extra, dict) else extra
+    named += config.get("added_tokens_decoder", {}).values()
+    contents = {str(t["content"] if isinstance(t, dict) else t) for t in named if t is not None}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    return backend if contents <= known else None
+
+
+def _byte_fallback_ids(backend: Any) -> frozenset[int]:
+    """Ids of the tokens <0x00>..<0xFF>, for tokenizers that write unknown characters with them."""
+    if "ByteFallback" not in repr(backend.decoder):
+        return frozenset()
+    found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(i for i in found if i is not None)
+
+
+class Detokenizer:
+    """Text of one output, token by token: all pieces together are the text of all tokens together.
+
+    Only a window of tokens is decoded: those since the last place where the text was complete, and the stretch
+    before it, because a token's text may depend on whether something precedes it. `context_ids` is the prompt (its
+    last few tokens are used).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = list(context_ids[-CONTEXT_TOKENS:])
+        self._num_complete = len(self._window)  # tokens of the window whose text is out
+        text = self._decode()
+        self._num_out = len(text) - text.endswith(BROKEN)  # characters of the window's text that are out
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now and was not before; a character that is not complete waits."""
+        if self._skip and self._tokenizer.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.holds_back(token_id):
+            return ""
+        text = self._decode()
+        # The last bytes may be the start of a character: they show as one BROKEN at the very end.
+        if text.endswith(BROKEN):
+            delta = text[self._num_out : -1]
+            self._num_out += len(delta)
+            return delta
+        delta = text[self._num_out :]
+        self._num_out += len(delta)
+        if delta:
+            del self._window[: self._num_complete]
+            self._num_complete = len(self._window)
+            self._num_out = len(self._decode())
+        return delta
+
+    def flush(self) -> str:
+        """What was still waiting, as decoding the whole output would show it."""
+        text = self._decode()[self._num_out :]
+        self._num_out += len(text)
+        return text
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of newly emitted tokens: the first `kept` stand, `text` is released, the rest is dropped.
+
+    `stop_reason` as in vLLM: the stop string or the stop token's id; None for an end-of-text token.
+    """
+
+    kept: int
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class StopChecker:
+    """One output's text and end. What it says depends on the tokens only, not on how many come at once."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        eos_ids: Collection[int],
+        max_tokens: int,
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        """`max_tokens`: room for this output, at most `params.max_tokens`. `detokenizer` None: no text is made."""
+        if detokenizer is None and params.stop_strings:
+            raise ValueError("stop: stop strings need text; leave detokenize=True (and give a tokenizer)")
+        self._params = params
+        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._stops = params.stop_strings
+        self._max_tokens = max_tokens
+        self._detokenizer = detokenizer
+        self._num_tokens = 0
+        self._num_released = 0
+        self._num_exempt = 0  # characters of the first min_tokens tokens: no stop string may end in them
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return self._text[: self._num_released]
+
+    def push(self, token_ids: Sequence[int]) -> Verdict:
+        """Take the tokens of one round, in order, up to the one that ends the output."""
+        start = self._num_released
+        for i, token_id in enumerate(token_ids):
+            reason, stop = self._push_one(token_id)
+            if reason is not None:
+                self._num_released = len(self._text)
+                return Verdict(i + 1, self._text[start:], reason, stop)
+        self._num_released = len(self._text) - self._num_uncertain()
+        return Verdict(len(token_ids), self._text[start : self._num_released])
+
+    def flush(self) -> str:
+        """Release everything at once, for an output that ends for another reason (abort, error)."""
+        start = self._num_released
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.flush()
+        self._num_released = len(self._text)
+        return self._text[start:]
+
+    def _push_one(self, token_id: int) -> tuple[FinishReason | None, int | str | None]:
+        self._num_tokens += 1
+        before = len(self._text)
+        enough = self._num_tokens >= self._params.min_tokens
+        is_eos = enough and token_id in self._eos_ids
+        ends = is_eos or (enough and token_id in self._stop_ids)
+        full = self._num_tokens >= self._max_tokens
+        if self._detokenizer is not None:
+            if not ends or self._params.include_stop_str_in_output:
+                self._text += self._detokenizer.push(token_id)
+            if ends or full:
+                self._text += self._detokenizer.flush()
+        if self._num_tokens <= self._params.min_tokens:
+            self._num_exempt = len(self._text)
+        elif (
+            self._stops
+            and len(self._text) > before
+            and (stop := self._cut_at_stop_string(before)) is not None
+        ):
+            return "stop", stop
+        if ends:
+            return "stop", None if is_eos else token_id
+        return ("length", None) if full else (None, None)
+
+    def _cut_at_stop_string(self, before: int) -> str | None:
+        """The stop string that ends first in the text from `before` on (of those, the first listed); text is cut."""
+        before = max(before, self._num_exempt)
+        first: tuple[int, str] | None = None
+        for stop in self._stops:
+            found = self._text.find(stop, max(0, before + 1 - len(stop)))
+            if found >= 0 and (first is None or found + len(stop) < first[0]):
+                first = (found + len(stop), stop)
+        if first is None:
+            return None
+        end, stop = first
+        self._text = self._text[: end if self._params.include_stop_str_in_output else end - len(stop)]
+        return stop
+
+    def _num_uncertain(self) -> int:
+        """Characters at the end of the text that may turn out to be the start of a stop string."""
+        if self._params.include_stop_str_in_output:
+            return 0
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
