@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from draftproof.attention.base import AttentionBackend
+from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.attention.sdpa import sdpa_attention
 from draftproof.kernels.native import Library
@@ -23,7 +24,13 @@ class Entry:
     needs_library: bool = False
 
 
+def _compiled(library: Library | None) -> AttentionBackend:
+    assert library is not None
+    return CompiledAttention(library)
+
+
 BACKENDS: dict[str, Entry] = {
+    "compiled": Entry(_compiled, ("cpu",), needs_library=True),
     "sdpa": Entry(lambda _: sdpa_attention, ("cpu",)),
     "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
 }

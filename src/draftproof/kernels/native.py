@@ -1,14 +1,162 @@
-"""The compiled operators: one plain C library, built on first use, loaded with ctypes."""
+"""The compiled operators: one plain C library, built from csrc on first use, loaded with ctypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+# -ffp-contract=off: a multiply-add is fused where the source says so and nowhere else, so bits do not hang on how the
+# compiler laid out a loop. The last two flags change no value; they let comparisons and square roots be vectorised.
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
+# First that builds wins: not every compiler knows the machine, or has OpenMP.
+VARIANTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 class Library:
-    """The loaded library."""
+    """The loaded library. Functions release the GIL and take the number of threads as an argument."""
+
+    def __init__(self, path: Path, build_key: str) -> None:
+        self.path = path
+        self.build_key = build_key  # hash of sources, compiler and processor
+        self._dll = ctypes.CDLL(str(path))
+
+    def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
+        """The C function `name`; one letter an argument: p address (int or None), i int64, f float."""
+        function = getattr(self._dll, name)
+        function.argtypes = [_CTYPES[letter] for letter in arguments]
+        function.restype = _CTYPES[returns] if returns else None
+        return function
 
 
-def load(progress: Callable[[str], None] | None = None) -> Library | None:
-    """The library, built if need be; None where there is no compiler or DRAFTPROOF_NATIVE=0."""
-    return None
+def default_cache_dir() -> Path:
+    """Where built code and certificates are kept: $XDG_CACHE_HOME/draftproof, else ~/.cache/draftproof."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "draftproof"
+
+
+def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Library | None:
+    """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0."""
+    if os.environ.get("DRAFTPROOF_NATIVE") == "0":
+        return None
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        warnings.warn(
+            f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, slower and as exact; "
+            "install g++ for the compiled ones",
+            stacklevel=2,
+        )
+        return None
+    try:
+        key = build_key(compiler)
+        path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
+        if not path.exists():
+            _build(compiler, path, progress)
+        return Library(path, key)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"the compiled operators could not be built, running on torch operators: {detail.strip()[-500:]}",
+            stacklevel=2,
+        )
+        return None
+
+
+def source_files() -> list[Path]:
+    """All C++ sources and headers, sorted."""
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def build_key(compiler: str) -> str:
+    """Hash of everything the binary depends on: sources, flags, compiler, processor."""
+    digest = hashlib.sha256(repr((FLAGS, VARIANTS, compiler)).encode())
+    for path in source_files():
+        digest.update(path.name.encode() + path.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+    digest.update(version + processor().encode())
+    return digest.hexdigest()[:20]
+
+
+def processor() -> str:
+    """The processor's name and instruction sets, as far as the system tells."""
+    lines = [platform.machine(), platform.processor()]
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return " ".join(lines)
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    found = {line.split(":")[0].strip(): line for line in text.splitlines() if line.startswith(wanted)}
+    return " ".join([*lines, *found.values()])
+
+
+def _folder(path: Path) -> Path:
+    """`path`, created; a temporary folder where that may not be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="draftproof-"))
+
+
+def _build(compiler: str, path: Path, progress: Progress | None) -> None:
+    """Compile and link into `path`. Atomic: two processes may build at once, the later rename wins."""
+    sources = [source for source in source_files() if source.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        for number, variant in enumerate(VARIANTS):
+            try:
+                built = _compile(compiler, variant, sources, Path(folder), progress)
+                break
+            except subprocess.SubprocessError:
+                if number == len(VARIANTS) - 1:
+                    raise
+        os.replace(built, path)
+
+
+def _compile(
+    compiler: str, variant: Sequence[str], sources: list[Path], folder: Path, progress: Progress | None
+) -> Path:
+    """One attempt, a process per source file."""
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    commands = [
+        [compiler, *FLAGS, *variant, "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    failed: subprocess.CalledProcessError | None = None
+    for number, process in enumerate(running):
+        if progress is not None:
+            progress("compiling operators", number, len(running))
+        _, errors = process.communicate()
+        if process.returncode and failed is None:
+            failed = subprocess.CalledProcessError(process.returncode, commands[number], stderr=errors)
+    if failed is not None:
+        raise failed
+    built = folder / "ops.so"
+    link = [compiler, *variant, "-shared", *map(str, objects), "-o", str(built)]
+    subprocess.run(link, check=True, capture_output=True, text=True, timeout=120)
+    if progress is not None:
+        progress("compiling operators", len(running), len(running))
+    return built

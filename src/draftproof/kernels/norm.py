@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.kernels.native import DTYPE_CODES, Library
+
 # A row is summed in pieces of this many elements: torch sums such short rows in an order that depends on neither the
 # number of rows nor the number of threads, which it does not promise for long ones.
 PIECE = 64
@@ -43,3 +45,45 @@ def add_rms_norm_torch(
     """(rms_norm(x + residual), x + residual), both [T, H] in x's dtype and new."""
     sum_TH = (x_TH.float() + residual_TH.float()).to(x_TH.dtype)
     return rms_norm_torch(sum_TH, weight_H, eps), sum_TH
+
+
+class RMSNormCompiled:
+    """`ops.RMSNorm` in C++; dtypes it does not know go to the twin."""
+
+    def __init__(self, library: Library) -> None:
+        self._run = library.function("dp_norm", "pppppiifiii")
+
+    def __call__(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        code, weight_code = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
+        if code is None or weight_code is None:
+            return rms_norm_torch(x_TH, weight_H, eps)
+        x_TH = x_TH.contiguous()
+        out_TH = torch.empty_like(x_TH)
+        rows, width = x_TH.shape
+        self._run(
+            *(x_TH.data_ptr(), None, weight_H.data_ptr(), out_TH.data_ptr(), None),
+            *(rows, width, eps, code, weight_code, torch.get_num_threads()),
+        )
+        return out_TH
+
+
+class AddRMSNormCompiled:
+    """`ops.AddRMSNorm` in C++; dtypes it does not know go to the twin."""
+
+    def __init__(self, library: Library) -> None:
+        self._run = library.function("dp_norm", "pppppiifiii")
+
+    def __call__(
+        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        code, weight_code = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
+        if code is None or weight_code is None or residual_TH.dtype != x_TH.dtype:
+            return add_rms_norm_torch(x_TH, residual_TH, weight_H, eps)
+        x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
+        out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        rows, width = x_TH.shape
+        self._run(
+            *(x_TH.data_ptr(), residual_TH.data_ptr(), weight_H.data_ptr(), out_TH.data_ptr(), sum_TH.data_ptr()),
+            *(rows, width, eps, code, weight_code, torch.get_num_threads()),
+        )
+        return out_TH, sum_TH

@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftproof.kernels.native import DTYPE_CODES, Library
 from draftproof.kernels.norm import normalize
+
+MAX_HEAD_DIM = 512  # of the compiled version, as in common.h
 
 
 def rope_store_torch(
@@ -53,3 +56,50 @@ def _norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: 
     low, high = x_TND[..., :half], x_TND[..., half : 2 * half]
     rotated = (low * cos - high * sin, high * cos + low * sin, x_TND[..., 2 * half :])
     return torch.cat(rotated, dim=-1)
+
+
+class RopeStoreCompiled:
+    """`ops.RopeStore` in C++; dtypes and shapes it does not know go to the twin."""
+
+    def __init__(self, library: Library) -> None:
+        self._run = library.function("dp_rope_store", "ppppppppppiiiiiiifiiii")
+
+    def __call__(
+        self,
+        qkv_TX: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cos_sin_PD: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table_SB: Tensor,
+    ) -> Tensor:
+        code, cache_code = DTYPE_CODES.get(qkv_TX.dtype), DTYPE_CODES.get(k_cache.dtype)
+        norm_code = _norm_code(q_norm_D, k_norm_D)
+        _, num_kv_heads, block_size, head_dim = k_cache.shape
+        if code is None or cache_code is None or norm_code is None or head_dim > MAX_HEAD_DIM:
+            return rope_store_torch(
+                *(qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D),
+                *(eps, k_cache, v_cache, block_table_SB),
+            )
+        rows, width = qkv_TX.shape
+        num_heads = width // head_dim - 2 * num_kv_heads
+        q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)
+        self._run(
+            *(qkv_TX.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr(), cos_sin_PD.data_ptr()),
+            *(None if q_norm_D is None else q_norm_D.data_ptr(), None if k_norm_D is None else k_norm_D.data_ptr()),
+            *(q_THD.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table_SB.data_ptr()),
+            *(rows, num_heads, num_kv_heads, head_dim, cos_sin_PD.shape[1], block_size, block_table_SB.shape[1]),
+            *(eps, code, cache_code, norm_code, torch.get_num_threads()),
+        )
+        return q_THD
+
+
+def _norm_code(q_norm_D: Tensor | None, k_norm_D: Tensor | None) -> int | None:
+    """The one dtype code of the norms' weights (0 where there are none); None if the library does not know it."""
+    norms = [norm for norm in (q_norm_D, k_norm_D) if norm is not None]
+    codes = {DTYPE_CODES.get(norm.dtype) for norm in norms}
+    return codes.pop() if len(codes) == 1 else (None if codes else 0)

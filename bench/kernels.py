@@ -1,0 +1,113 @@
+"""Microseconds of each operator of a pass at 1, 2 and 8 rows: `python bench/kernels.py`.
+
+The model: H=512, I=1536, 8 heads / 4 kv heads x 64, 8 layers, vocabulary 8192, context 300.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from draftproof.attention import registry
+from draftproof.kernels import native, ops
+from draftproof.kernels.linear import LinearPlanner
+
+H, I, HEADS, KV_HEADS, D, LAYERS, VOCAB, CONTEXT = 512, 1536, 8, 4, 64, 8, 8192, 300
+ROWS = (1, 2, 8)
+
+
+def measure(run: Callable[[], object], repeats: int) -> float:
+    """Median microseconds of a call."""
+    for _ in range(20):
+        run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def operators(table: ops.Ops, attend: Callable[..., object], rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """One call of each operator with inputs like a pass's; the rows belong to one request."""
+    x, gate_up = torch.randn(rows, H).to(dtype), torch.randn(rows, 2 * I).to(dtype)
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * D).to(dtype)
+    weight, head_norm = torch.ones(H, dtype=dtype), torch.ones(D, dtype=dtype)
+    cos_sin, logits = torch.randn(4096, D), torch.randn(rows, VOCAB)
+    k_cache = torch.randn(64, KV_HEADS, 16, D).to(dtype)
+    v_cache = torch.randn_like(k_cache)
+    blocks = torch.arange(1, 41, dtype=torch.int32).view(1, 40)
+    positions, slots = torch.arange(CONTEXT, CONTEXT + rows), torch.zeros(rows, dtype=torch.int64)
+    ends = positions + 1
+    q = torch.randn(rows, HEADS, D).to(dtype)
+    return {
+        "norm": lambda: table.rms_norm(x, weight, 1e-6),
+        "add+norm": lambda: table.add_rms_norm(x, x, weight, 1e-6),
+        "rope+store": lambda: table.rope_store(
+            qkv, positions, slots, cos_sin, head_norm, head_norm, 1e-6, k_cache, v_cache, blocks
+        ),
+        "attention": lambda: attend(q, k_cache, v_cache, blocks, slots, ends, 0, 0.125),
+        "silu*up": lambda: table.silu_mul(gate_up),
+        "log normalizer": lambda: table.log_normalizer(logits),
+    }
+
+
+def products(planner: LinearPlanner, dtype: torch.dtype) -> dict[str, tuple[int, object]]:
+    """Name -> (inputs, packed product) for each product of a layer, and the logits."""
+
+    def pack(outputs: int, inputs: int, out_dtype: torch.dtype | None = None) -> tuple[int, object]:
+        return inputs, planner.pack(torch.randn(outputs, inputs).to(dtype), out_dtype=out_dtype)
+
+    found = {
+        "qkv": pack((HEADS + 2 * KV_HEADS) * D, H),
+        "o": pack(H, HEADS * D),
+        "gate_up": pack(2 * I, H),
+        "down": pack(H, I),
+        "logits": pack(VOCAB, H, torch.float32),
+    }
+    planner.certify()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--torch", action="store_true", help="torch twins instead of compiled operators")
+    parser.add_argument("--repeats", type=int, default=400)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    library = None if args.torch else native.load()
+    table = ops.select(torch.device("cpu"), library)
+    attend = registry.select(torch.device("cpu"), library, None)
+    planner = LinearPlanner(torch.device("cpu"), exact=True, max_rows=64, library=library)
+    print(f"{args.dtype}, {torch.get_num_threads()} threads, operators: {table.name}; us")
+    print(f"{'':16}" + "".join(f"{rows:>9} rows" for rows in ROWS))
+    per_layer = {"add+norm": 2, "rope+store": 1, "attention": 1, "silu*up": 1}
+    others = dict.fromkeys(ROWS, 0.0)
+    with torch.inference_mode():
+        for name in operators(table, attend, 1, dtype):
+            line = f"{name:16}"
+            for rows in ROWS:
+                us = measure(operators(table, attend, rows, dtype)[name], args.repeats)
+                others[rows] += us * per_layer.get(name, 0) * LAYERS
+                line += f"{us:14.1f}"
+            print(line)
+        total = dict.fromkeys(ROWS, 0.0)
+        for name, (inputs, product) in products(planner, dtype).items():
+            line = f"{name:16}"
+            for rows in ROWS:
+                x = torch.randn(rows, inputs).to(dtype)
+                us = measure(lambda product=product, x=x: product(x), args.repeats)  # type: ignore[operator]
+                total[rows] += us * (1 if name == "logits" else LAYERS)
+                line += f"{us:14.1f}"
+            print(line)
+    for title, figures in (("products", total), ("others", others)):
+        print(f"{title:16}" + "".join(f"{figures[rows]:14.0f}" for rows in ROWS))
+    print(f"{'others, share':16}" + "".join(f"{others[r] / (others[r] + total[r]):14.0%}" for r in ROWS))
+
+
+if __name__ == "__main__":
+    main()

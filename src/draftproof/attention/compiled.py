@@ -1,0 +1,46 @@
+"""Attention in C++, the fastest exact one on a CPU. See csrc/attention.cpp for how rows share work.
+
+Shapes: T rows, S slots, B blocks per slot, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.sdpa import sdpa_attention
+from draftproof.kernels.native import DTYPE_CODES, Library
+
+
+class CompiledAttention:
+    """An `AttentionBackend`; dtypes the library does not know go to torch."""
+
+    def __init__(self, library: Library) -> None:
+        self._run = library.function("dp_attention", "pppppppiiiiiiifii")
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table_SB: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        dtype = q_THD.dtype
+        code = DTYPE_CODES.get(dtype)
+        if code is None or k_cache.dtype != dtype:
+            return sdpa_attention(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
+        rows, num_heads, head_dim = q_THD.shape
+        _, num_kv_heads, block_size, _ = k_cache.shape
+        q_THD = q_THD.contiguous()
+        out_TX = q_THD.new_empty(rows, num_heads * head_dim)
+        self._run(
+            *(q_THD.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table_SB.data_ptr()),
+            *(slots_T.data_ptr(), ends_T.data_ptr(), out_TX.data_ptr()),
+            *(rows, num_heads, num_kv_heads, head_dim, block_size, block_table_SB.shape[1]),
+            *(window, scale, code, torch.get_num_threads()),
+        )
+        return out_TX
