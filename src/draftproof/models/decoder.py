@@ -1,0 +1,152 @@
+"""The one decoder that every supported language model is an instance of.
+
+Shapes: T rows, H hidden size, M rows whose logits are wanted, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.ops import Ops
+from draftproof.models.config import ModelConfig
+from draftproof.models.layers import Build, DecoderLayer, Linear, Norm
+from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.rope import cos_sin_table
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """One pass. hidden_TH: after the final norm; taps: [T, H] each, in the order asked for."""
+
+    hidden_TH: Tensor
+    taps: tuple[Tensor, ...]
+
+
+class Decoder:
+    """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture."""
+
+    __slots__ = ("_embed_VH", "_head", "_layers", "_norms", "config", "cos_sin_PD", "kv")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed_VH: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Norm,
+        head: Linear,
+        cos_sin_PD: Tensor,
+    ) -> None:
+        self.config = config
+        self.cos_sin_PD = cos_sin_PD
+        self.kv = tuple(
+            KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
+            for window in config.windows
+        )
+        self._embed_VH = embed_VH
+        self._layers = tuple(layers)
+        input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
+        self._norms = (*input_norms, final_norm)
+        assert len(self._norms) == len(self._layers) + 1
+        self._head = head
+
+    @classmethod
+    def load(
+        cls,
+        source: Path | WeightSource,
+        config: ModelConfig,
+        ops: Ops,
+        planner: LinearPlanner,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        max_positions: int | None = None,
+        exact: bool | None = None,
+    ) -> Decoder:
+        """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
+
+        max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
+        planner does, False for draft models. Raises ValueError for tensors missing, misshapen or left over.
+        """
+        weights = Weights.open(source) if isinstance(source, Path) else source
+        build = Build(weights, ops, planner, device, dtype, exact)
+        root = "model." if "model.embed_tokens.weight" in weights else ""
+        cos_sin_PD = cos_sin_table(config.rope, max_positions or config.max_position_embeddings, device)
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        embed_VH = build.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
+        layers = [
+            DecoderLayer(build, f"{root}layers.{i}", config, cos_sin_PD, i, window)
+            for i, window in enumerate(config.windows)
+        ]
+        final_norm = Norm.load(build, f"{root}norm", hidden, config.norm_eps)
+        if config.tie_word_embeddings:
+            head = build.pack(embed_VH, out_dtype=torch.float32)
+        else:
+            head = build.linear("lm_head", hidden, vocab_size, out_dtype=torch.float32)
+        if isinstance(weights, Weights):
+            _check_leftovers(weights, root, config)
+        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD)
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """int64 ids in 0..V-1 -> [T, H]."""
+        return self._embed_VH.index_select(0, tokens_T)
+
+    def __call__(
+        self, tokens_T: Tensor, attn: PagedAttention, taps: Sequence[int] = (), final: bool = False
+    ) -> TargetOutput:
+        """One pass over rows of any requests; their keys and values are stored.
+
+        taps: tap i is the stream entering layer i (0 the embeddings, num_layers the last layer's output); final: the
+        state after the final norm, given last. ValueError where a tap is out of range.
+        """
+        if taps:
+            self.check_taps(taps)
+        residual_TH = self.embed(tokens_T)
+        stream = [residual_TH]
+        x_TH = self._norms[0](residual_TH)
+        for i, layer in enumerate(self._layers):
+            x_TH, residual_TH = layer(x_TH, residual_TH, attn)
+            x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)
+            if taps:
+                stream.append(residual_TH)
+        tapped = tuple(stream[i] for i in taps)
+        return TargetOutput(x_TH, (*tapped, x_TH) if final else tapped)
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """ValueError where a tapped id is not one of this model's."""
+        last = len(self._layers)
+        wrong = [i for i in taps if not 0 <= i <= last]
+        if wrong:
+            raise ValueError(
+                f"tapped layer id {wrong[0]} of {list(taps)} is out of range: this model has num_layers={last}, so ids "
+                f"run from 0 to {last}; the draft head belongs to another model"
+            )
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """States after the final norm -> fp32 [M, V]."""
+        return self._head(hidden_MH)
+
+
+def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
+    """A tensor of the layers or the head that found no place is an error, such as a bias that the config denies.
+
+    Layers past the last are not: they are a draft head that came with the model.
+    """
+    layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
+
+    def own(name: str) -> bool:
+        match = layer.match(name)
+        if match:
+            return int(match[1]) < config.num_layers
+        return name.startswith((root + "norm.", root + "embed_tokens.", "lm_head."))
+
+    tied = [r"lm_head\.weight"] if config.tie_word_embeddings else []
+    weights.check_used(own, [r".*rotary_emb\.inv_freq", *tied])

@@ -1,0 +1,189 @@
+"""The pieces of a decoder, target's or draft head's: norm, attention, MLP, and the layer made of them.
+
+Shapes: T rows, H hidden size, X whatever width a piece is given, N outputs of a product, D head size, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionSpec, PagedAttention
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.ops import Ops
+from draftproof.models.config import ModelConfig
+from draftproof.models.loading import WeightSource
+
+Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a piece needs in order to be made. `exact` None: as the planner does; drafters pass False."""
+
+    weights: WeightSource
+    ops: Ops
+    planner: LinearPlanner
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool | None = None
+
+    def reading(self, weights: WeightSource) -> Build:
+        """The same, from other weights."""
+        return replace(self, weights=weights)
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A copy in the model's dtype: what is read may be a view of a mapped file, and not aligned."""
+        return self.weights.get(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
+
+    def linear(
+        self,
+        names: str | Sequence[str],
+        in_size: int,
+        out_sizes: int | Sequence[int],
+        *,
+        bias: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """The product with one weight, or with several one below the other; names without ".weight"."""
+        names = [names] if isinstance(names, str) else names
+        out_sizes = [out_sizes] if isinstance(out_sizes, int) else out_sizes
+        weights = [
+            self.tensor(f"{name}.weight", (size, in_size))
+            for name, size in zip(names, out_sizes, strict=True)
+        ]
+        biases = [
+            self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, out_sizes, strict=True) if bias
+        ]
+        return self.pack(
+            weights[0] if len(weights) == 1 else torch.cat(weights),
+            torch.cat(biases) if biases else None,
+            out_dtype,
+        )
+
+    def pack(
+        self, weight_NX: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        return self.planner.pack(weight_NX, bias_N, out_dtype=out_dtype, exact=self.exact)
+
+
+class Norm:
+    """RMS norm, alone or fused with the addition before it."""
+
+    __slots__ = ("_add_rms_norm", "_rms_norm", "eps", "weight_H")
+
+    def __init__(self, weight_H: Tensor, eps: float, ops: Ops) -> None:
+        self.weight_H = weight_H
+        self.eps = eps
+        self._rms_norm = ops.rms_norm
+        self._add_rms_norm = ops.add_rms_norm
+
+    @classmethod
+    def load(cls, build: Build, name: str, size: int, eps: float) -> Norm:
+        """name: without ".weight"."""
+        return cls(build.tensor(f"{name}.weight", (size,)), eps, build.ops)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return self._rms_norm(x_TH, self.weight_H, self.eps)
+
+    def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self._add_rms_norm(x_TH, residual_TH, self.weight_H, self.eps)
+
+
+class Attention:
+    """Attention of one layer over the paged cache; q, k and v come from one product."""
+
+    __slots__ = ("index", "out", "qkv", "spec")
+
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        cos_sin_PD: Tensor,
+        index: int,
+        window: int = 0,
+        input_size: int | None = None,
+    ) -> None:
+        """index: the layer's place in its model's cache; input_size: width of the input where it is not H."""
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.index = index
+        self.qkv = build.linear(
+            [f"{prefix}.{part}_proj" for part in "qkv"],
+            input_size or config.hidden_size,
+            [heads * dim, kv_heads * dim, kv_heads * dim],
+            bias=config.qkv_bias,
+        )
+        self.out = build.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=config.o_bias)
+        self.spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            scale=dim**-0.5,
+            window=window,
+            eps=config.norm_eps,
+            cos_sin_PD=cos_sin_PD,
+            q_norm_D=build.tensor(f"{prefix}.q_norm.weight", (dim,)) if config.qk_norm else None,
+            k_norm_D=build.tensor(f"{prefix}.k_norm.weight", (dim,)) if config.qk_norm else None,
+        )
+
+    def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+        """x_TX [T, input_size], already normed -> [T, H]."""
+        return self.out(attn(self.index, self.qkv(x_TX), self.spec))
+
+
+class MLP:
+    """silu(gate(x)) * up(x), gate and up in one product, then down."""
+
+    __slots__ = ("_silu_mul", "down", "gate_up")
+
+    def __init__(self, build: Build, prefix: str, config: ModelConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._silu_mul = build.ops.silu_mul
+        self.gate_up = build.linear(
+            [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], bias=config.mlp_bias
+        )
+        self.down = build.linear(f"{prefix}.down_proj", inner, hidden, bias=config.mlp_bias)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        return self.down(self._silu_mul(self.gate_up(x_TH)))
+
+
+class DecoderLayer:
+    """Attention and MLP with the norm between them.
+
+    The stream before and after the layer is given in two halves, so that every addition is fused with the norm that
+    follows it: the caller norms the stream (`input_norm`), and adds what the layer returns with the next norm's `add`.
+    """
+
+    __slots__ = ("attention", "input_norm", "mlp", "post_norm")
+
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        cos_sin_PD: Tensor,
+        index: int,
+        window: int = 0,
+        input_size: int | None = None,
+        input_norm: bool = True,
+    ) -> None:
+        """input_norm False: the layer has none of its own (EAGLE-1's). See `Attention` for the other arguments."""
+        hidden, eps = config.hidden_size, config.norm_eps
+        self.input_norm = Norm.load(build, f"{prefix}.input_layernorm", hidden, eps) if input_norm else None
+        self.attention = Attention(
+            build, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size
+        )
+        self.post_norm = Norm.load(build, f"{prefix}.post_attention_layernorm", hidden, eps)
+        self.mlp = MLP(build, f"{prefix}.mlp", config)
+
+    def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
+        """x_TX: the normed input; residual_TH: the stream it was made from. Their sum of the result is the stream
+        after the layer: (MLP's output, stream between attention and MLP)."""
+        x_TH, residual_TH = self.post_norm.add(self.attention(x_TX, attn), residual_TH)
+        return self.mlp(x_TH), residual_TH

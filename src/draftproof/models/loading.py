@@ -1,0 +1,262 @@
+"""From a model's name to its tensors: finding the folder, reading safetensors lazily, generation defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftproof.models.config import read_json, token_ids
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
+_HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+class WeightSource(Protocol):
+    """Where layers get their tensors."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """The tensor `name`, on the CPU and as stored; ValueError where it is missing or not of `shape`."""
+        ...
+
+
+def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of `model`: a directory, or a hub id whose files are fetched (or found in the hub's cache).
+
+    Raises ValueError for a missing directory, an unknown id, and a hub that cannot be reached.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model={str(model)!r}: this folder has no config.json, so it holds no model")
+        return path
+    if path.exists():
+        raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds config.json")
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ValueError(
+            f"model={str(model)!r}: no such directory; check the path (a hub id reads 'owner/name')"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(model), revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES
+            )
+        )
+    except Exception as error:  # the client raises many unrelated types, and all mean the same to the user
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ValueError(
+            f"model={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
+            f"({type(error).__name__}: {reason}); check the name, or download it elsewhere and give the folder's path"
+        ) from error
+
+
+class Weights:
+    """The tensors of one checkpoint, read when asked for; it remembers which were."""
+
+    __slots__ = ("_asked", "_names", "_read", "where")
+
+    def __init__(self, where: str, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self.where = where
+        self._names = frozenset(names)
+        self._read = read
+        self._asked: set[str] = set()
+
+    @classmethod
+    def open(cls, directory: Path) -> Weights:
+        """The safetensors of a folder: by index, `model.safetensors`, or the only file there is."""
+        files = _Files(directory)
+        return cls(str(directory), files.names(), files.read)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], where: str) -> Weights:
+        """Tensors already in memory; `where` names their source in errors."""
+        return cls(where, tensors, tensors.__getitem__)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def names(self) -> list[str]:
+        return sorted(self._names)
+
+    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """See `WeightSource`."""
+        if name not in self._names:
+            raise ValueError(f"{self.where}: tensor {name!r} is missing{self._nearby(name)}")
+        tensor = self._read(name)
+        if shape is not None and tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"{self.where}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{list(shape)}; the two files are not of the same model"
+            )
+        self._asked.add(name)
+        return tensor
+
+    def _nearby(self, name: str) -> str:
+        tail = ".".join(name.split(".")[-2:])
+        near = [n for n in self.names() if n.endswith(tail)][:2]
+        return (
+            f"; similar ones there: {', '.join(near)}"
+            if near
+            else "; the files are incomplete or of another model: download them again"
+        )
+
+    def unused(self, ignorable: Sequence[str] = ()) -> list[str]:
+        """Tensors that nobody asked for, less those that match one of the regular expressions `ignorable`."""
+        left = self._names - self._asked
+        return sorted(n for n in left if not any(re.fullmatch(pattern, n) for pattern in ignorable))
+
+    def check_used(self, own: Callable[[str], bool], ignorable: Sequence[str] = ()) -> None:
+        """Refuse leftovers for which `own(name)` says that they are a part of the model; warn of the others."""
+        left = self.unused(ignorable)
+        lost = [name for name in left if own(name)]
+        if lost:
+            raise ValueError(
+                f"{self.where}: {len(lost)} tensors have no place in this model, such as {', '.join(lost[:3])}; "
+                "results would be wrong without them: check that config.json belongs to these files"
+            )
+        if left:
+            logging.getLogger(__name__).warning(
+                "%s: %d tensors are not used, such as %s", self.where, len(left), ", ".join(left[:3])
+            )
+
+
+class _Files:
+    """Which file holds which tensor; files are opened on first use and stay open as long as this lives."""
+
+    __slots__ = ("_file_of", "_open", "directory")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        index = directory / "model.safetensors.index.json"
+        self._file_of = self._from_index(index) if index.is_file() else self._from_single()
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise self._broken(file, error) from error
+
+    def _from_index(self, index: Path) -> dict[str, str]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: has no 'weight_map'; download the model again")
+        for file in sorted(set(weight_map.values())):
+            if not (self.directory / file).is_file():
+                raise ValueError(f"{index}: names {file}, which is not there; download the model again")
+            stored = set(self._handle(file).keys())
+            lost = next((n for n, f in weight_map.items() if f == file and n not in stored), None)
+            if lost is not None:
+                raise ValueError(f"{self.directory / file}: tensor {lost!r} of {index.name} is not in it")
+        return weight_map
+
+    def _from_single(self) -> dict[str, str]:
+        files = sorted(p.name for p in self.directory.glob("*.safetensors"))
+        if "model.safetensors" in files:
+            files = ["model.safetensors"]
+        if len(files) != 1:
+            found = (
+                f"several ({', '.join(files[:4])}) and no model.safetensors.index.json" if files else "none"
+            )
+            pickled = any(self.directory.glob("*.bin")) and not files
+            fix = (
+                "only safetensors are read: convert the .bin files" if pickled else "download the model again"
+            )
+            raise ValueError(f"{self.directory}: safetensors files: {found}; {fix}")
+        return dict.fromkeys(self._handle(files[0]).keys(), files[0])
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise self._broken(file, error) from error
+        return self._open[file]
+
+    def _broken(self, file: str, error: Exception) -> ValueError:
+        path = self.directory / file
+        size = path.stat().st_size if path.is_file() else 0
+        return ValueError(
+            f"{path} ({size} bytes): cannot be read, it is probably cut short ({error}); download it again"
+        )
+
+
+class RandomWeights:
+    """Weights of any name and shape, drawn from a seed: for tests and benchmarks without files.
+
+    Products keep the size of their input about the same, norms lie around 1. A tensor depends on the seed and its
+    name only.
+    """
+
+    __slots__ = ("_device", "_seed")
+
+    def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        self._seed = seed
+        self._device = device
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+        """fp32 on the device given at the start, unlike files; `shape` is needed."""
+        if shape is None:
+            raise ValueError(f"random weights: tensor {name!r} was asked for without a shape")
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        noise = torch.randn(tuple(shape), generator=generator, device=self._device)
+        if len(shape) == 1:
+            return noise.mul_(0.1) if name.endswith("bias") else noise.mul_(0.1).add_(1.0)
+        return noise if "embed" in name else noise.mul_(shape[-1] ** -0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What a model's author recommends; None = not stated."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def read_generation_config(directory: Path) -> GenerationDefaults:
+    """`generation_config.json` of a folder; all None where there is no such file."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults()
+    raw = read_json(path)
+
+    def number(key: str) -> float | None:
+        value = raw.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{path}: {key}={value!r}: must be a number; correct or remove it")
+        return None if value is None else float(value)
+
+    top_k = number("top_k")
+    return GenerationDefaults(
+        eos_token_ids=token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id"),
+        temperature=number("temperature"),
+        top_p=number("top_p"),
+        top_k=None if top_k is None else int(top_k),
+        min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
+    )

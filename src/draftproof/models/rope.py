@@ -1,0 +1,220 @@
+"""Rotary position embedding: which frequencies a config asks for, and the one table computed from them at start.
+
+Shapes: P positions, F = rotary_dim / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_EVERY_TYPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of one model. `factor` stretches positions; the three types beside "default" use the rest.
+
+    `rotary_dim`: leading sizes of each head that rotate; `attention_factor` multiplies cos and sin (yarn).
+    """
+
+    theta: float
+    rotary_dim: int
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4.x) of a model's config.
+
+    Raises ValueError for types whose frequencies depend on the length of the text, unknown types and unknown keys.
+    """
+    given = dict(_flat(raw, where))
+    kind = str(given.get("rope_type") or given.get("type") or "default")
+    _check_type(kind, where)
+    for key, value in given.items():
+        if key not in _EVERY_TYPE | _KEYS_OF_TYPE[kind] and value is not None:
+            raise ValueError(
+                f"{where}: unknown key {key!r}={value!r} in the rotary embedding of type {kind!r}: "
+                f"it may change the arithmetic; known: {', '.join(sorted(_EVERY_TYPE | _KEYS_OF_TYPE[kind]))}"
+            )
+    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(
+            f"{where}: partial_rotary_factor={partial!r}: this family rotates whole heads; remove the key or set 1.0"
+        )
+    theta = _number(given, "rope_theta", raw.get("rope_theta", 10000.0), where)
+    if kind == "default":
+        return RopeConfig(theta=theta, rotary_dim=head_dim)
+    if kind == "linear":
+        return RopeConfig(
+            theta=theta, rotary_dim=head_dim, type=kind, factor=_number(given, "factor", None, where)
+        )
+    original = int(_number(given, "original_max_position_embeddings", max_positions, where))
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            rotary_dim=head_dim,
+            type=kind,
+            factor=_number(given, "factor", None, where),
+            low_freq_factor=_number(given, "low_freq_factor", None, where),
+            high_freq_factor=_number(given, "high_freq_factor", None, where),
+            original_max_positions=original,
+        )
+    return _parse_yarn(given, theta, head_dim, original, max_positions, where)
+
+
+def _parse_yarn(
+    given: Mapping[str, Any], theta: float, head_dim: int, original: int, max_positions: int, where: str
+) -> RopeConfig:
+    factor = _number(given, "factor", max_positions / original, where)
+    attention = given.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+        if mscale and mscale_all:
+            attention = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+        else:
+            attention = _yarn_scale(factor, 1.0)
+    return RopeConfig(
+        theta=theta,
+        rotary_dim=head_dim,
+        type="yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=float(attention),
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _flat(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The rotary settings as one dict; a dict per layer type is taken where all its entries agree."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{where}: rope_parameters={given!r}: must be a dict such as {{'rope_theta': 10000.0}}"
+        )
+    if not any(isinstance(value, Mapping) for value in given.values()):
+        return given
+    layers = [value for value in given.values() if value is not None]
+    if not all(isinstance(value, Mapping) and value == layers[0] for value in layers):
+        raise ValueError(
+            f"{where}: rope_parameters={dict(given)!r}: rotary settings that differ between layers are not supported"
+        )
+    return layers[0]
+
+
+def _check_type(kind: str, where: str) -> None:
+    if kind in _LENGTH_DEPENDENT:
+        raise ValueError(
+            f"{where}: rope_type={kind!r}: its frequencies depend on the length of the text, so a row's result would "
+            "depend on more than its own context; set the type to 'yarn' or 'linear' with a fixed factor, or remove "
+            "the scaling and keep to the original context length"
+        )
+    if kind not in _KEYS_OF_TYPE:
+        raise ValueError(f"{where}: rope_type={kind!r}: must be one of {', '.join(_KEYS_OF_TYPE)}")
+
+
+def _number(given: Mapping[str, Any], key: str, default: Any, where: str) -> float:
+    value = given.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{where}: {key}={value!r} in the rotary embedding: must be a number greater than 0")
+    return float(value)
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Radians per position of each rotated pair, fp32 [F].
+
+    In fp32 and in this order of operations, because that is the arithmetic models are trained and published with.
+    """
+    exponent_F = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    base_F = rope.theta**exponent_F
+    inverse_F = 1.0 / base_F
+    if rope.type == "linear":
+        return inverse_F / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, inverse_F)
+    if rope.type == "yarn":
+        keep_F = 1 - _yarn_ramp(rope)
+        return 1.0 / (rope.factor * base_F) * (1 - keep_F) + inverse_F * keep_F
+    return inverse_F
+
+
+def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:
+    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended."""
+    wavelength_F = 2 * math.pi / inverse_F
+    longest = rope.original_max_positions / rope.low_freq_factor
+    shortest = rope.original_max_positions / rope.high_freq_factor
+    blend_F = (rope.original_max_positions / wavelength_F - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended_F = (1 - blend_F) * inverse_F / rope.factor + blend_F * inverse_F
+    stretched_F = torch.where(wavelength_F > longest, inverse_F / rope.factor, inverse_F)
+    between_F = (wavelength_F >= shortest) & (wavelength_F <= longest)
+    return torch.where(between_F, blended_F, stretched_F)
+
+
+def _yarn_ramp(rope: RopeConfig) -> Tensor:
+    """0 where a pair turns often enough to be left alone, 1 where it is stretched, a ramp between; fp32 [F]."""
+
+    def index_of(turns: float) -> float:
+        length = rope.original_max_positions / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    width = high - low or 0.001
+    return ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+
+
+def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, of every pair at positions 0..length-1: fp32 [length, rotary_dim].
+
+    A row does not depend on `length`: a longer table extends a shorter one bit for bit. The angle is rounded to fp32
+    as in training; its cosine is taken by numpy in fp64, because torch's depends on where a thread's slice ends.
+    """
+    positions_P = torch.arange(length, dtype=torch.float32)
+    angles_PF = (positions_P[:, None] * inverse_frequencies(rope)[None, :]).double().numpy()
+    table = np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=1).astype(np.float32)
+    return (torch.from_numpy(table) * rope.attention_factor).to(device)

@@ -1,0 +1,94 @@
+"""Runs rows of a decoder over a paged cache without an engine, and loads decoders for tests.
+
+Shapes: T rows, S slots, B blocks per slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.attention.sdpa import sdpa_attention
+from draftproof.cache.pool import KVShape, allocate
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.ops import TORCH, Ops
+from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.decoder import Decoder, TargetOutput
+from draftproof.models.loading import WeightSource
+
+CPU = torch.device("cpu")
+
+
+class Paged:
+    """A paged cache for `num_slots` requests of up to `max_len` tokens; a slot's blocks lie scattered in memory."""
+
+    def __init__(
+        self,
+        kv: Sequence[KVShape],
+        *,
+        num_slots: int = 4,
+        max_len: int = 256,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        ops: Ops = TORCH,
+        backend: AttentionBackend = sdpa_attention,
+    ) -> None:
+        per_slot = -(-max_len // block_size)
+        order = torch.randperm(num_slots * per_slot, generator=torch.Generator().manual_seed(0))
+        table_SB = (order + 1).view(num_slots, per_slot).int()
+        self.cache = allocate(list(kv), table_SB, num_slots * per_slot + 1, block_size, dtype, CPU)
+        self.ops = ops
+        self.backend = backend
+
+    def attention(self, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor | None = None) -> PagedAttention:
+        """For one pass; `ends_T` None: causal. Position -1 is padding."""
+        rows = Rows.causal(positions_T, slots_T) if ends_T is None else Rows(positions_T, slots_T, ends_T)
+        return PagedAttention(self.ops, self.backend, self.cache, rows)
+
+
+def run_rows(
+    decoder: Decoder,
+    paged: Paged,
+    pieces: Sequence[tuple[int, int, Sequence[int]]],
+    taps: Sequence[int] = (),
+    final: bool = False,
+) -> TargetOutput:
+    """One flat pass. Each piece is (slot, position of its first token, token ids)."""
+    tokens_T = torch.tensor([t for _, _, tokens in pieces for t in tokens])
+    positions_T = torch.tensor([start + i for _, start, tokens in pieces for i in range(len(tokens))])
+    slots_T = torch.tensor([slot for slot, _, tokens in pieces for _ in tokens])
+    return decoder(tokens_T, paged.attention(positions_T, slots_T), taps, final)
+
+
+def greedy(decoder: Decoder, prompt: Sequence[int], num_tokens: int, paged: Paged | None = None) -> list[int]:
+    """The plain greedy continuation, one row a step after the prompt."""
+    paged = paged or Paged(decoder.kv, max_len=len(prompt) + num_tokens)
+    fresh, ids = list(prompt), list(prompt)
+    while len(ids) < len(prompt) + num_tokens:
+        out = run_rows(decoder, paged, [(0, len(ids) - len(fresh), fresh)])
+        fresh = [int(decoder.logits(out.hidden_TH[-1:]).argmax())]
+        ids += fresh
+    return ids[len(prompt) :]
+
+
+def load_decoder(
+    source: Path | WeightSource,
+    config: ModelConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    ops: Ops = TORCH,
+    max_rows: int = 256,
+    max_positions: int | None = None,
+) -> Decoder:
+    """A decoder on the CPU without compiled operators, its products certified."""
+    if config is None:
+        assert isinstance(source, Path)
+        config = read_config(source)
+    planner = LinearPlanner(CPU, exact=True, max_rows=max_rows, library=None)
+    decoder = Decoder.load(source, config, ops, planner, CPU, dtype, max_positions=max_positions)
+    planner.certify()
+    return decoder

@@ -1,0 +1,114 @@
+"""Small random models made with transformers, one of each form that the decoder must match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+_SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One model: the family's name in transformers, what differs from the small sizes, and how it is saved."""
+
+    family: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    shard_size: str = "1GB"
+
+
+FORMS = {
+    "llama-biases-sharded": Form("Llama", {"attention_bias": True, "mlp_bias": True}, shard_size="60KB"),
+    "llama3-rope-tied-wide-heads": Form(
+        "Llama", {"rope_parameters": _LLAMA3, "head_dim": 32, "tie_word_embeddings": True}
+    ),
+    "llama-yarn": Form("Llama", {"rope_parameters": _YARN, "num_key_value_heads": 4}),
+    "llama-linear": Form(
+        "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}
+    ),
+    "qwen2-tied": Form("Qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "qwen2-upper-layer-slides": Form(
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "num_key_value_heads": 1},
+    ),
+    "qwen3-narrow-heads-sharded": Form("Qwen3", {"head_dim": 8}, shard_size="50KB"),
+    "qwen3-biases-first-layer-slides": Form(
+        "Qwen3",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral-window": Form("Mistral", {"sliding_window": 11}),
+    "mistral-no-window-head-dim": Form("Mistral", {"sliding_window": None, "head_dim": 20}),
+}
+
+
+def make(form: Form) -> Any:
+    """The transformers model with every weight random and none of them trivial, fp32, in eval mode."""
+    config = getattr(transformers, f"{form.family}Config")(**{**_SIZES, **form.changes})
+    model = getattr(transformers, f"{form.family}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise)
+            else:
+                parameter.copy_(noise * (0.3 if "embed" in name else 1.6 * parameter.shape[1] ** -0.5))
+    return model
+
+
+def save(form: Form, directory: Path) -> Any:
+    """Make the model, save it to `directory`, and return it."""
+    model = make(form)
+    model.save_pretrained(directory, max_shard_size=form.shard_size)
+    return model
+
+
+@torch.no_grad()
+def states(model: Any, tokens: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """(logits [T, V], the stream entering each layer and after the last one [T, H] each, state after the norm)."""
+    seen: list[Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    try:
+        out = model(torch.tensor([tokens]), output_hidden_states=True)
+    finally:
+        hook.remove()
+    entering = [h[0] for h in out.hidden_states[:-1]]
+    return out.logits[0], [*entering, seen[0]], out.hidden_states[-1][0]
