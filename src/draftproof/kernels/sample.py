@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native
+from draftproof.kernels.native import Library
 from draftproof.kernels.noise import gumbel
 
 
@@ -25,6 +25,7 @@ def sample_torch(
     ids_V: Tensor | None,
 ) -> Tensor:
     """See `ops.Sample`. A row with NaN, +inf or nothing above -inf gives -1."""
+    logits_MV = logits_MV.float()
     max_M1 = logits_MV.amax(-1, keepdim=True)
     score_MV = logits_MV - max_M1
     sampled_M = temperature_M > 0
@@ -44,6 +45,7 @@ def probabilities_torch(
 
     A row with NaN, +inf or nothing above -inf is NaN throughout.
     """
+    logits_MV = logits_MV.float()
     max_M1 = logits_MV.amax(-1, keepdim=True)
     score_MV = logits_MV - max_M1
     best_M1 = _lowest_argmax(score_MV, None)[:, None]
@@ -100,10 +102,10 @@ def _threshold(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Ten
 
 
 class SampleCompiled:
-    """The compiled version of `sample_torch`: one pass per row, rows in parallel."""
+    """`ops.Sample` in C++: rows in parallel, noise in vectors, logarithms only for tokens that can still win."""
 
-    def __init__(self, library: native.Library) -> None:
-        self._library = library
+    def __init__(self, library: Library) -> None:
+        self._run = library.function("dp_sample", "pppppppppiii")
 
     def __call__(
         self,
@@ -117,4 +119,14 @@ class SampleCompiled:
         ids_V: Tensor | None,
     ) -> Tensor:
         """See `ops.Sample`."""
-        return sample_torch(logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M, ids_V)
+        logits_MV = logits_MV.float().contiguous()
+        columns = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M.long())]
+        ids_V = None if ids_V is None else ids_V.long().contiguous()
+        rows, width = logits_MV.shape
+        tokens_M = seeds_M.new_empty(rows)
+        self._run(
+            *(logits_MV.data_ptr(), *[x.data_ptr() for x in columns]),
+            *(None if ids_V is None else ids_V.data_ptr(), tokens_M.data_ptr()),
+            *(rows, width, torch.get_num_threads()),
+        )
+        return tokens_M

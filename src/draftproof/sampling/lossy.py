@@ -61,7 +61,7 @@ class DraftDistribution:
         q_MV: Tensor,
         ids_V: Tensor | None,
     ) -> None:
-        """Row m: `tokens_M[m]` was drawn from `q_MV[m]` for `positions_M[m]`, in the round that knows `lengths_M[m]`."""
+        """Row m: `tokens_M[m]` was drawn from `q_MV[m]` in the round that knows `lengths_M[m]` tokens."""
         at_M = positions_M - lengths_M
         at_M = torch.where((at_M >= 0) & (at_M < self.num_drafts), at_M, self.num_drafts)
         if ids_V is not None:
