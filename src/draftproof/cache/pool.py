@@ -6,8 +6,10 @@ Block 0 is never handed out: table entries that point nowhere point at it, so a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +59,11 @@ def allocate(
 
     def one(shape: KVShape) -> Tensor:
         size = (num_blocks, shape.heads, block_size, shape.head_dim)
-        return torch.zeros(size, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros(size, dtype=dtype, device=device)
+        # pages of the system that nobody wrote to cost nothing; torch.zeros would write to all of them
+        lazy = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(lazy).view(dtype).view(size)
 
     layers = [LayerKV(one(shape), one(shape)) for shape in shapes]
     return PagedCache(layers, block_table_SB, block_size)

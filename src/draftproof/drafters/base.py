@@ -39,15 +39,9 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
-    kv: tuple[KVShape, ...] = ()
-    borrow: tuple[int, ...] = ()
-    causal: bool = True
-    unroll: Literal["recurrent", "parallel"] = "recurrent"
-    feedback: bool = False
-    advance: Literal[0, 1] = 1
-    host_tokens: bool = False
-    mask_token: int | None = None
-    max_drafts: int | None = None
+    kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
+    feedback: bool = False  # the head's output is the next row's feature
+    host_tokens: bool = False  # reads Verified.history
 
 
 class Draw(Protocol):
@@ -81,7 +75,7 @@ class Verified:
     taps: tuple[Tensor, ...]  # [T, H] each, as declared
     draw: Draw
     num_rows_R: Sequence[int]  # host copy of cu's differences
-    history: Callable[[int], Sequence[int]] = lambda _: ()  # request index -> known tokens, next included (host)
+    history: Callable[[int], Tensor]  # request -> its known tokens, the next included (int32; needs host_tokens)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,123 @@
+"""Which block holds what: allocation, sharing of equal prefixes, eviction. Host only; knows no tensors.
+
+A full page is known by its key (id of the page before it, its tokens): a chain that dictionaries compare exactly, so
+two different prefixes can never be taken for each other. With `lookahead=1` (a drafter whose row at position p also
+reads token p + 1) a page's key covers one token more than the page holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PageKey = tuple[int, tuple[int, ...]]
+ROOT = 0  # id of the empty prefix
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """Pages of a prefix found in the cache; `node` is the id of the last one (ROOT if none)."""
+
+    blocks: list[int]
+    node: int
+
+
+class PageAllocator:
+    """Hands out blocks 1..num_blocks-1 (block 0 is the pool's scrap page) and remembers what full ones hold."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, sharing: bool, lookahead: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._sharing = sharing
+        self._lookahead = lookahead
+        self._ref_count = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # oldest first
+        self._block_of: dict[PageKey, int] = {}
+        self._key_of: dict[int, PageKey] = {}
+        self._node_of: dict[int, int] = {}  # registered block -> its id in chains
+        self._next_node = ROOT + 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks, least recently used first, or None if there are not so many."""
+        if count > len(self._free):
+            return None
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._forget(block)
+            self._ref_count[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference each; the tail of a prefix is evicted before its head."""
+        for block in reversed(blocks):
+            assert self._ref_count[block] > 0, block
+            self._ref_count[block] -= 1
+            if self._ref_count[block] == 0:
+                self._free[block] = None
+                if block not in self._key_of:
+                    self._free.move_to_end(block, last=False)
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest cached prefix that leaves at least one token to compute. Takes a reference to each page."""
+        found, node = PrefixMatch([], ROOT), ROOT
+        if not self._sharing:
+            return found
+        for page in range((len(tokens) - 1) // self.block_size):
+            block = self._block_of.get((node, self._content(tokens, page)))
+            if block is None:
+                break
+            node = self._node_of[block]
+            found.blocks.append(block)
+            self._ref_count[block] += 1
+            self._free.pop(block, None)
+        found.node = node
+        return found
+
+    def register(self, block: int, node: int, tokens: Sequence[int], page: int) -> int:
+        """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; its id in the chain.
+
+        If an equal page is known already that one stays the known one, and the chain goes on from it.
+        """
+        if not self._sharing:
+            return ROOT
+        key = (node, self._content(tokens, page))
+        known = self._block_of.get(key)
+        if known is not None:
+            return self._node_of[known]
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._node_of[block] = self._next_node
+        self._next_node += 1
+        return self._node_of[block]
+
+    def can_register(self, num_tokens: int, page: int) -> bool:
+        """Whether `num_tokens` known tokens cover page `page` and what its key looks ahead."""
+        return self._sharing and (page + 1) * self.block_size + self._lookahead <= num_tokens
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if any invariant is broken."""
+        for block in range(1, self.num_blocks):
+            assert (self._ref_count[block] == 0) == (block in self._free), f"block {block}: count and free list"
+        assert 0 not in self._free
+        assert self._ref_count[0] == 0
+        for key, block in self._block_of.items():
+            assert self._key_of[block] == key, f"block {block}: key"
+            assert block in self._node_of, f"block {block}: node"
+        assert len(self._key_of) == len(self._block_of) == len(self._node_of)
+
+    def _content(self, tokens: Sequence[int], page: int) -> tuple[int, ...]:
+        """Page 1, block_size 4, lookahead 1: tokens 4..8."""
+        start = page * self.block_size
+        return tuple(tokens[start : start + self.block_size + self._lookahead])
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+            del self._node_of[block]

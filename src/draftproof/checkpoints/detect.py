@@ -1,0 +1,40 @@
+"""Which format a draft checkpoint has: told by its content, never by its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftproof.checkpoints import language_model, safeailab, speculators
+from draftproof.drafters.build import DraftCheckpoint
+from draftproof.models.config import read_json
+
+_READERS = (speculators, safeailab, language_model)  # the first that matches reads
+
+
+def read(directory: Path) -> DraftCheckpoint:
+    """The checkpoint in `directory`; ValueError where no format fits."""
+    raw = read_json(directory / "config.json")
+    for reader in _READERS:
+        if reader.matches(raw):
+            return reader.read(directory, raw)
+    raise ValueError(
+        f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators (speculators_model_type), "
+        "nor a flat EAGLE-3 head (draft_vocab_size), nor a language model (model_type)"
+    )
+
+
+def is_draft_head(directory: Path) -> bool:
+    """Whether the folder holds a draft head rather than a language model."""
+    path = directory / "config.json"
+    return path.is_file() and any(reader.matches(read_json(path)) for reader in (speculators, safeailab))
+
+
+def target_of(checkpoint: DraftCheckpoint) -> str | None:
+    """The target the checkpoint names: an absolute path, one relative to it, a folder beside it, or a hub id."""
+    name = checkpoint.target
+    if name is None:
+        return None
+    for candidate in (Path(name), checkpoint.directory / name, checkpoint.directory.parent / name):
+        if candidate.is_dir():
+            return str(candidate.resolve())
+    return name

@@ -1,0 +1,68 @@
+"""Draft heads in the `speculators` format: `speculators_model_type` in config.json (versions 0.3 to 0.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.eagle3 import Eagle3Settings
+from draftproof.models import config as model_config
+from draftproof.models.loading import Weights
+
+
+def matches(raw: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in raw
+
+
+def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
+    """ValueError for a type that is not supported, or settings that are missing."""
+    where = str(directory / "config.json")
+    kind = raw["speculators_model_type"]
+    if kind not in _SETTINGS:
+        raise ValueError(
+            f"{where}: speculators_model_type={kind!r}: not supported; supported: {', '.join(_SETTINGS)}"
+        )
+    envelope = raw.get("speculators_config") or {}
+    return DraftCheckpoint(
+        method=kind,
+        where=where,
+        settings=_SETTINGS[kind](raw, where),
+        weights=Weights.open(directory),
+        directory=directory,
+        num_drafts=_num_drafts(envelope),
+        target=(envelope.get("verifier") or {}).get("name_or_path") or None,
+    )
+
+
+def _num_drafts(envelope: Mapping[str, Any]) -> int | None:
+    """`speculative_tokens` of the default proposal method, else of the first."""
+    methods = envelope.get("proposal_methods") or []
+    default = [m for m in methods if m.get("proposal_type") == envelope.get("default_proposal_method")]
+    chosen = (default or methods or [{}])[0]
+    return chosen.get("speculative_tokens")
+
+
+def _eagle3(raw: Mapping[str, Any], where: str) -> Eagle3Settings:
+    layers = model_config.parse(_layers(raw, where), where=f"{where}: transformer_layer_config")
+    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    return Eagle3Settings(
+        layers=layers,
+        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
+        taps=None if ids is None else tuple(ids),
+        norm_before_residual=raw.get("norm_before_residual", True),  # what the format means by a missing key
+        norm_before_fc=raw.get("norm_before_fc", False),
+        fc_norm=raw.get("fc_norm", False),
+        norm_output=raw.get("norm_output", False),
+    )
+
+
+def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    layers = raw.get("transformer_layer_config")
+    if not isinstance(layers, Mapping):
+        raise ValueError(f"{where}: transformer_layer_config is missing; the file is no complete draft head config")
+    return layers
+
+
+_SETTINGS = {"eagle3": _eagle3}

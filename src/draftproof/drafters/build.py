@@ -1,0 +1,79 @@
+"""What a draft method is built from: its checkpoint, as a reader understood it, and the engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftproof.config import EngineConfig
+from draftproof.models.decoder import Decoder
+from draftproof.models.layers import Build
+from draftproof.models.loading import WeightSource
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCheckpoint:
+    """A draft checkpoint in the project's own terms, whatever its files looked like.
+
+    `settings` is the method's dataclass; `num_drafts` the checkpoint's own K; `target` the model it was made for, as
+    the files name it.
+    """
+
+    method: str
+    where: str
+    settings: object
+    weights: WeightSource
+    directory: Path
+    num_drafts: int | None = None
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBuild:
+    """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness."""
+
+    config: EngineConfig
+    options: Mapping[str, Any]
+    num_drafts: int
+    checkpoint: DraftCheckpoint | None
+    target: Decoder
+    target_weights: WeightSource
+    target_directory: Path
+    build: Build
+    max_positions: int
+
+    def settings(self, kind: type[S]) -> S:
+        """The checkpoint's settings; ValueError where the method needs a checkpoint and none was given."""
+        if self.checkpoint is None:
+            raise ValueError("speculative_config: this method needs 'model': the folder of its checkpoint")
+        assert isinstance(self.checkpoint.settings, kind), self.checkpoint.settings
+        return self.checkpoint.settings
+
+    def own_or_target(self, name: str, target_name: str, shape: tuple[int, int]) -> Tensor:
+        """A tensor from the draft's file, else the target's of another name, in the draft's dtype."""
+        assert self.checkpoint is not None
+        if name in self.checkpoint.weights:
+            return self.build.tensor(name, shape)
+        return self.build.reading(self.target_weights).tensor(target_name, shape)
+
+    @property
+    def target_head_name(self) -> str:
+        """The target's tensor that makes logits: its own, or the embedding it is tied to."""
+        tied = self.target.config.tie_word_embeddings
+        return self.target_embed_name if tied else "lm_head.weight"
+
+    @property
+    def target_embed_name(self) -> str:
+        name = "model.embed_tokens.weight"
+        return name if name in self.target_weights else "embed_tokens.weight"
+
+    @property
+    def device(self) -> torch.device:
+        return self.build.device

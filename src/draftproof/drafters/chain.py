@@ -1,0 +1,83 @@
+"""Several drafters as one: per request, the first that has a proposal wins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
+from draftproof.drafters.head import DraftMemory
+
+
+class ChainDrafter:
+    """`propose` of every member sees every round, so all of them keep their state in step."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self._drafters = list(drafters)
+        specs = [d.spec for d in drafters]
+        layers = sorted({i for s in specs for i in s.taps.layers})
+        self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
+        self.spec = DraftSpec(
+            taps=self._taps,
+            layout=lambda k: _widest([s.layout(k) for s in specs]),
+            kv=tuple(shape for s in specs for shape in s.kv),
+            host_tokens=any(s.host_tokens for s in specs),
+        )
+
+    def bind(self, memory: DraftMemory) -> None:
+        start = 0
+        for drafter in self._drafters:
+            end = start + len(drafter.spec.kv)
+            cache = memory.cache
+            part = PagedCache(cache.layers[start:end], cache.block_table_SB, cache.block_size)
+            start = end
+            _call(drafter, "bind", dataclasses.replace(memory, cache=part))
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        for drafter in self._drafters:
+            _call(drafter, "admit", slot, tokens, num_cached)
+
+    def release(self, slot: int) -> None:
+        for drafter in self._drafters:
+            _call(drafter, "release", slot)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        tokens_RK = verified.next_R.new_zeros((len(verified.num_rows_R), num_drafts))
+        count_R = torch.zeros_like(verified.k_R)
+        open_R = verified.k_R
+        for drafter in self._drafters:
+            # a member asked for nothing anywhere still keeps its state, and skips its unrolling
+            num = num_drafts if _any(open_R) else 0
+            given = dataclasses.replace(verified, k_R=open_R, taps=self._taps_for(drafter.spec.taps, verified.taps))
+            proposal = drafter.propose(given, num)
+            take_R = (open_R > 0) & (proposal.count_R > 0)
+            width = min(proposal.tokens_RK.shape[1], num_drafts)
+            tokens_RK[:, :width] = torch.where(take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width])
+            count_R = torch.where(take_R, proposal.count_R, count_R)
+            open_R = open_R.masked_fill(take_R, 0)
+        return Proposal(tokens_RK, count_R)
+
+    def _taps_for(self, wanted: Taps, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        own = [taps[self._taps.layers.index(i)] for i in wanted.layers]
+        return tuple(own + [taps[-1]] if wanted.final else own)
+
+
+def _any(open_R: Tensor) -> bool:
+    """Whether anything is still wanted. Only asked where reading the answer costs nothing."""
+    return bool(open_R.any()) if open_R.device.type == "cpu" else True
+
+
+def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
+    """What the engine reads of a layout: whether rows look one token ahead."""
+    shift = max((layout.shift for layout in layouts), default=0)
+    return InputLayout(context="all", shift=shift)
+
+
+def _call(drafter: Drafter, name: str, *args: object) -> None:
+    verb = getattr(drafter, name, None)
+    if verb is not None:
+        verb(*args)

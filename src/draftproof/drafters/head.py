@@ -1,0 +1,98 @@
+"""Runs a draft network: feeds it the rows its layout declares, unrolls it, draws its tokens.
+
+Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F feature width, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters import rows
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.kernels.ops import Ops
+
+
+class DraftHead(Protocol):
+    """Level 2: a network that predicts the target's next tokens. `ids_V` maps its columns to target ids."""
+
+    spec: DraftSpec
+    ids_V: Tensor | None
+
+    def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
+        """Fusion of the tapped target states, [T, F]; None where the head reads tokens only."""
+        ...
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """-> hidden_NH for `logits`, and the next row's features where spec.feedback."""
+        ...
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """fp32 [M, V]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMemory:
+    """What the engine lends a drafter at start: its layers' cache on the target's block table, and operators."""
+
+    ops: Ops
+    backend: AttentionBackend
+    cache: PagedCache
+
+
+class HeadDrafter:
+    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
+
+    def __init__(self, head: DraftHead, num_drafts: int) -> None:
+        self.spec = head.spec
+        self._head = head
+        self._layout = head.spec.layout(num_drafts)
+        self._memory: DraftMemory | None = None
+
+    def bind(self, memory: DraftMemory) -> None:
+        self._memory = memory
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        """Feed the verified rows, then draft `num_drafts` tokens per request, one row a step.
+
+        The row of step j sits at the read row's position + j; its draw is for position anchor + 1 + j.
+        """
+        fed = rows.build(verified, self._layout, 1)
+        features_TF = self._head.features(verified.taps)
+        features_NF = None if features_TF is None else features_TF[fed.source_N]
+        read_R = fed.read_RJ[:, 0]
+        attn = self._attention(fed.positions_N, fed.slots_N)
+        hidden_NH, feedback_NF = self._head(fed.tokens_N, features_NF, attn)
+
+        tokens_RK = fed.tokens_N.new_zeros((len(read_R), num_drafts))
+        if num_drafts == 0:
+            return Proposal(tokens_RK, verified.k_R)
+        hidden_RH = hidden_NH[read_R]
+        feedback_RF = None if feedback_NF is None else feedback_NF[read_R]
+        position_R = fed.positions_N[read_R]
+        all_R = torch.arange(len(read_R), device=read_R.device)
+        for step in range(num_drafts):
+            logits_RV = self._head.logits(hidden_RH)
+            drawn_R = verified.draw(logits_RV, all_R, fed.anchor_position_R + 1 + step, self._head.ids_V)
+            tokens_RK[:, step] = drawn_R
+            if step + 1 == num_drafts:
+                break
+            position_R = position_R + 1
+            live_position_R = position_R.masked_fill(verified.k_R <= step + 1, -1)
+            attn = self._attention(live_position_R, verified.slots_R)
+            # -1 says "no number here": the guard drops it, but it must not reach the embedding
+            hidden_RH, feedback_RF = self._head(drawn_R.clamp(min=0), feedback_RF, attn)
+        return Proposal(tokens_RK, verified.k_R)
+
+    def _attention(self, positions_N: Tensor, slots_N: Tensor) -> PagedAttention:
+        assert self._memory is not None, "bind comes before propose"
+        memory = self._memory
+        return PagedAttention(memory.ops, memory.backend, memory.cache, Rows.causal(positions_N, slots_N))

@@ -1,0 +1,325 @@
+"""From an EngineConfig to an engine: finds the files, loads models, sizes the cache, wires the parts together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftproof import assets
+from draftproof.attention import registry as backends
+from draftproof.attention.base import AttentionBackend
+from draftproof.cache.pages import PageAllocator
+from draftproof.cache.pool import KVShape, PagedCache, allocate
+from draftproof.checkpoints import detect
+from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.drafters import registry
+from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.drafters.build import DraftBuild, DraftCheckpoint
+from draftproof.drafters.chain import ChainDrafter
+from draftproof.drafters.guard import Guard
+from draftproof.drafters.head import DraftMemory
+from draftproof.engine import memory
+from draftproof.engine.engine import Engine, Parts
+from draftproof.engine.outbox import Outbox
+from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
+from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.state import State
+from draftproof.kernels import native
+from draftproof.kernels import ops as operators
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.ops import Ops
+from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.decoder import Decoder
+from draftproof.models.layers import Build
+from draftproof.models.loading import Weights, resolve
+from draftproof.sampling.lossy import LossyVerifier
+from draftproof.sampling.params import SamplingTable
+from draftproof.sampling.sampler import Sampler
+from draftproof.sampling.verifier import ExactVerifier, Verifier
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """An engine and what its front needs to know of it."""
+
+    engine: Engine
+    directory: Path
+    model: ModelConfig
+    max_model_len: int
+    num_drafts: int  # K, 0 without a drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What target and drafters are both built on."""
+
+    config: EngineConfig
+    directory: Path
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    backend: AttentionBackend
+    planner: LinearPlanner
+    max_model_len: int
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
+    config, directory = _locate(config)
+    base = _base(config, directory, progress)
+    speculative = config.speculative_config
+    plans = _draft_plans(speculative) if speculative else []
+    num_drafts = _num_drafts(speculative, plans) if speculative else 0
+    target = Decoder.load(
+        directory, base.model, base.ops, base.planner, base.device, base.dtype,
+        max_positions=base.max_model_len + num_drafts + 1,
+    )  # fmt: skip
+    drafter = _drafter(base, target, plans, num_drafts) if plans else None
+    base.planner.certify()
+    return _assemble(base, target, drafter, plans, num_drafts)
+
+
+def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """The target's folder; a speculator given as the model names its target itself."""
+    if config.model is None:
+        return config, assets.path(assets.TARGET)
+    directory = resolve(config.model, config.revision)
+    if not detect.is_draft_head(directory):
+        return config, directory
+    target = detect.target_of(detect.read(directory))
+    if target is None:
+        raise ValueError(
+            f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
+            "this folder as speculative_config['model']"
+        )
+    given = config.speculative_config or SpeculativeConfig()
+    if given.model is not None and Path(given.model) != directory:
+        raise ValueError(
+            f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
+            "give the target as model"
+        )
+    config = dataclasses.replace(config, speculative_config=dataclasses.replace(given, model=str(directory)))
+    return config, resolve(target)
+
+
+def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
+    model = read_config(directory)
+    device = memory.pick_device(config.device)
+    library = native.load() if config.native and device.type == "cpu" else None
+    return _Base(
+        config=config,
+        directory=directory,
+        model=model,
+        device=device,
+        dtype=memory.pick_dtype(config.dtype, model.dtype, device),
+        ops=operators.select(device, library),
+        backend=backends.select(device, library, config.attention_backend),
+        planner=LinearPlanner(
+            device,
+            exact=config.exact,
+            max_rows=max(config.max_num_batched_tokens, 1),
+            library=library,
+            progress=progress,
+        ),
+        max_model_len=_max_model_len(config, model),
+    )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len or model.max_position_embeddings
+    if wanted > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={wanted}: the model was made for max_position_embeddings="
+            f"{model.max_position_embeddings}; ask for at most that"
+        )
+    if config.num_kv_blocks is None:
+        return wanted
+    room = (config.num_kv_blocks - 1) * config.block_size
+    if room < 1 or (config.max_model_len is not None and wanted > room):
+        raise ValueError(
+            f"num_kv_blocks={config.num_kv_blocks}: one block is kept for scrap, the others hold {room} tokens, less "
+            f"than max_model_len={wanted}; raise num_kv_blocks to {-(-wanted // config.block_size) + 1} or lower "
+            "max_model_len"
+        )
+    return min(wanted, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftPlan:
+    """One drafter to build; a chain has several."""
+
+    method: str
+    checkpoint: DraftCheckpoint | None
+    settings: SpeculativeConfig
+
+
+def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
+    if settings.method == registry.CHAIN:
+        if not settings.drafters:
+            raise ValueError(
+                "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
+            )
+        members = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
+        return [plan for member in members for plan in _draft_plans(member)]
+    if settings.drafters:
+        raise ValueError(f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}")
+    if settings.method is not None:
+        registry.check(settings.method)
+    needs_model = settings.method is None or (
+        settings.method in registry.METHODS and registry.METHODS[settings.method].needs_model
+    )
+    if not needs_model:
+        assert settings.method is not None
+        return [_DraftPlan(settings.method, None, settings)]
+    if settings.model is None:
+        raise ValueError(
+            f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
+            if settings.method
+            else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
+        )
+    checkpoint = detect.read(resolve(settings.model))
+    if settings.method not in (None, checkpoint.method):
+        raise ValueError(
+            f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
+            f"{checkpoint.method!r}; leave method out, or give another model"
+        )
+    return [_DraftPlan(checkpoint.method, checkpoint, settings)]
+
+
+def _num_drafts(settings: SpeculativeConfig, plans: list[_DraftPlan]) -> int:
+    """K: the user's, else the checkpoint's, else the method's; in a chain the largest of its members'."""
+    if settings.num_speculative_tokens is not None:
+        return settings.num_speculative_tokens
+
+    def one(plan: _DraftPlan) -> int:
+        method = registry.METHODS.get(plan.method)
+        own = plan.checkpoint.num_drafts if plan.checkpoint else None
+        return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
+
+    return max(one(plan) for plan in plans)
+
+
+def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: int) -> Drafter:
+    target_weights = Weights.open(base.directory)
+    built = [
+        registry.build(
+            plan.method,
+            DraftBuild(
+                config=base.config,
+                options=plan.settings.options,
+                num_drafts=num_drafts,
+                checkpoint=plan.checkpoint,
+                target=target,
+                target_weights=target_weights,
+                target_directory=base.directory,
+                build=Build(
+                    plan.checkpoint.weights if plan.checkpoint else target_weights,
+                    base.ops,
+                    base.planner,
+                    base.device,
+                    base.dtype,
+                    exact=False,
+                ),
+                max_positions=base.max_model_len + num_drafts + 1,
+            ),
+        )
+        for plan in plans
+    ]
+    drafter = built[0] if len(built) == 1 else ChainDrafter(built)
+    target.check_taps(drafter.spec.taps.layers)
+    return drafter
+
+
+def _assemble(
+    base: _Base, target: Decoder, drafter: Drafter | None, plans: list[_DraftPlan], num_drafts: int
+) -> Loaded:
+    config, device = base.config, base.device
+    spec = drafter.spec if drafter else DraftSpec()
+    max_blocks = -(-base.max_model_len // config.block_size)
+    state = State(
+        num_slots=config.max_num_seqs,
+        max_len=base.max_model_len,
+        max_blocks=max_blocks + 1 + num_drafts // config.block_size,
+        num_drafts=num_drafts,
+        device=device,
+    )
+    num_blocks = config.num_kv_blocks or memory.num_blocks(
+        [*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device
+    )
+
+    def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
+        return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
+
+    draft_cache = cache(spec.kv)
+    if drafter is not None and (bind := getattr(drafter, "bind", None)) is not None:
+        bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache))
+    pages = PageAllocator(
+        num_blocks,
+        config.block_size,
+        sharing=config.enable_prefix_caching,
+        lookahead=spec.layout(num_drafts).shift if spec.kv else 0,
+    )
+    table = SamplingTable(config.max_num_seqs, base.model.vocab_size, device)
+    sampler = Sampler(table, base.ops)
+    parts = Parts(
+        target=target,
+        ops=base.ops,
+        backend=base.backend,
+        cache=cache(target.kv),
+        draft_cache=draft_cache,
+        pages=pages,
+        scheduler=Scheduler(
+            pages,
+            num_slots=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_lookahead=num_drafts,
+        ),
+        state=state,
+        table=table,
+        verifier=_verifier(config, sampler, num_drafts),
+        guard=_guard(config, drafter, plans, base.model.vocab_size),
+        spec=spec,
+        policy=_policy(config, num_drafts),
+        outbox=Outbox(target, sampler),
+    )
+    return Loaded(
+        engine=Engine(parts),
+        directory=base.directory,
+        model=base.model,
+        max_model_len=base.max_model_len,
+        num_drafts=num_drafts,
+    )
+
+
+def _verifier(config: EngineConfig, sampler: Sampler, num_drafts: int) -> Verifier:
+    if config.verification == "exact":
+        return ExactVerifier(sampler)
+    return LossyVerifier(sampler, config.verification, num_drafts)
+
+
+def _policy(config: EngineConfig, num_drafts: int) -> Policy:
+    adaptive = config.speculative_config is not None and config.speculative_config.policy == "adaptive"
+    return AdaptivePolicy(num_drafts) if adaptive else FixedPolicy(num_drafts)
+
+
+def _guard(
+    config: EngineConfig, drafter: Drafter | None, plans: list[_DraftPlan], vocab_size: int
+) -> Guard | None:
+    """Drafters of ours see live buffers; as soon as one member is the user's, all get copies."""
+    if drafter is None:
+        return None
+    assert config.speculative_config is not None
+    return Guard(
+        drafter,
+        vocab_size=vocab_size,
+        trusted=not any(registry.is_custom(p.method) for p in plans),
+        max_faults=config.speculative_config.max_faults,
+        time_limit=config.speculative_config.time_limit,
+    )

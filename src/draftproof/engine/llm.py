@@ -1,0 +1,198 @@
+"""`LLM`: vLLM's offline interface over the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from draftproof.config import EngineConfig
+from draftproof.engine.build import Progress, build
+from draftproof.engine.frontend import Frontend, Prompt, Request, one_each
+from draftproof.engine.probe import draft
+from draftproof.engine.text import Tokenizer
+from draftproof.metrics import EngineStats
+from draftproof.models.loading import read_generation_config, resolve
+from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
+from draftproof.metrics import SpeculationStats
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, its drafter and a queue of requests.
+
+    Keywords are the fields of `EngineConfig`; `speculative_config` is a dict such as
+    `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` the small
+    embedded one is used. Raises ValueError, naming the field and the fix, for whatever cannot be served.
+    """
+
+    def __init__(self, model: str | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
+        loaded = build(self.config, progress)
+        self._defaults = read_generation_config(loaded.directory)
+        self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
+        self.max_model_len = loaded.max_model_len
+        self.num_speculative_tokens = loaded.num_drafts
+
+    def _load_tokenizer(self, directory: Any) -> Tokenizer | None:
+        if self.config.tokenizer is not None:
+            return Tokenizer(resolve(self.config.tokenizer))
+        has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        return Tokenizer(directory) if has_one else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError where the model has none."""
+        if self._frontend.tokenizer is None:
+            raise ValueError(f"model={self.config.model!r}: has no tokenizer; give tokenizer=...")
+        return self._frontend.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._frontend.loaded.engine.stats
+
+    def default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults, changed by what the model's generation_config.json recommends."""
+        d = self._defaults
+        given = {
+            "temperature": d.temperature,
+            "top_p": d.top_p,
+            "top_k": d.top_k,
+            "min_p": d.min_p,
+            "repetition_penalty": d.repetition_penalty,
+        }
+        return SamplingParams(**{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts: text, a list of token ids, `{"prompt_token_ids": [...]}`, or several.
+
+        A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
+        why, and the others go on.
+        """
+        listed = _as_list(prompts)
+        params = one_each(sampling_params or self.default_sampling_params(), len(listed))
+        entries = [self._admit(p, s, alone=len(listed) == 1) for p, s in zip(listed, params, strict=True)]
+        running = [e for e in entries if isinstance(e, Request)]
+        bar = _bar(len(running)) if use_tqdm else None
+        try:
+            self._run(running, bar)
+            return [self._frontend.output(e) if isinstance(e, Request) else e for e in entries]
+        finally:
+            if bar is not None:
+                bar.close()
+            for request in running:
+                self._frontend.close(request.request_id)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """`generate` on one conversation or several; `template` goes to the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts: list[Prompt] = [self.tokenizer.chat(m, **template) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """Deltas as they come, of one prompt or several; leaving the loop aborts what still runs.
+
+        Raises ValueError for the first prompt that cannot be served, before anything runs.
+        """
+        listed = _as_list(prompts)
+        params = one_each(sampling_params or self.default_sampling_params(), len(listed))
+        requests: list[Request] = []
+        try:
+            for prompt, given in zip(listed, params, strict=True):
+                requests.append(self._frontend.add(prompt, given))
+            while any(r.pending or not r.finished for r in requests):
+                for request in requests:
+                    while request.pending:
+                        yield request.pending.popleft()
+                if any(not r.finished for r in requests):
+                    self._frontend.step()
+        finally:
+            for request in requests:
+                self._frontend.close(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored."""
+        self._frontend.abort(request_id)
+
+    def draft(
+        self, prompt_token_ids: Sequence[int], k: int | None = None, next_token: int | None = None
+    ) -> list[int]:
+        """What the drafter would propose after the prompt and `next_token` (default: the target's greedy one).
+
+        At most `k` ids, fewer where the drafter has no more. Raises ValueError without a drafter, and for k beyond
+        `num_speculative_tokens`.
+        """
+        most = self.num_speculative_tokens
+        if not most:
+            raise ValueError("draft: no drafter; give speculative_config to LLM")
+        k = most if k is None else k
+        if not 1 <= k <= most:
+            raise ValueError(f"k={k}: must be from 1 to num_speculative_tokens={most}")
+        token_ids = list(prompt_token_ids)
+        if next_token is None:
+            greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+            next_token = self.generate([token_ids], greedy, use_tqdm=False)[0].outputs[0].token_ids[0]
+        greedy = SamplingParams(temperature=0, max_tokens=k + 2, detokenize=False)
+        sequence = self._frontend.detached([*token_ids, next_token], greedy)
+        return draft(self._frontend.loaded.engine, sequence, k)
+
+    def _admit(self, prompt: Prompt, params: SamplingParams, *, alone: bool) -> Request | RequestOutput:
+        try:
+            return self._frontend.add(prompt, params)
+        except ValueError as error:
+            if alone:
+                raise
+            return _refused(prompt, str(error))
+
+    def _run(self, requests: list[Request], bar: Any) -> None:
+        left = requests
+        while left:
+            self._frontend.step()
+            still = [r for r in left if not r.finished]
+            if bar is not None:
+                bar.update(len(left) - len(still))
+            for request in left:
+                request.pending.clear()
+            left = still
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of ids is one prompt; a list of anything else is several."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and all(isinstance(p, int) for p in listed) else listed
+
+
+def _refused(prompt: Prompt, error: str) -> RequestOutput:
+    return RequestOutput(
+        request_id="refused",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        finished=True,
+        metrics=RequestMetrics(SpeculationStats()),
+        error=error,
+    )
+
+
+def _bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="prompts", unit="req")

@@ -1,0 +1,70 @@
+"""Where to compute, in what precision, and how much memory the cache may take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from draftproof.cache.pool import KVShape
+from draftproof.config import EngineConfig
+
+CACHE_SHARE = 0.4  # of the memory that is free once the weights are loaded
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`: the GPU where there is one. ValueError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r}: must be 'auto', 'cpu' or 'cuda'") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device={name!r}: not available here; use 'auto' or 'cpu'")
+    return device
+
+
+def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """`auto`: as stored, but half precision only where the processor computes in bfloat16."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if stored in (None, torch.float32):
+        return torch.float32
+    if device.type == "cuda":
+        return stored
+    return torch.bfloat16 if _has_bfloat16() else torch.float32
+
+
+def _has_bfloat16() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def num_blocks(
+    shapes: Sequence[KVShape], dtype: torch.dtype, config: EngineConfig, max_model_len: int, device: torch.device
+) -> int:
+    """Blocks for every sequence at its longest, or as many as the free memory allows; ValueError if not even one's."""
+    per_block = config.block_size * sum(shape.bytes_per_token(dtype) for shape in shapes)
+    per_sequence = -(-max_model_len // config.block_size)
+    wanted = config.max_num_seqs * per_sequence + 1
+    affordable = int(free_bytes(device) * CACHE_SHARE) // per_block
+    if affordable < per_sequence + 1:
+        raise ValueError(
+            f"max_model_len={max_model_len}: its keys and values need {per_sequence * per_block / 2**30:.2f} GiB, and "
+            f"{affordable * per_block / 2**30:.2f} GiB may be used; lower max_model_len, or set num_kv_blocks"
+        )
+    return min(wanted, affordable)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,137 @@
+"""How many drafts each sequence gets. Changes speed only: by law 1 the output cannot depend on it.
+
+Letters: R sequences that decode in a pass, k drafts of one, K the most that may be asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from draftproof.engine.sequence import Sequence
+
+FIRST_GUESS = 0.6  # acceptance of a draft before anything was measured
+MEMORY = 0.92  # weight of the past in the acceptance average
+PROBE_EVERY = 24  # a sequence switched off is asked again after so many rounds
+
+
+class Policy(Protocol):
+    def choose(self, decoding: list[Sequence]) -> list[int]:
+        """Drafts to ask for, one number per sequence that will decode in the next pass."""
+        ...
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """One round's outcome."""
+        ...
+
+    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
+        """One pass's cost: `num_rows` target rows, then a draft pass of `num_drafts` steps."""
+        ...
+
+
+class FixedPolicy:
+    """Always K."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def choose(self, decoding: list[Sequence]) -> list[int]:
+        return [self._num_drafts] * len(decoding)
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds as a + b * x, fitted to recent points by exponentially weighted least squares; b is never negative."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, x: float, y: float, memory: float = 0.98) -> None:
+        # one slow pass (a page fault, another process) must not bend the line
+        if self.weight > 5:
+            y = min(y, 3 * self.at(x))
+        self.weight = memory * self.weight + 1
+        rate = 1 / self.weight
+        self.x += rate * (x - self.x)
+        self.y += rate * (y - self.y)
+        self.xx += rate * (x * x - self.xx)
+        self.xy += rate * (x * y - self.xy)
+
+    @property
+    def slope(self) -> float:
+        spread = self.xx - self.x * self.x
+        return max(0.0, (self.xy - self.x * self.y) / spread) if spread > 1e-9 else 0.0
+
+    def at(self, x: float) -> float:
+        return max(1e-9, self.y + self.slope * (x - self.x))
+
+
+@dataclass(slots=True)
+class AdaptivePolicy:
+    """The number of drafts that makes tokens per second largest, from measured costs and acceptance.
+
+    A sequence whose drafts are accepted at rate a gets 1 + a + a^2 + .. + a^k tokens from k drafts. The cost of a
+    pass is a line in its rows, the cost of drafting a line in its steps.
+    """
+
+    num_drafts: int
+    target: Line = field(default_factory=Line)
+    draft: Line = field(default_factory=Line)
+    overall: float = FIRST_GUESS
+    _rounds: int = 0
+
+    def choose(self, decoding: list[Sequence]) -> list[int]:
+        if not decoding:
+            return []
+        self._rounds += 1
+        rates = [self._rate(s) for s in decoding]
+        best, speed = 0, 0.0
+        for k in range(self.num_drafts + 1):
+            tokens = sum(_expected(a, k) for a in rates)
+            now = tokens / self._cost(len(decoding) * (1 + k), k)
+            if now > speed:
+                best, speed = k, now
+        per_row = speed * self.target.slope  # tokens that a row more must bring in
+        chosen = [_last_worth(a, best, per_row) for a in rates]
+        if self._rounds % PROBE_EVERY == 0 or self.target.weight < 4:
+            return [max(k, min(2, self.num_drafts)) for k in chosen]
+        return chosen
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Each draft up to the first rejected one is a trial."""
+        trials = min(num_accepted + 1, num_drafted)
+        for i in range(trials):
+            hit = float(i < num_accepted)
+            sequence.accept_rate = MEMORY * self._rate(sequence) + (1 - MEMORY) * hit
+            self.overall += 0.01 * (hit - self.overall)
+
+    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
+        self.target.add(num_rows, target_seconds)
+        self.draft.add(num_drafts, draft_seconds)
+
+    def _rate(self, sequence: Sequence) -> float:
+        return self.overall if sequence.accept_rate is None else sequence.accept_rate
+
+    def _cost(self, num_rows: int, num_drafts: int) -> float:
+        return self.target.at(num_rows) + self.draft.at(num_drafts)
+
+
+def _expected(rate: float, k: int) -> float:
+    """Tokens of a round with k drafts: 1 + a + .. + a^k."""
+    return sum(rate**i for i in range(k + 1))
+
+
+def _last_worth(rate: float, most: int, per_row: float) -> int:
+    k = 0
+    while k < most and rate ** (k + 1) >= per_row:
+        k += 1
+    return k
