@@ -132,6 +132,20 @@ int64_t greedy(const Row& row, float top) {
     return best;
 }
 
+// Sum of exp(v) over the values of at least `low`.
+double mass(const float* values, int64_t count, float low) {
+    dvec total = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t n = std::min<int64_t>(LANES, count - i);
+        vec v = n == LANES ? load(values + i) : load_n(values + i, n);
+        for (int64_t k = n; k < LANES; k++) v[k] = -INFINITY;
+        total += __builtin_convertvector(select(v >= splat(low), dp::exp(v), vec{}), dvec);
+    }
+    double sum = 0;
+    for (int64_t k = 0; k < LANES; k++) sum += total[k];
+    return sum;
+}
+
 // d = (logit - top) / temperature of a row, and which of them the filters keep.
 struct Filter {
     std::vector<float> d;  // padded with -inf to whole vectors
@@ -180,27 +194,25 @@ struct Filter {
         return value;
     }
 
-    double mass(float low) const {
-        dvec total = {};
-        for (size_t i = 0; i < d.size(); i += LANES) {
-            vec v = load(&d[i]);
-            total += __builtin_convertvector(select(v >= splat(low), dp::exp(v), vec{}), dvec);
-        }
-        double sum = 0;
-        for (int64_t k = 0; k < LANES; k++) sum += total[k];
-        return sum;
-    }
-
     // The value at which the mass of the likelier tokens reaches top_p of the mass of all from `low` up.
     float nucleus(float low, double top_p) {
-        double target = top_p * mass(low), sum = 0;
+        double target = top_p * mass(d.data(), d.size(), low), sum = 0;
         float value = low;
         descend(low, [&] {
-            std::sort(pick.begin(), pick.end(), std::greater<float>());
-            for (float v : pick) {
-                sum += (double)dp::exp(v);
+            float* begin = pick.data();
+            float* end = begin + pick.size();
+            while (begin < end) {  // a quickselect by mass
+                float pivot = begin[(end - begin) / 2];
+                float* above = std::partition(begin, end, [=](float v) { return v > pivot; });
+                double more = mass(begin, above - begin, -INFINITY);
+                if (sum + more >= target) {
+                    end = above;
+                    continue;
+                }
+                begin = std::partition(above, end, [=](float v) { return v == pivot; });
+                sum += more + mass(above, begin - above, -INFINITY);
                 if (sum < target) continue;
-                value = v;
+                value = pivot;
                 return true;
             }
             return false;
