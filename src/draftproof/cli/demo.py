@@ -1,0 +1,151 @@
+"""`draftproof demo`: one completion with accepted drafts coloured, then plain against speculative over many prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from draftproof import assets
+from draftproof.bench.compare import Tally, compare
+from draftproof.cli import options
+from draftproof.cli.prompts import Prompt, read_file
+from draftproof.cli.stream import Painter, write_stream
+from draftproof.cli.verify import failures, seeded
+from draftproof.types import RequestOutput
+
+if TYPE_CHECKING:
+    from draftproof.engine.llm import LLM
+
+EXAMPLES = """\b
+Examples:
+  draftproof demo
+  draftproof demo --max-tokens 32 --batch-size 8
+  draftproof demo --model TARGET --speculative-config HEAD --prompt-file mine.jsonl
+"""
+
+GREEDY, SAMPLED = 0.0, 0.8
+
+
+@dataclass(slots=True)
+class Timed:
+    """One run over all prompts; `seconds` of wall clock."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+    tally: Tally
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tally.tokens / self.seconds
+
+
+@click.command(epilog=EXAMPLES)
+@click.option("--prompt-file", help="Prompts as for generate. [default: 16 that come with draftproof]")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=96, show_default=True)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Requests at once."
+)
+@click.option(
+    "--color/--no-color", default=None, help="Colour accepted draft tokens. [default: on a terminal]"
+)
+@options.engine_flags
+def command(
+    prompt_file: str | None, max_tokens: int, batch_size: int, color: bool | None, engine: dict[str, Any]
+) -> int:
+    """Stream one completion, then decode 16 prompts plainly and speculatively, greedy and sampled.
+
+    The table shows the speed of both; the line `identical: yes` comes from comparing every token id. Exit status 1
+    if any differs.
+    """
+    engine = {"max_num_seqs": batch_size, **options.with_drafter(engine)}
+    if "speculative_config" not in engine:
+        raise ValueError("--speculative-config: name the drafter, such as ngram or a directory")
+    prompts = read_file(assets.path(assets.PROMPTS) if prompt_file is None else Path(prompt_file))
+    drafting = options.make_llm(engine)
+    stream_one(drafting, prompts[0], max_tokens, options.use_color(color))
+    plain = options.make_llm(options.without_drafter(engine))
+    pairs = {}
+    for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"sampled, T={SAMPLED}")):
+        pairs[name] = [run(llm, prompts, temperature, max_tokens) for llm in (plain, drafting)]
+    print_table(pairs, len(prompts), batch_size)
+    return conclude(pairs)
+
+
+def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:
+    """A greedy completion as it comes."""
+    ids = prompt.token_ids(llm.tokenizer, chat=False)
+    params = dataclasses.replace(llm.default_sampling_params(), temperature=0.0, max_tokens=max_tokens)
+    click.echo(
+        "Accepted draft tokens are green; the prompt comes first.\n" if color else "The prompt comes first.\n"
+    )
+    click.echo(
+        click.style(llm.tokenizer.decode(ids), dim=True) if color else llm.tokenizer.decode(ids), nl=False
+    )
+    painter = Painter(llm.tokenizer, ids, params.skip_special_tokens) if color else None
+    write_stream(llm.stream({"prompt_token_ids": ids}, params), painter)
+    click.echo()
+
+
+def run(llm: LLM, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> Timed:
+    """All prompts once, after a short run that warms everything up."""
+    base = dataclasses.replace(llm.default_sampling_params(), max_tokens=max_tokens)
+    inputs = [p.for_llm(llm.tokenizer, chat=False) for p in prompts]
+    warm = dataclasses.replace(base, max_tokens=4, temperature=temperature)
+    llm.generate(inputs[:1], warm, use_tqdm=False)
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, seeded(base, temperature, len(prompts)), use_tqdm=True)
+    seconds = time.perf_counter() - start
+    tally = Tally()
+    tally.add(outputs)
+    return Timed(outputs, seconds, tally)
+
+
+def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int) -> None:
+    """Speed and acceptance of each pair of runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    at_once = "one at a time" if batch_size == 1 else f"{batch_size} at once"
+    table = Table(title=f"{num_prompts} prompts, {at_once}")
+    for name in ("", "plain tok/s", "speculative tok/s", "speed-up", "tau", "accepted at position 1, 2, ..."):
+        table.add_column(name, justify="right" if name.endswith("tok/s") else "left")
+    for name, (plain, drafted) in pairs.items():
+        stats = drafted.tally.speculation
+        shares = [accepted / max(1, stats.num_rounds) for accepted in stats.accepted_per_position]
+        speeds = (plain.tokens_per_second, drafted.tokens_per_second)
+        table.add_row(
+            name,
+            *(f"{speed:.0f}" for speed in speeds),
+            f"{speeds[1] / speeds[0]:.2f}x",
+            f"{stats.acceptance_length:.2f}",
+            " ".join(f"{share:.2f}" for share in shares) or "-",
+        )
+    Console().print(table)
+
+
+def conclude(pairs: dict[str, list[Timed]]) -> int:
+    """Compare every id; the exit status."""
+    total, differences = Tally(), []
+    for plain, drafted in pairs.values():
+        total.add(drafted.outputs)
+        found = (
+            failures(plain.outputs) or failures(drafted.outputs) or compare(plain.outputs, drafted.outputs)
+        )
+        differences += found
+    for difference in differences[:3]:
+        click.echo(str(difference))
+    drafts, accepted = total.speculation.num_draft_tokens, total.speculation.num_accepted_tokens
+    if not differences and not accepted:
+        click.echo("identical: nothing was accepted, so nothing is proved")
+        return 1
+    counts = (
+        f"{total.tokens} tokens of {total.requests} outputs; {drafts} drafts proposed, {accepted} accepted"
+    )
+    click.echo(f"identical: {'NO' if differences else 'yes'} ({counts})")
+    return 1 if differences else 0

@@ -1,0 +1,78 @@
+"""The command `draftproof`: which commands there are, and how each of them ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+# name -> (module, one line of help): a command's module is imported when it is called
+COMMANDS = {
+    "demo": "Decode plainly and speculatively, compare every token, show the speed.",
+    "generate": "Complete one prompt, streaming, or a file of them.",
+    "verify": "Prove that output is the same with and without a drafter, on your model and prompts.",
+    "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
+}
+
+
+class Commands(click.Group):
+    """Commands by name, imported on use so that --help needs neither torch nor a model."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"draftproof.cli.{name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  draftproof demo
+  draftproof generate "def fibonacci(n):" --max-tokens 64
+  draftproof generate --chat "What is 12 * 7?"
+  draftproof verify --model Qwen/Qwen3-0.6B --speculative-config ngram
+  draftproof COMMAND --help
+""",
+)
+@click.option("--traceback", is_flag=True, help="On an error, show where it came from.")
+@click.version_option(package_name="draftproof")
+def commands(traceback: bool) -> None:
+    """Language-model inference whose speculative decoding cannot change the output, bit for bit."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status: 0 done, 1 the command says no, 2 wrong input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = commands(args=arguments, prog_name="draftproof", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader has gone: nothing more to say, not even when Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        if "--traceback" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2

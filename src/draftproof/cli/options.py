@@ -1,0 +1,204 @@
+"""Flags that commands share: one for each field of EngineConfig and SamplingParams, made from the fields themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from draftproof import assets
+from draftproof.config import EngineConfig
+from draftproof.types import SamplingParams
+
+if TYPE_CHECKING:
+    from draftproof.engine.llm import LLM
+
+EMBEDDED_DRAFTER = "tiny-eagle3"
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENGINE_HELP = {
+    "model": "Target model: a directory or a hub id. Left out: the small model that comes with draftproof.",
+    "tokenizer": "Tokenizer directory or hub id, if it is not the model's.",
+    "revision": "Branch, tag or commit of a hub id.",
+    "speculative_config": "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory.",
+    "dtype": "Arithmetic of the target: auto, float32, bfloat16 or float16.",
+    "device": "cpu, cuda, cuda:1; auto takes a GPU if there is one.",
+    "max_model_len": "Longest prompt and output together, in tokens.",
+    "max_num_seqs": "Most requests decoded at once.",
+    "max_num_batched_tokens": "Most tokens in one pass; longer prompts are computed in chunks.",
+    "num_kv_blocks": "Size of the key-value cache in blocks. Left out: from free memory.",
+    "block_size": "Tokens in a block of the key-value cache.",
+    "enable_prefix_caching": "Reuse the cache of prompts that start alike.",
+    "seed": "Engine seed: requests without a seed of their own follow from it.",
+    "exact": "Make every row independent of its batch, bit for bit.",
+    "verification": "exact (bit-equal output), or rejection or block (equal in distribution only).",
+    "native": "Use compiled operators where a compiler is found.",
+    "attention_backend": "Attention implementation. Left out: the fastest exact one here.",
+}
+
+# No flags for `detokenize` (a command shows text) and `seed` (the engine's --seed decides it).
+SAMPLING_HELP = {
+    "n": "Number of outputs for each prompt.",
+    "presence_penalty": "Penalty on tokens that occurred in the output.",
+    "frequency_penalty": "Penalty on tokens for each time they occurred in the output.",
+    "repetition_penalty": "Factor on tokens that occurred in prompt or output; above 1 discourages them.",
+    "temperature": "0 is greedy.",
+    "top_p": "Sample from the likeliest tokens that make up this probability.",
+    "top_k": "Sample from this many likeliest tokens; 0 for all.",
+    "min_p": "Drop tokens less likely than this share of the likeliest one.",
+    "stop": "End the output before this text; may be given several times.",
+    "stop_token_ids": "End the output after this token id; may be given several times.",
+    "ignore_eos": "Go on after the end-of-text token.",
+    "max_tokens": "Longest output, in tokens.",
+    "min_tokens": "Shortest output, in tokens.",
+    "logprobs": "Report this many log-probabilities of each output token (with --json).",
+    "prompt_logprobs": "The same for the prompt's tokens.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "include_stop_str_in_output": "Keep the stop text at the end of the output.",
+    "bad_words": "Never produce this text; may be given several times.",
+    "allowed_token_ids": "Produce only these token ids; may be given several times.",
+    "logit_bias": "Added to logits before sampling, as JSON: '{\"42\": -5}'.",
+}
+
+
+def engine_flags(function: F) -> F:
+    """Give a command one flag for each field of EngineConfig; those that were given arrive as the dict `engine`."""
+    return _flags(EngineConfig, ENGINE_HELP, "engine", function)
+
+
+def sampling_flags(function: F) -> F:
+    """Give a command one flag for each field of SamplingParams; those that were given arrive as `sampling`."""
+    return _flags(SamplingParams, SAMPLING_HELP, "sampling", function)
+
+
+def _flags(config: Any, texts: Mapping[str, str], into: str, function: F) -> F:
+    """One click option for each field of the dataclass `config` that `texts` explains."""
+
+    @functools.wraps(function)
+    def command(**kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in texts}
+        given = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if v not in (None, ())}
+        return function(**{into: given}, **kwargs)
+
+    wrapped: Any = command
+    kinds = typing.get_type_hints(config)
+    table = {field.name: field for field in dataclasses.fields(config)}
+    for name, text in reversed(list(texts.items())):
+        wrapped = _option(table[name], kinds[name], text)(wrapped)
+    return cast(F, wrapped)
+
+
+def _option(field: dataclasses.Field[Any], kind: Any, text: str) -> Callable[[F], F]:
+    """The click option of one field of type `kind`; its default is shown, and left to the library."""
+    flag, kinds = "--" + field.name.replace("_", "-"), {kind, *typing.get_args(kind)}
+    if isinstance(field.default, (bool, int, float, str)):
+        text = f"{text} [default: {_shown(field.default)}]"
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=None, help=text)
+    form: Any = str
+    if typing.get_origin(kind) is typing.Literal:
+        form = click.Choice(typing.get_args(kind))
+    elif field.name in SPECIAL:
+        form = SPECIAL[field.name]
+    elif kinds & {int, Sequence[int]}:
+        form = int
+    elif float in kinds:
+        form = float
+    many = bool(kinds & {Sequence[int], Sequence[str]})
+    return click.option(flag, field.name, type=form, default=None, multiple=many, help=text)
+
+
+def _shown(default: object) -> str:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+
+
+class JsonType(click.ParamType[Any]):
+    """A JSON object; keys that are numbers become integers."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, Mapping):
+            return value
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r}: not valid JSON: {error}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"{value!r}: must be a JSON object", param, ctx)
+        return {int(k) if k.lstrip("-").isdigit() else k: v for k, v in parsed.items()}
+
+
+class DrafterType(JsonType):
+    """A JSON object, a directory (`{"model": ...}`) or a method's name (`{"method": ...}`)."""
+
+    name = "json|method|directory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.lstrip().startswith("{"):
+            is_model = "/" in value or Path(value).is_dir()
+            return {"model": value} if is_model else {"method": value}
+        return super().convert(value, param, ctx)
+
+
+class NumbersType(click.ParamType[Any]):
+    """Numbers separated by commas."""
+
+    name = "n,n,..."
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return [self.kind(part) for part in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r}: must be numbers separated by commas, such as 1,8", param, ctx)
+
+
+SPECIAL: dict[str, click.ParamType[Any]] = {"speculative_config": DrafterType(), "logit_bias": JsonType()}
+
+
+def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[str, Any]:
+    """The engine's flags with the embedded drafter where the embedded model is used and no drafter is named."""
+    chosen = dict(engine)
+    if not speculation:
+        if "speculative_config" in chosen:
+            raise ValueError("--no-speculation and --speculative-config: give only one of them")
+    elif "model" not in chosen:
+        chosen.setdefault("speculative_config", {"model": str(assets.path(EMBEDDED_DRAFTER))})
+    return chosen
+
+
+def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The same engine, decoding plainly."""
+    return {name: value for name, value in engine.items() if name != "speculative_config"}
+
+
+def make_llm(engine: Mapping[str, Any]) -> LLM:
+    """The engine; torch and the model are loaded here and not before."""
+    from draftproof.engine.llm import LLM
+
+    return LLM(**engine)
+
+
+def make_params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:
+    """The model's own defaults with the flags that were given on top."""
+    return dataclasses.replace(llm.default_sampling_params(), **sampling)
+
+
+def use_color(wanted: bool | None) -> bool:
+    """Whether to colour: as asked, else on a terminal unless NO_COLOR is set."""
+    if wanted is not None:
+        return wanted
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,198 @@
+"""`draftproof verify`: the same requests with and without the drafter, in several settings, compared bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from draftproof import assets
+from draftproof.bench.compare import Difference, Tally, compare
+from draftproof.cli import options
+from draftproof.cli.prompts import Prompt, read_file, read_prompts
+from draftproof.types import RequestOutput, SamplingParams
+
+EXAMPLES = """\b
+Examples:
+  draftproof verify
+  draftproof verify --prompt-file mine.jsonl --limit 32 --max-tokens 128
+  draftproof verify --model Qwen/Qwen3-0.6B --speculative-config ngram --batch-sizes 1,16
+  draftproof verify --model TARGET --speculative-config HEAD --chunk-sizes 2048,33 --temperatures 0,0.7,1
+"""
+
+SHOWN = 3  # differences that are spelled out
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way of running the requests; all of them must give the same outputs."""
+
+    batch: int
+    chunk: int
+    temperature: float
+    speculative: bool
+
+
+@dataclass(slots=True)
+class Row:
+    """What one setting gave, compared with the reference: plain decoding in the first setting."""
+
+    setting: Setting
+    tally: Tally
+    differences: list[Difference]
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", help="Prompts as for generate. [default: 16 that come with draftproof]")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first prompts.")
+@click.option("--chat", is_flag=True, help="Ask raw prompts under the chat template.")
+@click.option("--batch-sizes", type=options.NumbersType(int), default="1,8", show_default=True)
+@click.option("--chunk-sizes", type=options.NumbersType(int), default="2048,48", show_default=True)
+@click.option("--temperatures", type=options.NumbersType(float), default="0,0.8", show_default=True)
+@options.sampling_flags
+@options.engine_flags
+def command(
+    prompt: str | None,
+    prompt_file: str | None,
+    limit: int | None,
+    chat: bool,
+    batch_sizes: Sequence[int],
+    chunk_sizes: Sequence[int],
+    temperatures: Sequence[float],
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+) -> int:
+    """Decode every prompt with and without the drafter, and compare all token ids and log-probabilities.
+
+    Runs each combination of batch size (requests at once), chunk size (tokens in a pass) and temperature, plainly
+    and speculatively. Exit status 0 only if every output equals the first plain one bit for bit, and something was
+    drafted.
+    """
+    for flag in ("max_num_seqs", "max_num_batched_tokens", "temperature"):
+        if flag in {**engine, **sampling}:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name}: use --batch-sizes, --chunk-sizes or --temperatures here")
+    engine = options.with_drafter(engine)
+    if "speculative_config" not in engine:
+        raise ValueError(
+            "--speculative-config: name the drafter that is to be verified, such as ngram or a directory"
+        )
+    if prompt is None and prompt_file is None:
+        prompts = read_file(assets.path(assets.PROMPTS))[:limit]
+    else:
+        prompts = read_prompts(prompt, prompt_file, limit)
+    sampling = {"max_tokens": 64, "logprobs": 2, **sampling}
+    rows = []
+    for row in run_all(engine, sampling, prompts, chat, batch_sizes, chunk_sizes, temperatures):
+        rows.append(row)
+        for difference in row.differences[: SHOWN if len(rows) else 0]:
+            click.echo(f"{describe(row.setting)}: prompt {prompts[difference.request].id}\n{difference}")
+    print_table(rows)
+    return conclude(rows)
+
+
+def run_all(
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    chat: bool,
+    batches: Sequence[int],
+    chunks: Sequence[int],
+    temperatures: Sequence[float],
+) -> Iterator[Row]:
+    """Every setting, one engine at a time; the first plain run of each temperature is the reference."""
+    references: dict[float, list[RequestOutput]] = {}
+    for batch in batches:
+        for chunk in chunks:
+            for speculative in (False, True):
+                chosen = dict(engine) if speculative else options.without_drafter(engine)
+                llm = options.make_llm({**chosen, "max_num_seqs": batch, "max_num_batched_tokens": chunk})
+                inputs = [p.for_llm(llm.tokenizer, chat) for p in prompts]
+                base = options.make_params(llm, sampling)
+                for temperature in temperatures:
+                    outputs = llm.generate(inputs, seeded(base, temperature, len(prompts)), use_tqdm=False)
+                    reference = references.setdefault(temperature, outputs)
+                    row = Row(Setting(batch, chunk, temperature, speculative), Tally(), [])
+                    row.tally.add(outputs)
+                    row.differences = failures(outputs) or compare(reference, outputs)
+                    yield row
+                del llm
+                gc.collect()  # one engine's memory at a time
+
+
+def seeded(base: SamplingParams, temperature: float, count: int) -> list[SamplingParams]:
+    """One SamplingParams each, with a seed of its own."""
+    return [dataclasses.replace(base, temperature=temperature, seed=seed) for seed in range(count)]
+
+
+def failures(outputs: Sequence[RequestOutput]) -> list[Difference]:
+    """Requests that ended in an error: equal errors prove nothing."""
+    failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
+    return [Difference(i, 0, 0, "error", "an output", str(error)) for i, error in failed]
+
+
+def describe(setting: Setting) -> str:
+    how = "speculative" if setting.speculative else "plain"
+    return f"{how}, batch {setting.batch}, chunk {setting.chunk}, temperature {setting.temperature:g}"
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """What was compared."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="compared with plain decoding in the first setting")
+    for name in (
+        "run",
+        "batch",
+        "chunk",
+        "temp.",
+        "outputs",
+        "tokens",
+        "logprobs",
+        "drafted",
+        "accepted",
+        "identical",
+    ):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for row in rows:
+        s, t = row.setting, row.tally
+        counts = (
+            t.requests,
+            t.tokens,
+            t.logprobs,
+            t.speculation.num_draft_tokens,
+            t.speculation.num_accepted_tokens,
+        )
+        verdict = f"no: {len(row.differences)}" if row.differences else "yes"
+        how = "speculative" if s.speculative else "plain"
+        table.add_row(how, str(s.batch), str(s.chunk), f"{s.temperature:g}", *map(str, counts), verdict)
+    Console().print(table)
+
+
+def conclude(rows: Sequence[Row]) -> int:
+    """Say what was proved; the exit status."""
+    total = Tally()
+    for row in rows:
+        total.requests += row.tally.requests
+        total.tokens += row.tally.tokens
+        total.logprobs += row.tally.logprobs
+        total.speculation.add(row.tally.speculation)
+    different = sum(len(row.differences) for row in rows)
+    drafts, accepted = total.speculation.num_draft_tokens, total.speculation.num_accepted_tokens
+    if different:
+        click.echo(f"identical: NO, {different} of {total.requests} outputs differ")
+        return 1
+    if not drafts or not total.tokens:
+        click.echo(
+            "identical: nothing was drafted, so nothing is proved; try other prompts or a fixed policy"
+        )
+        return 1
+    counts = f"{total.tokens} tokens and {total.logprobs} log-probabilities of {total.requests} outputs"
+    click.echo(f"identical: yes ({counts}; {drafts} drafts proposed, {accepted} accepted)")
+    return 0
