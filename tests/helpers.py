@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
-from draftproof.attention.sdpa import sdpa_attention
 from draftproof.cache.pool import KVShape, allocate
 from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.ops import TORCH, Ops
+from draftproof.kernels.native import Library
+from draftproof.kernels.ops import select
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, TargetOutput
 from draftproof.models.loading import WeightSource
@@ -24,7 +25,10 @@ CPU = torch.device("cpu")
 
 
 class Paged:
-    """A paged cache for `num_slots` requests of up to `max_len` tokens; a slot's blocks lie scattered in memory."""
+    """A paged cache for `num_slots` requests of up to `max_len` tokens; a slot's blocks lie scattered in memory.
+
+    `library` None: torch operators, and the attention backend that goes with them.
+    """
 
     def __init__(
         self,
@@ -34,15 +38,15 @@ class Paged:
         max_len: int = 256,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
-        ops: Ops = TORCH,
-        backend: AttentionBackend = sdpa_attention,
+        library: Library | None = None,
+        backend: AttentionBackend | None = None,
     ) -> None:
         per_slot = -(-max_len // block_size)
         order = torch.randperm(num_slots * per_slot, generator=torch.Generator().manual_seed(0))
         table_SB = (order + 1).view(num_slots, per_slot).int()
         self.cache = allocate(list(kv), table_SB, num_slots * per_slot + 1, block_size, dtype, CPU)
-        self.ops = ops
-        self.backend = backend
+        self.ops = select(CPU, library)
+        self.backend = backend or registry.select(CPU, library)
 
     def attention(self, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor | None = None) -> PagedAttention:
         """For one pass; `ends_T` None: causal. Position -1 is padding."""
@@ -80,15 +84,16 @@ def load_decoder(
     config: ModelConfig | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    ops: Ops = TORCH,
+    library: Library | None = None,
     max_rows: int = 256,
     max_positions: int | None = None,
 ) -> Decoder:
-    """A decoder on the CPU without compiled operators, its products certified."""
+    """A decoder on the CPU, its products certified; `library` None: without compiled operators."""
     if config is None:
         assert isinstance(source, Path)
         config = read_config(source)
-    planner = LinearPlanner(CPU, exact=True, max_rows=max_rows, library=None)
+    planner = LinearPlanner(CPU, exact=True, max_rows=max_rows, library=library)
+    ops = select(CPU, library)
     decoder = Decoder.load(source, config, ops, planner, CPU, dtype, max_positions=max_positions)
     planner.certify()
     return decoder

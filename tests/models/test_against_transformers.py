@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from draftproof.kernels import native
+from draftproof.kernels.native import Library
 from draftproof.models.decoder import Decoder
 from tests.helpers import Paged, greedy, load_decoder, run_rows
 from tests.models.reference import FORMS, save, states
 
 A = [(i * 37 + 5) % 199 for i in range(90)]
 B = [(i * i * 11 + 3) % 199 for i in range(41)]
-TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
 
 
 @dataclass
@@ -23,6 +28,14 @@ class Pair:
     theirs: Any
     ours: Decoder
     directory: Path
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    loaded = native.load()
+    if loaded is None:
+        pytest.skip("no C++ compiler here")
+    return loaded
 
 
 @pytest.fixture(scope="module", params=FORMS, ids=list(FORMS))
@@ -38,8 +51,16 @@ def test_logits_of_two_requests_in_one_ragged_pass(pair: Pair) -> None:
     out = run_rows(pair.ours, Paged(pair.ours.kv), [(2, 0, A), (0, 0, B)])
     logits = pair.ours.logits(out.hidden_TH)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits[: len(A)], states(pair.theirs, A)[0], **TOLERANCE)
-    torch.testing.assert_close(logits[len(A) :], states(pair.theirs, B)[0], **TOLERANCE)
+    assert_close(logits[: len(A)], states(pair.theirs, A)[0])
+    assert_close(logits[len(A) :], states(pair.theirs, B)[0])
+
+
+def test_logits_with_compiled_operators(pair: Pair, library: Library) -> None:
+    ours = load_decoder(pair.directory, library=library)
+    paged = Paged(ours.kv, library=library)
+    outs = [run_rows(ours, paged, [(2, at, A[at : at + size])]) for at, size in ((0, 60), (60, 29), (89, 1))]
+    logits = ours.logits(torch.cat([out.hidden_TH for out in outs]))
+    assert_close(logits, states(pair.theirs, A)[0])
 
 
 def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
@@ -62,7 +83,7 @@ def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
             done[slot] += len(fresh)
         step += 1
     for slot, text in texts.items():
-        torch.testing.assert_close(torch.cat(rows[slot]), states(pair.theirs, text)[0], **TOLERANCE)
+        assert_close(torch.cat(rows[slot]), states(pair.theirs, text)[0])
 
 
 def test_greedy_text_of_64_tokens(pair: Pair) -> None:
@@ -78,6 +99,6 @@ def test_taps_are_the_streams_entering_the_layers(pair: Pair) -> None:
     out = run_rows(pair.ours, Paged(pair.ours.kv), [(0, 0, A)], taps=(2, 0, 1), final=True)
     assert len(out.taps) == 4
     for mine, theirs in zip(out.taps, (streams[2], streams[0], streams[1], final), strict=True):
-        torch.testing.assert_close(mine, theirs, **TOLERANCE)
-    torch.testing.assert_close(out.hidden_TH, final, **TOLERANCE)
+        assert_close(mine, theirs)
+    assert_close(out.hidden_TH, final)
     assert not torch.allclose(streams[2], final, atol=1e-2), "before and after the final norm must differ"
