@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,11 @@ GREEDY, SAMPLED = 0.0, 0.8
 
 @dataclass(slots=True)
 class Timed:
-    """One run over all prompts; `seconds` of wall clock."""
+    """One engine over all prompts; `seconds` of wall clock."""
 
-    outputs: list[RequestOutput]
-    seconds: float
-    tally: Tally
+    outputs: list[RequestOutput] = field(default_factory=list)
+    seconds: float = 0.0
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,8 +71,8 @@ def command(
     stream_one(drafting, prompts[0], max_tokens, options.use_color(color))
     plain = options.make_llm(options.without_drafter(engine))
     pairs = {}
-    for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"sampled, T={SAMPLED}")):
-        pairs[name] = [run(llm, prompts, temperature, max_tokens) for llm in (plain, drafting)]
+    for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"T={SAMPLED}")):
+        pairs[name] = run_both(plain, drafting, prompts, temperature, max_tokens, batch_size)
     print_table(pairs, len(prompts), batch_size)
     return conclude(pairs)
 
@@ -92,18 +92,29 @@ def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:
     click.echo()
 
 
-def run(llm: LLM, prompts: Sequence[Prompt], temperature: float, max_tokens: int) -> Timed:
-    """All prompts once, after a short run that warms everything up."""
-    base = dataclasses.replace(llm.default_sampling_params(), max_tokens=max_tokens)
-    inputs = [p.for_llm(llm.tokenizer, chat=False) for p in prompts]
-    warm = dataclasses.replace(base, max_tokens=4, temperature=temperature)
-    llm.generate(inputs[:1], warm, use_tqdm=False)
-    start = time.perf_counter()
-    outputs = llm.generate(inputs, seeded(base, temperature, len(prompts)), use_tqdm=True)
-    seconds = time.perf_counter() - start
-    tally = Tally()
-    tally.add(outputs)
-    return Timed(outputs, seconds, tally)
+def run_both(
+    plain: LLM, drafting: LLM, prompts: Sequence[Prompt], temperature: float, max_tokens: int, batch_size: int
+) -> list[Timed]:
+    """All prompts through both engines in turn, a batch here, the same batch there, so that both share the weather."""
+    from tqdm import tqdm
+
+    inputs = [p.for_llm(plain.tokenizer, chat=False) for p in prompts]
+    base = dataclasses.replace(plain.default_sampling_params(), max_tokens=max_tokens)
+    params = seeded(base, temperature, len(prompts))
+    runs = [Timed(), Timed()]
+    for llm in (plain, drafting):  # what is compiled or measured at first use is not timed
+        llm.generate(
+            inputs[:1], dataclasses.replace(params[0], max_tokens=min(8, max_tokens)), use_tqdm=False
+        )
+    for first in tqdm(range(0, len(inputs), batch_size), disable=None, leave=False, unit="batch"):
+        batch = slice(first, first + batch_size)
+        for llm, run in zip((plain, drafting), runs, strict=True):
+            start = time.perf_counter()
+            outputs = llm.generate(inputs[batch], params[batch], use_tqdm=False)
+            run.seconds += time.perf_counter() - start
+            run.outputs += outputs
+            run.tally.add(outputs)
+    return runs
 
 
 def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int) -> None:
@@ -113,7 +124,7 @@ def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int
 
     at_once = "one at a time" if batch_size == 1 else f"{batch_size} at once"
     table = Table(title=f"{num_prompts} prompts, {at_once}")
-    for name in ("", "plain tok/s", "speculative tok/s", "speed-up", "tau", "accepted at position 1, 2, ..."):
+    for name in ("", "plain tok/s", "spec. tok/s", "speed-up", "tau", "accepted at 1, 2, ..."):
         table.add_column(name, justify="right" if name.endswith("tok/s") else "left")
     for name, (plain, drafted) in pairs.items():
         stats = drafted.tally.speculation

@@ -62,7 +62,7 @@ def command(
     if len(prompts) == 1 and params.n == 1 and not as_json:
         return _stream(llm, prompts[0], chat, params, options.use_color(color))
     inputs = [p.for_llm(llm.tokenizer, chat) for p in prompts]
-    outputs = llm.generate(inputs, params, use_tqdm=len(prompts) > 1)
+    outputs = llm.generate(inputs, params, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
     for asked, output in zip(prompts, outputs, strict=True):
         if as_json:
             click.echo(json.dumps(as_record(asked, output), ensure_ascii=False))

@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        print("\ninterrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # the reader has gone: nothing more to say, not even when Python flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1
     except ValueError as error:
         if "--traceback" in arguments:
             raise

@@ -90,7 +90,7 @@ def command(
     rows = []
     for row in run_all(engine, sampling, prompts, chat, batch_sizes, chunk_sizes, temperatures):
         rows.append(row)
-        for difference in row.differences[: SHOWN if len(rows) else 0]:
+        for difference in row.differences[:SHOWN]:
             click.echo(f"{describe(row.setting)}: prompt {prompts[difference.request].id}\n{difference}")
     print_table(rows)
     return conclude(rows)

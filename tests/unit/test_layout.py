@@ -1,0 +1,159 @@
+"""The shape of the code: where a method's name may appear, what importing costs, which files are described."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools import sizes, structure
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "draftproof"
+METHODS = (
+    "eagle",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dflash2",
+    "dspark",
+    "xpress",
+    "suffix",
+    "ngram",
+    "pard",
+    "mtp",
+)
+METHODS += ("gemma",)
+FREE = ("checkpoints", "cli", "bench")  # folders in which formats and examples are named
+
+
+def prose(tree: ast.AST) -> set[int]:
+    """ids of the nodes that hold words for people: docstrings, and the texts of errors that are raised."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, owners)]
+    found = {id(b[0].value) for b in bodies if b and isinstance(b[0], ast.Expr)}
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    return found | {id(n) for exc in raised for n in ast.walk(exc) if isinstance(n, ast.Constant)}
+
+
+def words(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """(line, name or text, whether it is text) of all code; comments and prose are not in it."""
+    skipped = prose(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        for _, value in ast.iter_fields(node):
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str) and id(node) not in skipped:
+                    yield line, name, isinstance(node, ast.Constant)
+
+
+def names_method(word: str, is_text: bool, method: str) -> bool:
+    if (
+        method == "suffix"
+    ):  # an ordinary word: Path.suffix; a method only as a whole string or in a class's name
+        return word == "suffix" if is_text else word.startswith("Suffix")
+    return method in re.sub("[-_]", "", word.lower()).replace("norepeatngram", "")  # a setting of generation
+
+
+def misplaced(source: str, path: str) -> list[str]:
+    """Where `source`, to stand at `path` in the package, names a method that it has no business to know."""
+    folder, stem = path.split("/")[0], Path(path).stem
+    if folder in FREE or path == "drafters/registry.py":
+        return []
+    own = [m for m in METHODS if folder == "drafters" and (m in stem or stem in m)]
+    return [
+        f"{path}:{line}: {word!r} names {method}"
+        for line, word, is_text in words(ast.parse(source))
+        for method in METHODS
+        if method not in own and names_method(word, is_text, method)
+    ]
+
+
+def test_a_methods_name_appears_in_its_own_file_only() -> None:
+    found = [
+        fault
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for fault in misplaced(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "count"),
+    [
+        ("engine/engine.py", "if spec.method == 'eagle3': pass", 2),  # eagle is in it, too
+        ("engine/engine.py", "x = Eagle3Head", 2),
+        ("engine/engine.py", "def run_n_gram(): ...", 1),
+        ("engine/engine.py", "f'{x} is dflash'", 1),
+        ("engine/engine.py", "import draftproof.drafters.mtp", 1),
+        ("engine/engine.py", "name = 'suffix'", 1),
+        ("engine/engine.py", "p.suffix", 0),
+        ("engine/engine.py", '"""Such as eagle3."""\nx = 1  # mtp', 0),
+        ("engine/engine.py", "raise ValueError('give a method, such as ngram')", 0),
+        ("engine/engine.py", "no_repeat_ngram_size = 0", 0),
+        ("drafters/eagle3.py", "class Eagle3Head: ...", 0),
+        ("drafters/eagle3.py", "x = 'dflash'", 1),
+        ("drafters/rows.py", "x = 'mtp'", 1),
+        ("drafters/registry.py", "x = 'mtp'", 0),
+        ("checkpoints/speculators.py", "x = 'mtp'", 0),
+    ],
+)
+def test_a_misplaced_name_is_found(path: str, source: str, count: int) -> None:
+    assert len(misplaced(source, path)) == count
+
+
+def test_structure_page_lists_exactly_the_files_there_are() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(structure.package_files(PACKAGE)), "run `make structure`"
+
+
+def test_every_file_says_what_it_owns() -> None:
+    silent = [name for name in structure.package_files(PACKAGE) if not structure.summary(PACKAGE / name)]
+    assert [name for name in silent if not name.endswith(("__init__.py", "py.typed"))] == []
+
+
+def test_sizes_stay_in_budget() -> None:
+    faults, core = sizes.check(ROOT)
+    assert not faults, "\n".join(faults)
+    assert core > 0
+
+
+def test_what_is_over_budget_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "src" / "draftproof" / "engine"
+    folder.mkdir(parents=True)
+    body = "    x = 1\n" * sizes.MAX_FUNCTION_LINES
+    (folder / "long.py").write_text(
+        f"def f():\n{body}\ndef g():\n    global x\n" + "\n" * sizes.MAX_FILE_LINES
+    )
+    faults, core = sizes.check(tmp_path)
+    assert [fault.split(": ", 1)[1] for fault in faults] == [
+        f"{core} lines, at most {sizes.MAX_FILE_LINES}",
+        f"f has {sizes.MAX_FUNCTION_LINES + 1} lines, at most {sizes.MAX_FUNCTION_LINES}",
+        "`global x`: pass state as an argument",
+    ]
+
+
+def test_import_brings_no_slow_library() -> None:
+    code = "import sys, draftproof; print(*[m for m in sys.argv[1:] if m in sys.modules])"
+    slow = ["transformers", "huggingface_hub", "rich", "tqdm", "jinja2", "scipy", "pandas"]
+    done = subprocess.run([sys.executable, "-c", code, *slow], capture_output=True, text=True, check=True)
+    known_to_torch = subprocess.run(
+        [sys.executable, "-c", code.replace("draftproof", "torch"), *slow],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) <= set(known_to_torch.stdout.split())
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from draftproof.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
