@@ -120,7 +120,9 @@ class SampleCompiled:
     ) -> Tensor:
         """See `ops.Sample`."""
         logits_MV = logits_MV.float().contiguous()
-        columns = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M.long())]
+        columns = [
+            x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M.long())
+        ]
         ids_V = None if ids_V is None else ids_V.long().contiguous()
         rows, width = logits_MV.shape
         tokens_M = seeds_M.new_empty(rows)

@@ -192,7 +192,7 @@ def accept_block(
     """
     p_RK, q_RK = _chosen(p_RWV, q_RKV, drafts_RK)
     w_R = torch.ones_like(p_RWV[:, 0, 0])
-    weights, accepted_R = [w_R], torch.zeros_like(drafts_RK[:, 0])
+    weights, accepted_R = [w_R], torch.zeros_like(w_R, dtype=torch.int64)
     for i in range(drafts_RK.shape[1]):
         w_R = torch.where(q_RK[:, i] > 0, w_R * p_RK[:, i] / q_RK[:, i], 0.0).clamp(max=1.0)
         weights.append(w_R)

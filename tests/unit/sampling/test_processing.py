@@ -1,0 +1,184 @@
+"""Penalties, bans, allowed ids, min_tokens and bias, each against its definition, drafts of the same round included.
+
+Shapes: M rows, V vocabulary, S slots, L positions.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.sampling.params import SamplingTable
+from draftproof.sampling.processing import process
+from draftproof.types import SamplingParams
+
+V = 11
+INF = float("inf")
+
+
+def run(
+    params: SamplingParams,
+    tokens: list[int],
+    prompt_len: int,
+    positions: list[int],
+    logits_MV: Tensor,
+    stop_ids: frozenset[int] = frozenset(),
+    bad_words_ids: list[list[int]] | None = None,
+) -> Tensor:
+    """Processed logits of rows of one request that sits in slot 1 of 3."""
+    table = SamplingTable(3, V)
+    table.admit(1, params, 5, prompt_len, stop_ids, bad_words_ids)
+    tokens_SL = torch.full((3, 32), 9, dtype=torch.int32)  # 9: left from an earlier owner
+    tokens_SL[1, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    slots = [1] * len(positions)
+    return process(table, logits_MV, torch.tensor(slots), torch.tensor(positions), tokens_SL, slots)
+
+
+def noise(rows: int) -> Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(0))
+
+
+def by_definition(p: SamplingParams, prompt: list[int], output: list[int], row: list[float]) -> list[float]:
+    row = list(row)
+    for token in range(V):
+        if token in prompt + output:
+            row[token] = (
+                row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty
+            )
+        count = output.count(token)
+        row[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+    return row
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.25},
+    {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("fields", PENALTIES)
+def test_penalties_count_the_context_and_drafts_of_the_same_round(fields: dict[str, float]) -> None:
+    params = SamplingParams(**fields)  # type: ignore[arg-type]
+    tokens = [3, 3, 7, 1, 1, 4, 1, 6]  # prompt 3 3 7, output 1 1, then drafts 4 1 6 of this round
+    logits_MV = noise(4)
+    out_MV = run(params, tokens, 3, [5, 6, 7, 8], logits_MV)
+    for j, row in enumerate(logits_MV.tolist()):
+        expected = by_definition(params, tokens[:3], tokens[3 : 5 + j], row)
+        torch.testing.assert_close(out_MV[j], torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(out_MV[1] - logits_MV[1], out_MV[0] - logits_MV[0])  # the draft counted
+
+
+def test_tokens_at_and_after_the_sampled_position_do_not_count() -> None:
+    params = SamplingParams(repetition_penalty=2.0)
+    logits_MV = noise(1)
+    a = run(params, [1, 2, 3, 4, 5], 2, [3], logits_MV)
+    b = run(params, [1, 2, 3, 9, 9], 2, [3], logits_MV)
+    assert torch.equal(a, b)
+
+
+def test_bad_words_are_found_across_the_border_of_known_tokens_and_drafts() -> None:
+    tokens = [5, 6, 1, 2, 3]  # prompt 5 6, output 1, drafts 2 3
+    words = [[1, 2, 8], [2, 3, 4], [7], [6, 1, 2], [1, 2, 3, 9, 0]]
+    out_MV = run(SamplingParams(), tokens, 2, [3, 4, 5], noise(3), bad_words_ids=words)
+    banned = [set(torch.where(row == -INF)[0].tolist()) for row in out_MV]
+    # 6 1 -> 2 would begin in the prompt: not banned, as in vLLM
+    assert banned == [{7}, {7, 8}, {7, 4}]
+
+
+def test_bad_words_equal_the_definition_on_random_texts() -> None:
+    rng = random.Random(0)
+    found = 0
+    for _ in range(60):
+        words = [[rng.randrange(3) for _ in range(rng.randrange(1, 4))] for _ in range(4)]
+        tokens = [rng.randrange(3) for _ in range(9)]
+        out_MV = run(SamplingParams(), tokens, 2, [3, 6, 9], torch.zeros(3, V), bad_words_ids=words)
+        for row, position in zip(out_MV, (3, 6, 9), strict=True):
+            output = tokens[2:position]
+            expected = {
+                w[-1]
+                for w in words
+                if len(w) <= len(output) + 1 and output[len(output) + 1 - len(w) :] == w[:-1]
+            }
+            found += len(expected)
+            assert set(torch.where(row == -INF)[0].tolist()) == expected
+    assert found > 50
+
+
+def test_min_tokens_holds_stop_ids_back_until_enough_are_generated() -> None:
+    params = SamplingParams(min_tokens=3)
+    out_MV = run(params, [1, 2, 3, 4, 5, 6], 2, [2, 3, 4, 5, 6], noise(5), stop_ids=frozenset({0, 10, 99}))
+    held = [row.isneginf().nonzero().flatten().tolist() for row in out_MV]
+    assert held == [[0, 10]] * 3 + [[]] * 2
+
+
+def test_allowed_ids_and_bias() -> None:
+    logits_MV = noise(2)
+    params = SamplingParams(allowed_token_ids=[2, 5, 6], logit_bias={5: 3.0, 6: -1000.0, 7: 50.0})
+    out_MV = run(params, [1, 2, 3], 1, [2, 3], logits_MV)
+    expected_MV = torch.full_like(logits_MV, -INF)
+    expected_MV[:, [2, 5, 6]] = logits_MV[:, [2, 5, 6]] + torch.tensor([0.0, 3.0, -100.0])
+    assert torch.equal(out_MV, expected_MV)
+
+
+def test_penalties_come_after_bias_as_in_vllm() -> None:
+    logits_MV = torch.full((1, V), -1.0)
+    out_MV = run(SamplingParams(logit_bias={4: 3.0}, repetition_penalty=2.0), [4], 1, [1], logits_MV)
+    assert out_MV[0, 4].item() == (-1.0 + 3.0) / 2.0
+
+
+def test_a_request_without_features_costs_nothing_and_keeps_its_bits() -> None:
+    table = SamplingTable(4, V)
+    table.admit(0, SamplingParams(temperature=0.7, top_p=0.9), 1, 3)
+    table.admit(
+        2, SamplingParams(repetition_penalty=1.5, logit_bias={1: 2.0}, min_tokens=4), 2, 1, frozenset({3})
+    )
+    tokens_SL = torch.randint(0, V, (4, 20), dtype=torch.int32)
+    logits_MV = noise(4)
+    before = logits_MV.clone()
+    plain = process(
+        table, logits_MV, torch.tensor([0, 0, 1, 1]), torch.tensor([3, 4, 5, 6]), tokens_SL, [0, 0, 1, 1]
+    )
+    assert plain is logits_MV
+    slots = [0, 2, 0, 2]
+    mixed_MV = process(table, logits_MV, torch.tensor(slots), torch.tensor([3, 4, 5, 6]), tokens_SL, slots)
+    assert torch.equal(mixed_MV[::2], before[::2])
+    assert torch.equal(logits_MV, before)  # raw logits are still needed for logprobs
+    alone_MV = process(table, logits_MV[1:2], torch.tensor([2]), torch.tensor([4]), tokens_SL, [2])
+    assert torch.equal(mixed_MV[1:2], alone_MV)
+    assert not torch.equal(mixed_MV[1], before[1])
+
+
+def test_a_released_slot_is_plain_again() -> None:
+    table = SamplingTable(1, V)
+    fresh = {name: value.clone() for name, value in vars(table).items() if isinstance(value, Tensor)}
+    params = SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, frequency_penalty=1.0,
+        repetition_penalty=2.0, allowed_token_ids=[1],
+    )  # fmt: skip
+    table.admit(0, params, 99, 4)
+    assert table.penalised
+    assert table.constraints
+    table.release(0)
+    assert not table.penalised
+    assert not table.constraints
+    assert all(torch.equal(getattr(table, name), value) for name, value in fresh.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [0, V]}, f"allowed_token_ids: id {V}"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: id -1"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingTable(1, V).admit(0, SamplingParams(**fields), 1, 1)  # type: ignore[arg-type]
