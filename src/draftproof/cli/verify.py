@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,8 @@ def command(
     rows = []
     for row in run_all(engine, sampling, prompts, chat, batch_sizes, chunk_sizes, temperatures):
         rows.append(row)
+        if sys.stderr.isatty():
+            click.echo(f"{describe(row.setting)}: {'different' if row.differences else 'equal'}", err=True)
         for difference in row.differences[:SHOWN]:
             click.echo(f"{describe(row.setting)}: prompt {prompts[difference.request].id}\n{difference}")
     print_table(rows)
@@ -143,23 +146,26 @@ def describe(setting: Setting) -> str:
 
 def print_table(rows: Sequence[Row]) -> None:
     """What was compared."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="compared with plain decoding in the first setting")
+    table = Table(
+        title="compared with plain decoding in the first setting", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for name in (
         "run",
         "batch",
         "chunk",
-        "temp.",
+        "T",
         "outputs",
         "tokens",
         "logprobs",
         "drafted",
         "accepted",
-        "identical",
+        "equal",
     ):
-        table.add_column(name, justify="left" if name == "run" else "right")
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for row in rows:
         s, t = row.setting, row.tally
         counts = (
@@ -170,7 +176,7 @@ def print_table(rows: Sequence[Row]) -> None:
             t.speculation.num_accepted_tokens,
         )
         verdict = f"no: {len(row.differences)}" if row.differences else "yes"
-        how = "speculative" if s.speculative else "plain"
+        how = "drafting" if s.speculative else "plain"
         table.add_row(how, str(s.batch), str(s.chunk), f"{s.temperature:g}", *map(str, counts), verdict)
     Console().print(table)
 
