@@ -26,9 +26,10 @@ def count_lines(path: Path) -> int:
 
 
 def is_core(path: Path, root: Path) -> bool:
-    """Whether `path` counts towards the serving core's budget."""
+    """Whether `path` counts towards the serving core's budget: its Python (C++ has a budget of its own)."""
     package = root / "src" / "draftproof"
-    return path.is_relative_to(package) and path.relative_to(package).parts[0] not in NOT_CORE
+    inside = path.is_relative_to(package) and path.suffix == ".py"
+    return inside and path.relative_to(package).parts[0] not in NOT_CORE
 
 
 def file_faults(path: Path, name: str) -> Iterator[str]:

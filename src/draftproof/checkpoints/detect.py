@@ -18,8 +18,8 @@ def read(directory: Path) -> DraftCheckpoint:
         if reader.matches(raw):
             return reader.read(directory, raw)
     raise ValueError(
-        f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators (speculators_model_type), "
-        "nor a flat EAGLE-3 head (draft_vocab_size), nor a language model (model_type)"
+        f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
+        "(speculators_model_type), nor a flat EAGLE-3 head (draft_vocab_size), nor a language model (model_type)"
     )
 
 

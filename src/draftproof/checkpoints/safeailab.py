@@ -22,7 +22,15 @@ def matches(raw: Mapping[str, Any]) -> bool:
 def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
     """The format's fixed conventions: taps 2, n/2, n-3; base 10000 unless stated; the raw state as residual."""
     where = str(directory / "config.json")
-    known = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output", "qkv_bias", "bias"}
+    known = {
+        "draft_vocab_size",
+        "target_hidden_size",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "qkv_bias",
+        "bias",
+    }
     flat = {"model_type": "llama", "rope_theta": 10000.0} | {k: v for k, v in raw.items() if k not in known}
     if "qkv_bias" in raw:
         flat["attention_bias"] = raw["qkv_bias"]
@@ -56,7 +64,9 @@ def _weights(directory: Path) -> Weights:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path}: cannot be read as plain tensors ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path}: cannot be read as plain tensors ({type(error).__name__}: {error})"
+        ) from error
     return Weights.of({_rename(name): tensor for name, tensor in loaded.items()}, str(path))
 
 

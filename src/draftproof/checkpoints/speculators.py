@@ -61,7 +61,9 @@ def _eagle3(raw: Mapping[str, Any], where: str) -> Eagle3Settings:
 def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, Mapping):
-        raise ValueError(f"{where}: transformer_layer_config is missing; the file is no complete draft head config")
+        raise ValueError(
+            f"{where}: transformer_layer_config is missing; the file is no complete draft head config"
+        )
     return layers
 
 

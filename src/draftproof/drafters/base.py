@@ -75,7 +75,9 @@ class Verified:
     taps: tuple[Tensor, ...]  # [T, H] each, as declared
     draw: Draw
     num_rows_R: Sequence[int]  # host copy of cu's differences
-    history: Callable[[int], Tensor]  # request -> its known tokens, the next included (int32; needs host_tokens)
+    history: Callable[
+        [int], Tensor
+    ]  # request -> its known tokens, the next included (int32; needs host_tokens)
 
 
 @dataclass(slots=True)

@@ -52,18 +52,22 @@ class ChainDrafter:
         for drafter in self._drafters:
             # a member asked for nothing anywhere still keeps its state, and skips its unrolling
             num = num_drafts if _any(open_R) else 0
-            given = dataclasses.replace(verified, k_R=open_R, taps=self._taps_for(drafter.spec.taps, verified.taps))
+            given = dataclasses.replace(
+                verified, k_R=open_R, taps=self._taps_for(drafter.spec.taps, verified.taps)
+            )
             proposal = drafter.propose(given, num)
             take_R = (open_R > 0) & (proposal.count_R > 0)
             width = min(proposal.tokens_RK.shape[1], num_drafts)
-            tokens_RK[:, :width] = torch.where(take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width])
+            tokens_RK[:, :width] = torch.where(
+                take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width]
+            )
             count_R = torch.where(take_R, proposal.count_R, count_R)
             open_R = open_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R)
 
     def _taps_for(self, wanted: Taps, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         own = [taps[self._taps.layers.index(i)] for i in wanted.layers]
-        return tuple(own + [taps[-1]] if wanted.final else own)
+        return (*own, taps[-1]) if wanted.final else tuple(own)
 
 
 def _any(open_R: Tensor) -> bool:
@@ -73,8 +77,7 @@ def _any(open_R: Tensor) -> bool:
 
 def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
     """What the engine reads of a layout: whether rows look one token ahead."""
-    shift = max((layout.shift for layout in layouts), default=0)
-    return InputLayout(context="all", shift=shift)
+    return InputLayout(context="all", shift=1 if any(layout.shift for layout in layouts) else 0)
 
 
 def _call(drafter: Drafter, name: str, *args: object) -> None:

@@ -27,7 +27,7 @@ class DraftModelSettings:
 class DraftModelHead:
     """The model as a head: it reads every token unshifted, then the newest one as a row of its own."""
 
-    ids_V = None
+    ids_V: Tensor | None = None
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -73,7 +73,9 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
     draft_ids, target_ids = _vocabulary(draft), _vocabulary(target)
     if draft_ids is None or target_ids is None or draft_ids == target_ids:
         return
-    token = min((t for t in target_ids if draft_ids.get(t) != target_ids[t]), key=target_ids.__getitem__, default="?")
+    token = min(
+        (t for t in target_ids if draft_ids.get(t) != target_ids[t]), key=target_ids.__getitem__, default="?"
+    )
     raise ValueError(
         f"{draft}: its tokenizer differs from the target's: token {token!r} has id {draft_ids.get(token)} there and "
         f"{target_ids.get(token)} in the target's; a draft model must share the target's tokenizer"

@@ -50,7 +50,9 @@ class Eagle3Head:
             feedback=True,
         )
         target_hidden = given.target.config.hidden_size
-        self._input_norm = _norm(build, "input_norm", len(taps) * target_hidden, config) if s.norm_before_fc else None
+        self._input_norm = (
+            _norm(build, "input_norm", len(taps) * target_hidden, config) if s.norm_before_fc else None
+        )
         self._fc_norms = [
             _norm(build, f"fc_norm.{i}", target_hidden, config) for i in range(len(taps)) if s.fc_norm
         ]

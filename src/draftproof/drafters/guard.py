@@ -54,7 +54,7 @@ class Guard:
             given = verified if self._trusted else _copy(verified)
             proposal = self.drafter.propose(given, num_drafts)
             _check_form(proposal, num_requests)
-        except Exception as error:  # noqa: BLE001 -- whatever the drafter raises is its fault, not the user's
+        except Exception as error:
             self._count(f"{type(error).__name__}: {error}")
             return Guarded(nothing, list(range(num_requests)))
         took = time.perf_counter() - start
@@ -79,7 +79,7 @@ class Guard:
             return
         try:
             verb(*args)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             self._count(f"{name}: {type(error).__name__}: {error}")
 
     def _count(self, what: str) -> None:
@@ -102,7 +102,9 @@ def _check_form(proposal: object, num_requests: int) -> None:
     for name, tensor, dims in (("tokens_RK", tokens, 2), ("count_R", count, 1)):
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.shape[0] != num_requests:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} is {shape}, expected {dims} dimensions with {num_requests} requests first")
+            raise TypeError(
+                f"{name} is {shape}, expected {dims} dimensions with {num_requests} requests first"
+            )
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers")
     if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:

@@ -65,7 +65,9 @@ def build(verified: Verified, layout: InputLayout, num_read: int, mask_token: in
     token_at_N = source_N + layout.shift
     past_end_N = token_at_N > last_R[owner_N]
     known_N = verified.tokens_T[token_at_N.clamp(max=len(verified.tokens_T) - 1)]
-    is_newest_N = (is_context_N & past_end_N) | (past_N == 0 if layout.anchor else torch.zeros_like(past_end_N))
+    is_newest_N = (is_context_N & past_end_N) | (
+        past_N == 0 if layout.anchor else torch.zeros_like(past_end_N)
+    )
     tokens_N = torch.where(is_newest_N, verified.next_R[owner_N], known_N)
     if layout.masks:
         is_mask_N = past_N >= int(layout.anchor)

@@ -169,7 +169,9 @@ def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
         members = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
         return [plan for member in members for plan in _draft_plans(member)]
     if settings.drafters:
-        raise ValueError(f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}")
+        raise ValueError(
+            f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
+        )
     if settings.method is not None:
         registry.check(settings.method)
     needs_model = settings.method is None or (

@@ -137,11 +137,15 @@ class Frontend:
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt_token_ids"}
             if unknown or "prompt_token_ids" not in prompt:
-                raise ValueError(f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids' and nothing else")
+                raise ValueError(
+                    f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids' and nothing else"
+                )
             return None, list(prompt["prompt_token_ids"])
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("prompt: is text, but the model has no tokenizer; give token ids, or tokenizer=...")
+                raise ValueError(
+                    "prompt: is text, but the model has no tokenizer; give token ids, or tokenizer=..."
+                )
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
@@ -216,9 +220,7 @@ class Frontend:
         if e.finish_reason is not None:
             request.stop_reasons[e.sequence.index] = e.stop_reason
         request.pending.append(
-            Delta(
-                request.request_id, e.sequence.index, e.text, e.token_ids, accepted, e.finish_reason
-            )
+            Delta(request.request_id, e.sequence.index, e.text, e.token_ids, accepted, e.finish_reason)
         )
 
     def _completion(self, request: Request, s: Sequence) -> CompletionOutput:

@@ -10,10 +10,9 @@ from draftproof.engine.build import Progress, build
 from draftproof.engine.frontend import Frontend, Prompt, Request, one_each
 from draftproof.engine.probe import draft
 from draftproof.engine.text import Tokenizer
-from draftproof.metrics import EngineStats
+from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
-from draftproof.metrics import SpeculationStats
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -26,7 +25,9 @@ class LLM:
     embedded one is used. Raises ValueError, naming the field and the fix, for whatever cannot be served.
     """
 
-    def __init__(self, model: str | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, progress: Progress | None = None, **settings: Any
+    ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         loaded = build(self.config, progress)
         self._defaults = read_generation_config(loaded.directory)

@@ -44,7 +44,11 @@ def _has_bfloat16() -> bool:
 
 
 def num_blocks(
-    shapes: Sequence[KVShape], dtype: torch.dtype, config: EngineConfig, max_model_len: int, device: torch.device
+    shapes: Sequence[KVShape],
+    dtype: torch.dtype,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
 ) -> int:
     """Blocks for every sequence at its longest, or as many as the free memory allows; ValueError if not even one's."""
     per_block = config.block_size * sum(shape.bytes_per_token(dtype) for shape in shapes)

@@ -88,9 +88,7 @@ class Outbox:
         tokens_M = torch.tensor(token_ids, device=logits_MV.device)
         own_M, rank_M, ids_MN, top_MN = self._sampler.logprobs(logits_MV, tokens_M, num)
         rows = zip(token_ids, own_M.tolist(), rank_M.tolist(), ids_MN.tolist(), top_MN.tolist(), strict=True)
-        return [
-            LogprobRow(t, own, rank, list(zip(ids, top, strict=True))) for t, own, rank, ids, top in rows
-        ]
+        return [LogprobRow(t, own, rank, list(zip(ids, top, strict=True))) for t, own, rank, ids, top in rows]
 
     def _score_prompt(self, work: Work, hidden_TH: Tensor) -> None:
         """The row at position p scores prompt token p + 1. What an earlier computation scored is kept."""

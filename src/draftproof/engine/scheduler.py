@@ -164,10 +164,6 @@ class Scheduler:
             len(sequence.tokens), sequence.num_registered
         ):
             page = sequence.num_registered
-            sequence.node = self.pages.register(
-                sequence.blocks[page], sequence.node, sequence.tokens, page
-            )
+            sequence.node = self.pages.register(sequence.blocks[page], sequence.node, sequence.tokens, page)
             sequence.num_registered += 1
             page_end += self.pages.block_size
-
-

@@ -18,7 +18,6 @@ from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.scheduler import Plan
 from draftproof.sampling.verifier import Verdict, VerifyRows
 
-
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
 
 
@@ -41,7 +40,9 @@ class Batch:
 class State:
     """Slot tensors. Beyond its known tokens a slot's row of `tokens_SL` holds the drafts to be verified next."""
 
-    def __init__(self, *, num_slots: int, max_len: int, max_blocks: int, num_drafts: int, device: torch.device):
+    def __init__(
+        self, *, num_slots: int, max_len: int, max_blocks: int, num_drafts: int, device: torch.device
+    ):
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -151,7 +152,9 @@ class State:
 
     def store_drafts(self, slots_R: Tensor, proposal: Proposal) -> None:
         """Drafts go behind the known tokens."""
-        at_RK = self.length_S[slots_R][:, None] + torch.arange(proposal.tokens_RK.shape[1], device=self.device)
+        at_RK = self.length_S[slots_R][:, None] + torch.arange(
+            proposal.tokens_RK.shape[1], device=self.device
+        )
         self.tokens_SL[slots_R[:, None], at_RK] = proposal.tokens_RK.int()
         self.draft_count_S[slots_R] = proposal.count_R
 

@@ -1,0 +1,80 @@
+"""What every drafter must pass: one case a registered method, the requests, and the engine settings to vary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftproof import LLM, RequestOutput, SamplingParams, assets
+
+DATA = Path(__file__).parent.parent / "data"
+EAGLE3 = str(assets.path("tiny-eagle3"))
+DRAFT = str(DATA / "draft")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to make a drafter of a method; `max_drafts` is the K called K = max."""
+
+    config: Mapping[str, Any]
+    max_drafts: int = 12
+
+
+CASES: dict[str, Case] = {
+    "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
+    "draft_model": Case({"model": DRAFT}),
+    "eagle3": Case({"model": EAGLE3}),
+    "chain": Case({"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}),
+    "custom": Case({"method": "tests.conformance.custom.Repeat"}),
+}
+
+
+def prompts() -> list[str]:
+    lines = (DATA / "prompts.jsonl").read_text().splitlines()
+    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
+
+
+REPEATS = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = ["
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A mixture of everything a request can ask for."""
+
+    prompts: list[str] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+
+
+def mixture() -> Requests:
+    """Greedy and sampled, with every kind of processing, stopping and score."""
+    p = SamplingParams
+    wanted = [
+        p(temperature=0, max_tokens=40, logprobs=3),
+        p(temperature=0, max_tokens=24, prompt_logprobs=1, logprobs=0),
+        p(temperature=0.8, max_tokens=32, seed=1, logprobs=2),
+        p(temperature=1.2, max_tokens=24, top_p=0.9, top_k=40, min_p=0.02, seed=2, logprobs=1),
+        p(temperature=0.7, max_tokens=24, logprobs=0),
+        p(temperature=0.6, max_tokens=16, seed=3, n=2, logprobs=1),
+        p(temperature=0, max_tokens=32, repetition_penalty=1.3, presence_penalty=0.4, logprobs=1),
+        p(temperature=0.5, max_tokens=24, frequency_penalty=0.8, seed=4, logprobs=1),
+        p(temperature=0, max_tokens=24, logit_bias={198: 2.5, 10: -5.0}, bad_words=["self", "import"], logprobs=1),
+        p(temperature=0, max_tokens=48, stop=["\n\n", "):"], logprobs=1),
+        p(temperature=0, max_tokens=24, min_tokens=12, stop_token_ids=[203, 198], logprobs=1),
+        p(temperature=0, max_tokens=1, logprobs=1),
+        p(temperature=0, max_tokens=2, logprobs=1),
+        p(temperature=0.9, max_tokens=3, seed=5, logprobs=1),
+        p(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1),
+        p(temperature=0.9, max_tokens=12, seed=6, allowed_token_ids=list(range(200, 700)), logprobs=1),
+    ]
+    texts = prompts()
+    chosen = [texts[i % len(texts)] if i % 4 else REPEATS for i in range(len(wanted))]
+    return Requests(chosen, wanted)
+
+
+def run(requests: Requests, **settings: Any) -> tuple[list[RequestOutput], LLM]:
+    """One engine, one generate call."""
+    llm = LLM(**settings)
+    return llm.generate(requests.prompts, requests.params, use_tqdm=False), llm

@@ -1,0 +1,186 @@
+"""Law 1 and law 2 for every registered drafter: ids and logprobs with it are those of plain decoding, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof.bench.compare import compare
+from draftproof.drafters import registry
+from tests.conformance.cases import CASES, REPEATS, Requests, mixture, prompts, run
+
+DTYPES = ["float32", "bfloat16"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "one at a time": {"max_num_seqs": 1},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "preempted": {"num_kv_blocks": 26, "max_model_len": 192},
+    "small blocks": {"block_size": 4, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[str], list[RequestOutput]]:
+    """Plain decoding of the mixture, one request at a time, whole prompts, nothing shared."""
+    known: dict[str, list[RequestOutput]] = {}
+
+    def get(dtype: str) -> list[RequestOutput]:
+        if dtype not in known:
+            known[dtype], _ = run(mixture(), dtype=dtype, max_num_seqs=1, enable_prefix_caching=False)
+        return known[dtype]
+
+    return get
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def drafting(method: str, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
+    return {**CASES[method].config, "num_speculative_tokens": k, "policy": policy}
+
+
+def check(expected: list[RequestOutput], actual: list[RequestOutput], llm: LLM, *, accepts: bool = True) -> None:
+    differences = compare(expected, actual)
+    assert not differences, differences[0]
+    speculation, scheduler = llm.stats.speculation, llm._frontend.loaded.engine.parts.scheduler
+    assert speculation.num_draft_tokens > 0, "nothing was drafted, so nothing was tested"
+    assert speculation.num_accepted_tokens > 0 or not accepts
+    assert speculation.num_accepted_tokens < speculation.num_draft_tokens
+    assert llm.stats.num_drafter_faults == 0
+    scheduler.pages.check_integrity()
+    assert not scheduler.running and scheduler.pages.num_free == scheduler.pages.num_blocks - 1
+
+
+def test_every_registered_method_has_a_case() -> None:
+    assert set(CASES) == {*registry.METHODS, registry.CHAIN, "custom"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", CONFIGS)
+def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, dtype: str) -> None:
+    outputs, llm = run(mixture(), dtype=dtype, **CONFIGS[settings])
+    assert not compare(plain(dtype), outputs)
+    assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", CONFIGS)
+@pytest.mark.parametrize("method", CASES)
+def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
+    outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method), **CONFIGS[settings])
+    check(plain(dtype), outputs, llm)
+    assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+
+
+@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("k", [1, "max"])
+def test_output_does_not_depend_on_k(plain: Any, method: str, k: Any) -> None:
+    k = CASES[method].max_drafts if k == "max" else k
+    outputs, llm = run(mixture(), dtype="bfloat16", speculative_config=drafting(method, k))
+    check(plain("bfloat16"), outputs, llm)
+    assert len(llm.stats.speculation.drafted_per_position) == k
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_output_does_not_depend_on_an_adaptive_k(plain: Any, method: str) -> None:
+    config = drafting(method, policy="adaptive")
+    outputs, llm = run(mixture(), dtype="float32", speculative_config=config)
+    check(plain("float32"), outputs, llm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("method", ["eagle3"])
+def test_output_does_not_depend_on_threads(
+    plain: Any, threads: None, method: str, num_threads: int, dtype: str
+) -> None:
+    torch.set_num_threads(num_threads)
+    outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method))
+    check(plain(dtype), outputs, llm)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_prefix_hit_changes_nothing(method: str) -> None:
+    """The second call finds its prompts' pages; the drafter must do there what it did the first time."""
+    texts = [p * 2 for p in prompts()[:4]]
+    params = [SamplingParams(temperature=t, seed=8, max_tokens=24, logprobs=1) for t in (0, 0.8, 0, 0.8)]
+    requests = Requests(texts, params)
+    expected, _ = run(requests, dtype="bfloat16", enable_prefix_caching=False)
+    first, llm = run(requests, dtype="bfloat16", speculative_config=drafting(method))
+    check(expected, first, llm)
+    assert llm.stats.num_cached_tokens == 0
+    accepted = llm.stats.speculation.num_accepted_tokens
+    second = llm.generate(requests.prompts, requests.params, use_tqdm=False)
+    check(expected, second, llm)
+    assert llm.stats.num_cached_tokens > 0
+    if method != "custom":  # it counts its rounds, so it does something else the second time
+        assert llm.stats.speculation.num_accepted_tokens == 2 * accepted
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
+    """A chat's next turn: prompt and answer are found again, pages written while drafting among them."""
+    llm = LLM(dtype="bfloat16", speculative_config=drafting(method))
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
+    first = llm.generate(REPEATS, params, use_tqdm=False)[0]
+    turn = first.prompt_token_ids + first.outputs[0].token_ids + [203, 203]
+    outputs = llm.generate([turn], params, use_tqdm=False)
+    plain = LLM(dtype="bfloat16", enable_prefix_caching=False).generate([turn], params, use_tqdm=False)
+    check(plain, outputs, llm)
+    assert outputs[0].metrics.num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_stopping_at_every_position_of_a_round(method: str) -> None:
+    plain = LLM(dtype="float32")
+    text = plain.generate(REPEATS, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)[0].outputs[0]
+    params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0) for n in range(1, 14)]
+    params += [SamplingParams(temperature=0, max_tokens=14, stop_token_ids=[t]) for t in set(text.token_ids)]
+    requests = Requests([REPEATS] * len(params), params)
+    expected = plain.generate(requests.prompts, params, use_tqdm=False)
+    outputs, llm = run(requests, dtype="float32", speculative_config=drafting(method))
+    check(expected, outputs, llm)
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_the_edge_of_max_model_len(method: str) -> None:
+    """Prompts that leave room for 1..8 tokens: drafts never write or count past the end."""
+    ids = LLM(dtype="float32").tokenizer.encode(REPEATS * 3)[:60]
+    listed: list[Any] = [ids[: 48 - n] for n in range(1, 9)]
+    params = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logprobs=0)] * len(listed)
+    requests = Requests(listed, params)
+    expected, _ = run(requests, dtype="float32", max_model_len=48)
+    assert [len(o.outputs[0].token_ids) for o in expected] == list(range(1, 9))
+    outputs, llm = run(requests, dtype="float32", max_model_len=48, speculative_config=drafting(method))
+    check(expected, outputs, llm)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "chain"])
+def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
+    """Replay: what the drafter proposes in the middle of a generation is what it proposes after a fresh prefill."""
+    llm = LLM(dtype="float32", speculative_config=drafting(method), max_num_batched_tokens=16)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt = llm.tokenizer.encode(prompts()[0])
+    proposed: list[tuple[list[int], list[int]]] = []
+    engine = llm._frontend.loaded.engine
+    request = llm._frontend.add(prompt, params)
+    (sequence,) = request.sequences
+    state = engine.parts.state
+    while not request.finished:
+        llm._frontend.step()
+        if sequence.num_outputs and not request.finished and sequence.num_drafts == 5:
+            known = len(sequence.tokens)
+            drafts = state.tokens_SL[sequence.slot, known : known + 5].tolist()
+            proposed.append((list(sequence.tokens), drafts))
+    llm._frontend.close(request.request_id)
+    assert len(proposed) >= 3
+    for known_tokens, drafts in proposed:
+        assert llm.draft(known_tokens[:-1], 5, next_token=known_tokens[-1]) == drafts

@@ -1,0 +1,111 @@
+"""A drafter's fault is not the user's: output does not move, faults are counted, and in the end it is switched off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftproof import LLM, DraftSpec, Proposal, SamplingParams, Verified
+from draftproof.bench.compare import compare
+from draftproof.drafters.guard import Guard
+from tests.conformance import faulty
+from tests.conformance.cases import REPEATS, Requests, prompts, run
+
+SEEN = ["Raises", "RaisesInAdmit", "TooLarge", "Negative", "NotANumber", "DrawsFromNotANumber", "CountsTooMany"]
+SEEN += ["CountsNegative", "WrongShape", "OneRequestMore", "NotAProposal"]
+UNSEEN = ["Mutates", "KeepsTheTaps"]
+REQUESTS = Requests(
+    [*prompts()[:3], REPEATS],
+    [SamplingParams(temperature=t, seed=4, max_tokens=20, logprobs=1) for t in (0, 0.8, 0, 0)],
+)
+
+
+@pytest.mark.filterwarnings("ignore:drafter .* switched off")
+@pytest.mark.parametrize("fault", SEEN + UNSEEN)
+def test_output_does_not_move(fault: str) -> None:
+    expected, _ = run(REQUESTS, dtype="float32")
+    config = {"method": f"tests.conformance.faulty.{fault}", "num_speculative_tokens": 3, "policy": "fixed"}
+    outputs, llm = run(REQUESTS, dtype="float32", speculative_config=config)
+    assert not compare(expected, outputs)
+    assert (llm.stats.num_drafter_faults > 0) == (fault in SEEN)
+
+
+def test_every_fault_is_listed() -> None:
+    names = {n for n, c in vars(faulty).items() if isinstance(c, type) and issubclass(c, faulty.Faulty)}
+    assert names - {"Faulty"} == {*SEEN, *UNSEEN}
+
+
+def test_repeated_faults_switch_the_drafter_off_with_one_warning() -> None:
+    config = {"method": "tests.conformance.faulty.Raises", "num_speculative_tokens": 3, "max_faults": 4}
+    with pytest.warns(RuntimeWarning, match="Raises switched off after 4 faults.*no idea") as caught:
+        _, llm = run(REQUESTS, dtype="float32", speculative_config=config)
+    assert len([w for w in caught if "switched off" in str(w.message)]) == 1
+    assert llm.stats.num_drafter_faults == 4
+
+
+def _verified(k_R: list[int]) -> Verified:
+    n = len(k_R)
+    return Verified(
+        tokens_T=torch.zeros(n, dtype=torch.int64),
+        positions_T=torch.zeros(n, dtype=torch.int64),
+        cu_R1=torch.arange(n + 1),
+        slots_R=torch.arange(n),
+        live_R=torch.ones(n, dtype=torch.int64),
+        next_R=torch.zeros(n, dtype=torch.int64),
+        k_R=torch.tensor(k_R),
+        taps=(),
+        draw=lambda logits, rows, positions, ids=None: torch.zeros(len(rows), dtype=torch.int64),
+        num_rows_R=[1] * n,
+        history=lambda r: torch.zeros(1, dtype=torch.int32),
+    )
+
+
+class _Fixed:
+    spec = DraftSpec()
+
+    def __init__(self, tokens: list[list[int]], counts: list[int]) -> None:
+        self.proposal = Proposal(torch.tensor(tokens), torch.tensor(counts))
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        return self.proposal
+
+
+def test_a_proposal_is_cut_at_the_first_bad_id_and_at_what_was_asked_for() -> None:
+    drafter = _Fixed([[1, 2, 3], [1, 99, 3], [4, 5, -1], [6, 7, 8]], [3, 3, 2, 3])
+    guard = Guard(drafter, vocab_size=10, trusted=True, max_faults=9, time_limit=None)
+    guarded = guard.propose(_verified([3, 3, 3, 1]), 3)
+    assert guarded.proposal.count_R.tolist() == [3, 1, 2, 1]
+    assert guarded.broken == [1]
+    assert guard.num_faults == 1
+    assert int(guarded.proposal.tokens_RK.max()) < 10 and int(guarded.proposal.tokens_RK.min()) >= 0
+
+
+def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
+    guard = Guard(_Fixed([[1]], [1]), vocab_size=10, trusted=True, max_faults=9, time_limit=0.0)
+    assert guard.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
+    assert guard.num_faults == 1
+
+
+def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round fails for everybody: the requests of that round decode plainly, a later request drafts again."""
+    from tests.conformance.cases import CASES
+
+    settings = {"dtype": "float32", "max_num_seqs": 1}
+    llm = LLM(**settings, speculative_config={**CASES["eagle3"].config, "policy": "fixed"})
+    guard = llm._frontend.loaded.engine.parts.guard
+    assert guard is not None
+    original, calls = guard.drafter.propose, []
+
+    def once(verified: Verified, num_drafts: int) -> Proposal:
+        calls.append(num_drafts)
+        if len(calls) == 3:
+            raise RuntimeError("once")
+        return original(verified, num_drafts)
+
+    monkeypatch.setattr(guard.drafter, "propose", once)
+    outputs = llm.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
+    expected = LLM(**settings).generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
+    assert not compare(expected, outputs)
+    first, second = (o.metrics.speculation for o in outputs)
+    assert first.num_draft_tokens <= 15 and first.num_rounds > 8
+    assert second.num_draft_tokens > 30

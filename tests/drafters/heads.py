@@ -1,0 +1,84 @@
+"""Builds a draft head from a checkpoint folder beside its target, and feeds it rows with teacher-forced tokens.
+
+Shapes: T target rows, N draft rows, S slots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.checkpoints import detect
+from draftproof.config import EngineConfig
+from draftproof.drafters import registry
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import DraftMemory, HeadDrafter
+from draftproof.kernels import ops
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.models.config import read_config
+from draftproof.models.decoder import Decoder
+from draftproof.models.layers import Build
+from draftproof.models.loading import Weights
+from tests.helpers import CPU, Paged, run_rows
+
+ORACLE = Path(__file__).parent.parent / "data" / "oracle"
+
+
+class Pair:
+    """A target and a head for it, fp32, torch operators, K = 5."""
+
+    def __init__(self, folder: str, target: str) -> None:
+        directory = ORACLE / target
+        planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
+        weights = Weights.open(directory)
+        self.target = Decoder.load(weights, read_config(directory), ops.TORCH, planner, CPU, torch.float32)
+        checkpoint = detect.read(ORACLE / folder)
+        given = DraftBuild(
+            config=EngineConfig(),
+            options={},
+            num_drafts=5,
+            checkpoint=checkpoint,
+            target=self.target,
+            target_weights=weights,
+            target_directory=directory,
+            build=Build(checkpoint.weights, ops.TORCH, planner, CPU, torch.float32, exact=False),
+            max_positions=256,
+        )
+        drafter = registry.build(checkpoint.method, given)
+        planner.certify()
+        assert isinstance(drafter, HeadDrafter)
+        self.drafter = drafter
+        self.head = drafter._head
+        self.io: dict[str, Tensor] = load_file(ORACLE / folder / "oracle_io.safetensors")
+        self.tokens: list[int] = self.io["input_ids_raw"].tolist()
+
+    def taps(self) -> tuple[Tensor, ...]:
+        """The states the head declares, over the whole oracle text."""
+        spec = self.head.spec.taps
+        out = run_rows(self.target, Paged(self.target.kv), [(0, 0, self.tokens)], spec.layers, spec.final)
+        return out.taps
+
+    def memory(self, num_slots: int = 1) -> Paged:
+        return Paged(self.head.spec.kv, num_slots=num_slots)
+
+    def run(
+        self, paged: Paged, tokens: list[int], features: Tensor | None, positions: list[int], slots: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass of the head: (hidden, feedback) of all rows."""
+        attn: PagedAttention = paged.attention(torch.tensor(positions), torch.tensor(slots))
+        return self.head(torch.tensor(tokens), features, attn)
+
+    def bind(self, paged: Paged) -> None:
+        self.drafter.bind(DraftMemory(ops=ops.TORCH, backend=paged.backend, cache=paged.cache))
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> Any:
+    """Largest difference, asserted."""
+    difference = (actual - expected).abs().max().item()
+    assert actual.shape == expected.shape and difference <= tolerance, difference
+    return difference
