@@ -53,20 +53,6 @@ class RowParams:
     min_p_M: Tensor
     seeds_M: Tensor
 
-    def repeat(self, times: int) -> RowParams:
-        """Each row `times` times in a row."""
-
-        def one(values_M: Tensor) -> Tensor:
-            return values_M.repeat_interleave(times)
-
-        return RowParams(
-            one(self.temperature_M),
-            one(self.top_k_M),
-            one(self.top_p_M),
-            one(self.min_p_M),
-            one(self.seeds_M),
-        )
-
 
 class SamplingTable:
     """Parameters per slot. A free slot is greedy and unconstrained, so padding rows that name it are harmless."""
@@ -134,11 +120,11 @@ class SamplingTable:
     def rows(self, slots_M: Tensor) -> RowParams:
         """The parameters of each row; slots_M int64 [M]."""
         return RowParams(
-            self.temperature_S[slots_M],
-            self.top_k_S[slots_M],
-            self.top_p_S[slots_M],
-            self.min_p_S[slots_M],
-            self.seed_S[slots_M],
+            self.temperature_S.index_select(0, slots_M),
+            self.top_k_S.index_select(0, slots_M),
+            self.top_p_S.index_select(0, slots_M),
+            self.min_p_S.index_select(0, slots_M),
+            self.seed_S.index_select(0, slots_M),
         )
 
     def _constraints(

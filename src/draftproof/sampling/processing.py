@@ -36,9 +36,13 @@ def process(
         rows_P = _index([m for m, s in enumerate(slots_host) if s == slot], out_MV.device)
         _constrain(table.constraints[slot], out_MV, rows_P, positions_M[rows_P], tokens_SL[slot])
     penalised = [m for m, s in enumerate(slots_host) if s in table.penalised]
-    if penalised:
+    if len(penalised) == len(slots_host):
+        _penalise(table, out_MV, slots_M, positions_M, tokens_SL)
+    elif penalised:
         rows_P = _index(penalised, out_MV.device)
-        out_MV[rows_P] = _penalise(table, out_MV[rows_P], slots_M[rows_P], positions_M[rows_P], tokens_SL)
+        logits_PV = out_MV[rows_P]
+        _penalise(table, logits_PV, slots_M[rows_P], positions_M[rows_P], tokens_SL)
+        out_MV[rows_P] = logits_PV
     return out_MV
 
 
@@ -80,23 +84,27 @@ def _banned(
 
 def _penalise(
     table: SamplingTable, logits_PV: Tensor, slots_P: Tensor, positions_P: Tensor, tokens_SL: Tensor
-) -> Tensor:
-    """Repetition penalty over prompt and output, then frequency and presence over the output."""
+) -> None:
+    """In place: repetition penalty over prompt and output, then frequency and presence over the output.
+
+    Works on the logits of the context's tokens only; a token that stands there twice gets the same value twice.
+    """
     length = tokens_SL.shape[1]
     if positions_P.device.type == "cpu":
         length = max(int(positions_P.max()), 1)
     at_L = torch.arange(length, device=tokens_SL.device)
     known_PL = at_L < positions_P[:, None]
     output_PL = known_PL & (at_L >= table.prompt_len_S[slots_P][:, None])
-    tokens_PL = tokens_SL[slots_P, :length].long().masked_fill_(~known_PL, 0)
+    tokens_PL = tokens_SL[slots_P, :length].long()
+    tokens_PL = torch.where(
+        known_PL, tokens_PL, tokens_PL[:, :1]
+    )  # what is not known stands for the first token
+    zeros_PV = torch.zeros(logits_PV.shape, dtype=torch.int32, device=logits_PV.device)
+    count_PL = zeros_PV.scatter_add_(1, tokens_PL, output_PL.int()).gather(1, tokens_PL)
 
-    def counts(which_PL: Tensor) -> Tensor:
-        zeros_PV = torch.zeros(logits_PV.shape, dtype=torch.int32, device=logits_PV.device)
-        return zeros_PV.scatter_add_(1, tokens_PL, which_PL.int())
-
+    values_PL = logits_PV.gather(1, tokens_PL)
     repetition_P1 = table.repetition_S[slots_P][:, None]
-    weakened_PV = torch.where(logits_PV > 0, logits_PV / repetition_P1, logits_PV * repetition_P1)
-    logits_PV = torch.where(counts(known_PL) > 0, weakened_PV, logits_PV)
-    count_PV = counts(output_PL)
-    logits_PV = logits_PV - table.frequency_S[slots_P][:, None] * count_PV
-    return logits_PV - table.presence_S[slots_P][:, None] * (count_PV > 0)
+    values_PL = torch.where(values_PL > 0, values_PL / repetition_P1, values_PL * repetition_P1)
+    values_PL = values_PL - table.frequency_S[slots_P][:, None] * count_PL
+    values_PL = values_PL - table.presence_S[slots_P][:, None] * (count_PL > 0)
+    logits_PV.scatter_(1, tokens_PL, values_PL)

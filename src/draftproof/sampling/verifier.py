@@ -92,10 +92,10 @@ def accept_exact(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verd
     if rows.width == 1:
         emitted_R = rows.num_R.clamp(max=1)
         first_R = rows.first_R.clamp(0, sampled_M.shape[0] - 1)
-        tokens_R = torch.where(emitted_R > 0, sampled_M[first_R], -1)
+        tokens_R = torch.where(emitted_R > 0, sampled_M.index_select(0, first_R), -1)
         return Verdict(tokens_R[:, None], emitted_R, torch.zeros_like(emitted_R))
     at_W = torch.arange(rows.width, device=sampled_M.device)
-    sampled_RW = sampled_M[row_index(rows, at_W, sampled_M.shape[0])]
+    sampled_RW = sampled_M.take(row_index(rows, at_W, sampled_M.shape[0]))
     same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
     live_RK = same_RK & (at_W[:-1] < rows.draft_count_R[:, None])
     return verdict_of(sampled_RW, live_RK.cumprod(1).sum(1), rows, at_W)
@@ -108,8 +108,9 @@ def row_index(rows: VerifyRows, at_W: Tensor, num_rows: int) -> Tensor:
 
 def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
     """The drafts of each request, [R, K]; past its draft count, some other token."""
-    at_RK = (rows.lengths_R[:, None] + at_K).clamp_(max=tokens_SL.shape[1] - 1)
-    return tokens_SL[rows.slots_R[:, None], at_RK]
+    length = tokens_SL.shape[1]
+    at_RK = (rows.lengths_R[:, None] + at_K).clamp_(max=length - 1)
+    return tokens_SL.take(at_RK + (rows.slots_R * length)[:, None])
 
 
 def verdict_of(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> Verdict:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.sampling.noise import Domain, derive, gumbel, row_seed, token_bits, uniform
 
-NUM = 4096
+NUM = 2048
 
 
 def seeds_of(choices: range) -> Tensor:
