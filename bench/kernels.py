@@ -31,7 +31,9 @@ def measure(run: Callable[[], object], repeats: int) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def operators(table: ops.Ops, attend: Callable[..., object], rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def operators(
+    table: ops.Ops, attend: Callable[..., object], rows: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
     """One call of each operator with inputs like a pass's; the rows belong to one request."""
     x, gate_up = torch.randn(rows, H).to(dtype), torch.randn(rows, 2 * I).to(dtype)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * D).to(dtype)

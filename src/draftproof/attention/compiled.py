@@ -16,7 +16,7 @@ class CompiledAttention:
     """An `AttentionBackend`; dtypes the library does not know go to torch."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.function("dp_attention", "pppppppiiiiiiifii")
+        self._run, self._pack = library.packed("dp_attention", "7P9qd")
 
     def __call__(
         self,
@@ -37,10 +37,11 @@ class CompiledAttention:
         _, num_kv_heads, block_size, _ = k_cache.shape
         q_THD = q_THD.contiguous()
         out_TX = q_THD.new_empty(rows, num_heads * head_dim)
-        self._run(
+        args = self._pack(
             *(q_THD.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table_SB.data_ptr()),
             *(slots_T.data_ptr(), ends_T.data_ptr(), out_TX.data_ptr()),
             *(rows, num_heads, num_kv_heads, head_dim, block_size, block_table_SB.shape[1]),
-            *(window, scale, code, torch.get_num_threads()),
+            *(window, code, torch.get_num_threads(), scale),
         )
+        self._run(args)
         return out_TX

@@ -24,7 +24,7 @@ class SiluMulCompiled:
     """`ops.SiluMul` in C++; dtypes it does not know go to the twin."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.function("dp_silu_mul", "ppiiii")
+        self._run, self._pack = library.packed("dp_silu_mul", "2P4q")
 
     def __call__(self, gate_up_TI2: Tensor) -> Tensor:
         code = DTYPE_CODES.get(gate_up_TI2.dtype)
@@ -33,7 +33,6 @@ class SiluMulCompiled:
         gate_up_TI2 = gate_up_TI2.contiguous()
         rows, width = gate_up_TI2.shape
         out_TI = gate_up_TI2.new_empty(rows, width // 2)
-        self._run(
-            *(gate_up_TI2.data_ptr(), out_TI.data_ptr(), rows, width // 2, code, torch.get_num_threads())
-        )
+        out_at, threads = out_TI.data_ptr(), torch.get_num_threads()
+        self._run(self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, threads))
         return out_TI

@@ -5,36 +5,98 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.kernels import native
+from draftproof.kernels import certify, native, products
+from draftproof.kernels.certify import Shape
+from draftproof.kernels.products import Form, Way
+
+TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
+ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
+TIMING_BUDGET = 0.01  # seconds a measurement
+CLEARLY_SLOWER = 1.15
+
+FindWays = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Way]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One line of `LinearPlanner.report`. Times in microseconds; `cost` 0.02: exactness costs 2 % at these rows."""
+
+    shape: str
+    rows: int
+    way: str
+    microseconds: float
+    fastest_way: str
+    fastest_microseconds: float
+
+    @property
+    def cost(self) -> float:
+        return max(0.0, self.microseconds / self.fastest_microseconds - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any)."""
+
+    way: str
+    buckets: tuple[int, ...]
+    report: tuple[ReportRow, ...]
 
 
 class PackedLinear:
-    """x [T, K] -> x @ weight.T + bias [T, N] for any T, a row's bits independent of T."""
+    """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> None:
-        self.out_features, self.in_features = weight_NK.shape
-        self._widen = out_dtype is not None and out_dtype != weight_NK.dtype
-        self._weight_NK = weight_NK.to(out_dtype) if self._widen else weight_NK
-        self._bias_N = bias_N
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.in_features, self.out_features = shape.inputs, shape.outputs
+        self._form: Form | None = None
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        assert self._form is not None, "LinearPlanner.certify() was not called after pack()"
+        return self._form(x_TK)
+
+
+class PaddedForm:
+    """Calls a form only at certified numbers of rows, in an aligned buffer; more rows are split."""
+
+    def __init__(self, form: Form, buckets: Sequence[int], outputs: int, out_dtype: torch.dtype) -> None:
+        self._form, self._most = form, max(buckets)
+        self._outputs, self._out_dtype = outputs, out_dtype
+        self._bucket = [0, *[_bucket(rows, buckets) for rows in range(1, self._most + 1)]]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         rows = x_TK.shape[0]
-        if self._widen:
-            x_TK = x_TK.to(self._weight_NK.dtype)
-        pad = -rows % 8
-        out = F.linear(F.pad(x_TK, (0, 0, 0, pad)), self._weight_NK, self._bias_N)
-        return out[:rows]
+        if rows == 0:
+            return x_TK.new_empty(0, self._outputs, dtype=self._out_dtype)
+        bucket = self._bucket[min(rows, self._most)]
+        if rows > bucket:
+            return torch.cat([self(part) for part in x_TK.split(bucket)])
+        if bucket == rows and x_TK.data_ptr() % ALIGNMENT == 0 and x_TK.is_contiguous():
+            return self._form(x_TK)
+        buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
+        buffer[:rows] = x_TK
+        return self._form(buffer)[:rows]
 
 
 class LinearPlanner:
-    """First form: no certification yet."""
+    """Packs weights, and finds for each shape the fastest way that gives a row the same bits in any batch.
+
+    One way is kept per weight, so a weight is in memory once. Certificates hold for the number of threads they were
+    made with; the reference runs at one thread, so they agree between processes. `exact=False`: no certificates, the
+    way expected to be fastest at whatever number of rows comes. `cache_dir` None: `native.default_cache_dir()`.
+    """
 
     def __init__(
         self,
@@ -44,9 +106,15 @@ class LinearPlanner:
         max_rows: int,
         library: native.Library | None,
         cache_dir: Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: native.Progress | None = None,
+        find_ways: FindWays = products.ways,
     ) -> None:
         self.exact = exact
+        self._device, self._max_rows, self._library = device, max_rows, library
+        self._progress, self._find_ways = progress, find_ways
+        self._folder = cache_dir or native.default_cache_dir()
+        self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
+        self._choices: dict[Shape, Choice] = {}
 
     def pack(
         self,
@@ -56,8 +124,179 @@ class LinearPlanner:
         out_dtype: torch.dtype | None = None,
         exact: bool | None = None,
     ) -> PackedLinear:
-        """The product with `weight_NK`; drop the original afterwards."""
-        return PackedLinear(weight_NK, bias_N, out_dtype)
+        """The product with `weight_NK`; the caller drops the original. `exact` None: as the planner.
+
+        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype.
+        """
+        weight_NK = weight_NK.detach()
+        out_dtype = out_dtype or weight_NK.dtype
+        shape = Shape(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype, out_dtype, bias_N is not None)
+        linear = PackedLinear(shape)
+        if self.exact if exact is None else exact:
+            self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
+        else:
+            linear._form = self._ways(shape)[0].make(weight_NK, bias_N, out_dtype)
+        return linear
 
     def certify(self) -> None:
-        """Call once after all packs."""
+        """Decide for every shape packed so far, from the disk cache where it knows, and pack the weights.
+
+        Raises NoPowerError if the test data cannot see a changed order.
+        """
+        wanted = list(dict.fromkeys(linear.shape for linear, _, _ in self._pending))
+        cache = _Cache(self._folder / f"certificates-{self._environment()}.json")
+        known = cache.read()
+        self._choices.update({s: known[s.key()] for s in wanted if s.key() in known})
+        missing = [shape for shape in wanted if shape not in self._choices]
+        for number, shape in enumerate(missing):
+            self._tell("certifying products", number, len(missing))
+            self._choices[shape] = self._choose(shape)
+        if missing:
+            self._tell("certifying products", len(missing), len(missing))
+            cache.write({shape.key(): choice for shape, choice in self._choices.items()})
+        self._warn_if_slow(wanted)
+        self._pending.reverse()
+        while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
+            linear, weight_NK, bias_N = self._pending.pop()
+            linear._form = self._make(linear.shape, weight_NK, bias_N)
+
+    def report(self) -> list[ReportRow]:
+        """What was chosen and what exactness costs, a line per shape and number of rows timed."""
+        return [row for choice in self._choices.values() for row in choice.report]
+
+    def _ways(self, shape: Shape) -> list[Way]:
+        return self._find_ways(self._device, shape.dtype, shape.out_dtype, self._library)
+
+    def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> Form:
+        choice = self._choices[shape]
+        way = next(way for way in [*self._ways(shape), products.SLOW] if way.name == choice.way)
+        return _planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets, shape)
+
+    def _choose(self, shape: Shape) -> Choice:
+        """Certify, then time what was certified."""
+        ways = self._ways(shape)
+        certified = certify.certify(shape, ways, self._max_rows, self._device)
+        usable = [way for way in ways if certified[way.name]] or [products.SLOW]
+        rows = [rows for rows in TIMED_ROWS if rows <= max(self._max_rows, 2)]
+        x_TK, weight_NK = (t.to(self._device) for t in certify.cancelling(max(rows), shape, seed=0))
+        exact_us: dict[str, list[float]] = {}
+        free_us: dict[str, list[float]] = {}
+        for way in {way.name: way for way in [*ways, *usable]}.values():
+            form = way.make(weight_NK, None, shape.out_dtype)
+            if way in usable:
+                planned = _planned(way, form, certified.get(way.name, ()), shape)
+                exact_us[way.name] = [_microseconds(planned, x_TK[:t].clone()) for t in rows]
+            if way in ways and way.any_rows:
+                free_us[way.name] = exact_us[way.name]
+            elif way in ways:
+                free_us[way.name] = [_microseconds(form, x_TK[:t].clone()) for t in rows]
+        fastest = [min(times[i] for times in exact_us.values()) for i in range(len(rows))]
+
+        def relative(way: Way) -> float:
+            return sum(us / best_us for us, best_us in zip(exact_us[way.name], fastest, strict=True))
+
+        # An earlier way keeps its place unless it is clearly slower: a busy machine's timings are rough.
+        least = min(relative(way) for way in usable)
+        best = next(way for way in usable if relative(way) <= least * CLEARLY_SLOWER)
+        lines = []
+        for i, t in enumerate(rows):
+            free = min(free_us, key=lambda name: free_us[name][i])  # noqa: B023
+            lines.append(ReportRow(shape.key(), t, best.name, exact_us[best.name][i], free, free_us[free][i]))
+        return Choice(best.name, certified.get(best.name, ()), tuple(lines))
+
+    def _environment(self) -> str:
+        """Hash of all that a certificate depends on, but for the shape."""
+        here = Path(__file__).parent
+        sources = [here / name for name in ("linear.py", "certify.py", "products.py", "norm.py")]
+        code = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *native.source_files()]))
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else native.processor()
+        settings = sorted(
+            item
+            for item in os.environ.items()
+            if item[0].startswith(("ONEDNN", "DNNL", "MKL", "ATEN", "OMP"))
+        )
+        facts = (
+            *(name, torch.__version__, torch.get_num_threads(), code.hexdigest(), settings),
+            *(certify.buckets_up_to(self._max_rows), self._library and self._library.build_key),
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+
+    def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:
+        slow = [shape for shape in shapes if self._choices[shape].way == products.SLOW.name]
+        if slow:
+            cost = max(row.cost for shape in slow for row in self._choices[shape].report)
+            warnings.warn(
+                f"no fast product is exact on this machine for {', '.join(s.key() for s in slow)}: running row by row, "
+                f"up to {1 + cost:.0f} times slower; exact=False takes the fast product and gives up the promise",
+                stacklevel=3,
+            )
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress(what, done, total)
+
+
+def _bucket(rows: int, buckets: Sequence[int]) -> int:
+    """The bucket to pad `rows` up to; where that would waste more than half, the one to split them by."""
+    above = min(b for b in buckets if b >= rows)
+    below = max((b for b in buckets if b <= rows), default=0)
+    return above if above <= 1.5 * rows or below == 0 else below
+
+
+def _planned(way: Way, form: Form, buckets: Sequence[int], shape: Shape) -> Form:
+    """`form` behind its certificate."""
+    return form if way.any_rows else PaddedForm(form, buckets, shape.outputs, shape.out_dtype)
+
+
+def _microseconds(form: Form, x_TK: Tensor) -> float:
+    """Least time of a call: at least 5 calls, about TIMING_BUDGET seconds."""
+    form(x_TK)
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < TIMING_BUDGET and len(times) < 50):
+        start = time.perf_counter()
+        form(x_TK)
+        if x_TK.is_cuda:
+            torch.cuda.synchronize(x_TK.device)
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e6
+
+
+class _Cache:
+    """Choices on disk, as JSON. Anything unreadable or unexpected in it counts as absent."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Choice]:
+        try:
+            raw = json.loads(self._path.read_text())
+            return {key: _choice(value) for key, value in raw.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+    def write(self, choices: dict[str, Choice]) -> None:
+        """Add to what is there. Atomic; a folder that cannot be written only costs the next start its time."""
+        merged = {**self.read(), **choices}
+        raw = {key: _plain(choice) for key, choice in merged.items()}
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(raw, indent=1))
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+
+def _plain(choice: Choice) -> dict[str, Any]:
+    fields = ReportRow.__dataclass_fields__
+    lines = [{name: getattr(row, name) for name in fields} for row in choice.report]
+    return {"way": choice.way, "buckets": list(choice.buckets), "report": lines}
+
+
+def _choice(raw: dict[str, Any]) -> Choice:
+    """Raises KeyError, TypeError or ValueError for anything that `_plain` does not write."""
+    buckets = tuple(int(rows) for rows in raw["buckets"])
+    way = raw["way"]
+    if not isinstance(way, str) or any(rows < 1 for rows in buckets):
+        raise ValueError("not a certificate")
+    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]))

@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import warnings
@@ -45,6 +46,17 @@ class Library:
         function.argtypes = [_CTYPES[letter] for letter in arguments]
         function.restype = _CTYPES[returns] if returns else None
         return function
+
+    def packed(self, name: str, fields: str) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
+        """(run, pack) of the C function `name`, whose one argument is a struct: call run(pack(*values)).
+
+        One letter a field: P address (int, 0 = null), q int64, d double. Four times quicker than many arguments,
+        which counts where a pass makes forty calls.
+        """
+        function = getattr(self._dll, name)
+        function.argtypes = [ctypes.c_char_p]
+        function.restype = None
+        return function, struct.Struct(fields).pack
 
 
 def default_cache_dir() -> Path:

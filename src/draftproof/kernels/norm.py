@@ -51,7 +51,7 @@ class RMSNormCompiled:
     """`ops.RMSNorm` in C++; dtypes it does not know go to the twin."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.function("dp_norm", "pppppiifiii")
+        self._run, self._pack = library.packed("dp_norm", "5P5qd")
 
     def __call__(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         code, weight_code = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
@@ -60,10 +60,11 @@ class RMSNormCompiled:
         x_TH = x_TH.contiguous()
         out_TH = torch.empty_like(x_TH)
         rows, width = x_TH.shape
-        self._run(
-            *(x_TH.data_ptr(), None, weight_H.data_ptr(), out_TH.data_ptr(), None),
-            *(rows, width, eps, code, weight_code, torch.get_num_threads()),
+        args = self._pack(
+            *(x_TH.data_ptr(), 0, weight_H.data_ptr(), out_TH.data_ptr(), 0),
+            *(rows, width, code, weight_code, torch.get_num_threads(), eps),
         )
+        self._run(args)
         return out_TH
 
 
@@ -71,7 +72,7 @@ class AddRMSNormCompiled:
     """`ops.AddRMSNorm` in C++; dtypes it does not know go to the twin."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.function("dp_norm", "pppppiifiii")
+        self._run, self._pack = library.packed("dp_norm", "5P5qd")
 
     def __call__(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
@@ -82,8 +83,15 @@ class AddRMSNormCompiled:
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
         out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
         rows, width = x_TH.shape
-        self._run(
-            *(x_TH.data_ptr(), residual_TH.data_ptr(), weight_H.data_ptr(), out_TH.data_ptr(), sum_TH.data_ptr()),
-            *(rows, width, eps, code, weight_code, torch.get_num_threads()),
+        args = self._pack(
+            *(
+                x_TH.data_ptr(),
+                residual_TH.data_ptr(),
+                weight_H.data_ptr(),
+                out_TH.data_ptr(),
+                sum_TH.data_ptr(),
+            ),
+            *(rows, width, code, weight_code, torch.get_num_threads(), eps),
         )
+        self._run(args)
         return out_TH, sum_TH

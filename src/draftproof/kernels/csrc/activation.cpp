@@ -28,7 +28,12 @@ void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads)
 
 }  // namespace
 
-extern "C" void dp_silu_mul(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t dtype,
-                            int64_t threads) {
-    DP_DISPATCH(dtype, T, run((const T*)gate_up, (T*)out, rows, width, threads));
+struct SiluMulArgs {
+    const void* gate_up;
+    void* out;
+    int64_t rows, width, dtype, threads;
+};
+
+extern "C" void dp_silu_mul(const SiluMulArgs* a) {
+    DP_DISPATCH(a->dtype, T, run((const T*)a->gate_up, (T*)a->out, a->rows, a->width, a->threads));
 }

@@ -374,12 +374,19 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
 
 }  // namespace
 
-// q and out [rows, heads, head_dim]; caches [blocks, kv_heads, block_size, head_dim]; window 0 = none.
-extern "C" void dp_attention(const void* q, const void* k_cache, const void* v_cache, const int32_t* table,
-                             const int64_t* slots, const int64_t* ends, void* out, int64_t rows, int64_t heads,
-                             int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t table_width,
-                             int64_t window, float scale, int64_t dtype, int64_t threads) {
-    Shape shape = {heads, kv_heads, head_dim, block_size, table_width, window, scale};
-    DP_DISPATCH(dtype, T, run((const T*)q, (const T*)k_cache, (const T*)v_cache, table, slots, ends, (T*)out, rows,
-                              shape, threads));
+struct AttentionArgs {
+    const void *q, *k_cache, *v_cache;  // q and out [rows, heads, head_dim]; caches [blocks, kv_heads, block_size, head_dim]
+    const int32_t* table;
+    const int64_t *slots, *ends;
+    void* out;
+    int64_t rows, heads, kv_heads, head_dim, block_size, table_width, window, dtype, threads;  // window 0: none
+    double scale;
+};
+
+extern "C" void dp_attention(const AttentionArgs* a) {
+    Shape shape = {a->heads,       a->kv_heads, a->head_dim,    a->block_size,
+                   a->table_width, a->window,   (float)a->scale};
+    DP_DISPATCH(a->dtype, T,
+                run((const T*)a->q, (const T*)a->k_cache, (const T*)a->v_cache, a->table, a->slots, a->ends,
+                    (T*)a->out, a->rows, shape, a->threads));
 }

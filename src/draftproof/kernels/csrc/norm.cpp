@@ -54,9 +54,15 @@ void run(const T* x, const T* residual, const W* weight, T* out, T* sum, int64_t
 
 }  // namespace
 
-extern "C" void dp_norm(const void* x, const void* residual, const void* weight, void* out, void* sum, int64_t rows,
-                        int64_t width, float eps, int64_t dtype, int64_t weight_dtype, int64_t threads) {
-    DP_DISPATCH(dtype, T, DP_DISPATCH(weight_dtype, W,
-                                      run((const T*)x, (const T*)residual, (const W*)weight, (T*)out, (T*)sum, rows,
-                                          width, eps, threads)));
+struct NormArgs {
+    const void *x, *residual, *weight;
+    void *out, *sum;
+    int64_t rows, width, dtype, weight_dtype, threads;
+    double eps;
+};
+
+extern "C" void dp_norm(const NormArgs* a) {
+    DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->weight_dtype, W,
+                                         run((const T*)a->x, (const T*)a->residual, (const W*)a->weight, (T*)a->out,
+                                             (T*)a->sum, a->rows, a->width, (float)a->eps, a->threads)));
 }

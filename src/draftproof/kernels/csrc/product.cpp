@@ -1,111 +1,248 @@
-// x @ weight.T with bf16 inputs and fp32 outputs straight from the accumulator.
+// x @ weight.T + bias, summed in fp32 and written as fp32 or bf16.
 //
-// Every output is one chain over K in order, two inputs a step, whatever tile it falls in: exact by construction.
-// Packed weights: tiles of 32 outputs; a tile holds, for each pair of inputs, the pair of each of its outputs.
+// Every output is one chain over K in order, whatever tile of rows or outputs it falls in: exact by construction. The
+// step of the chain is the machine's best: AMX tiles (32 inputs), a bf16 dot product (2), a multiply-add (1).
+// Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
+// bf16 inputs or one fp32 input; the words of a tile are padded with zeros to a multiple of 16.
 #include <algorithm>
 #include <vector>
 
 #include "common.h"
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define DP_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
 using namespace dp;
 
 constexpr int64_t TILE = 2 * LANES;
-constexpr int64_t ROWS = 8;  // rows that share one reading of a tile
+constexpr int64_t ROWS = 8;  // rows that share one reading of a tile where there is no AMX
 
-inline vec step(vec acc, uvec weights, uint32_t pair) {
+struct Args {
+    const void* x;
+    const uvec* weights;
+    const float* bias;  // null: none
+    void* out;
+    int64_t rows, outputs, inputs, dtype, out_dtype, threads;
+};
+
+struct Problem {
+    const uvec* weights;
+    const float* bias;
+    const uint32_t* x;  // words, rows at a stride of `stride` words, zeros from `inputs` to the stride
+    int64_t rows, outputs, words, stride;
+
+    const uvec* tile(int64_t t) const { return weights + t * stride * 2; }
+};
+
+int64_t word_count(int64_t inputs, int64_t dtype) { return dtype == BF16 ? (inputs + 1) / 2 : inputs; }
+int64_t padded(int64_t words) { return (words + LANES - 1) / LANES * LANES; }
+
+inline vec as_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return splat(x);
+}
+
+template <class T>
+inline vec step(vec acc, uvec weights, uint32_t word);
+
+template <>
+inline vec step<float>(vec acc, uvec weights, uint32_t word) {
+    return madd((vec)weights, as_float(word), acc);
+}
+
+template <>
+inline vec step<bf16>(vec acc, uvec weights, uint32_t word) {
 #if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)word));
 #else
-    uint32_t low = pair << 16, high = pair & 0xffff0000u;
-    float even, odd;
-    std::memcpy(&even, &low, 4);
-    std::memcpy(&odd, &high, 4);
-    acc = madd((vec)(weights << 16), splat(even), acc);
-    return madd((vec)(weights & 0xffff0000u), splat(odd), acc);
+    acc = madd((vec)(weights << 16), as_float(word << 16), acc);
+    return madd((vec)(weights & 0xffff0000u), as_float(word & 0xffff0000u), acc);
 #endif
 }
 
-template <int R>
-void tile_rows(const uvec* weights, const uint32_t* x, int64_t pairs, int64_t x_stride, vec (*out)[2]) {
+template <class O>
+void write(O* out, vec value, const float* bias, int64_t count) {
+    if (bias) value = value + (count < LANES ? load_n(bias, count) : load(bias));
+    if (count < LANES)
+        store_n(out, value, count);
+    else
+        store(out, value);
+}
+
+template <class O>
+void write_tile_row(const Problem& p, O* out, int64_t row, int64_t t, vec first, vec second) {
+    int64_t column = t * TILE, left = p.outputs - column;
+    O* to = out + row * p.outputs + column;
+    write(to, first, p.bias ? p.bias + column : nullptr, std::min<int64_t>(left, LANES));
+    left -= LANES;
+    if (left > 0)
+        write(to + LANES, second, p.bias ? p.bias + column + LANES : nullptr, std::min<int64_t>(left, LANES));
+}
+
+template <class T, class O, int R>
+void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
+    const uvec* weights = p.tile(t);
+    const uint32_t* x = p.x + row * p.stride;
     vec acc[R][2] = {};
-    for (int64_t k = 0; k < pairs; k++) {
-        __builtin_prefetch(weights + 2 * k + 32);
-        __builtin_prefetch(weights + 2 * k + 33);
+    for (int64_t k = 0; k < p.words; k++) {
         uvec w0 = weights[2 * k], w1 = weights[2 * k + 1];
         for (int r = 0; r < R; r++) {
-            uint32_t pair = x[r * x_stride + k];
-            acc[r][0] = step(acc[r][0], w0, pair);
-            acc[r][1] = step(acc[r][1], w1, pair);
+            uint32_t word = x[r * p.stride + k];
+            acc[r][0] = step<T>(acc[r][0], w0, word);
+            acc[r][1] = step<T>(acc[r][1], w1, word);
         }
     }
-    for (int r = 0; r < R; r++) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+    for (int r = 0; r < R; r++) write_tile_row(p, out, row + r, t, acc[r][0], acc[r][1]);
 }
 
-void tile(const uvec* weights, const uint32_t* x, int64_t pairs, int64_t rows, vec (*out)[2]) {
-    switch (rows) {
-        case 1: return tile_rows<1>(weights, x, pairs, pairs, out);
-        case 2: return tile_rows<2>(weights, x, pairs, pairs, out);
-        case 3: return tile_rows<3>(weights, x, pairs, pairs, out);
-        case 4: return tile_rows<4>(weights, x, pairs, pairs, out);
-        case 5: return tile_rows<5>(weights, x, pairs, pairs, out);
-        case 6: return tile_rows<6>(weights, x, pairs, pairs, out);
-        case 7: return tile_rows<7>(weights, x, pairs, pairs, out);
-        default: return tile_rows<8>(weights, x, pairs, pairs, out);
-    }
+template <class T, class O>
+void vector_tile(const Problem& p, O* out, int64_t t) {
+    for (int64_t row = 0; row < p.rows; row += ROWS) switch (std::min(ROWS, p.rows - row)) {
+            case 1: tile_rows<T, O, 1>(p, out, row, t); break;
+            case 2: tile_rows<T, O, 2>(p, out, row, t); break;
+            case 3: tile_rows<T, O, 3>(p, out, row, t); break;
+            case 4: tile_rows<T, O, 4>(p, out, row, t); break;
+            case 5: tile_rows<T, O, 5>(p, out, row, t); break;
+            case 6: tile_rows<T, O, 6>(p, out, row, t); break;
+            case 7: tile_rows<T, O, 7>(p, out, row, t); break;
+            default: tile_rows<T, O, 8>(p, out, row, t);
+        }
 }
 
-void write(float* out, const vec* sums, const float* bias, int64_t count) {
-    for (int64_t v = 0; v < 2 && count > 0; v++, count -= LANES, out += LANES) {
-        int64_t n = std::min<int64_t>(count, LANES);
-        vec value = sums[v];
-        if (bias) value = value + load_n(bias + v * LANES, n);
-        if (n == LANES)
-            store(out, value);
-        else
-            store_n(out, value, n);
+#if defined(DP_AMX)
+
+constexpr int64_t BLOCK = 32;  // rows of two tiles
+
+bool amx_allowed() {  // the kernel wants to be asked once per process
+    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return allowed;
+}
+
+// Tiles 0-3 sums (row half, output half), 4-5 inputs, 6-7 weights.
+void configure(int64_t rows) {
+    struct alignas(64) {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {};
+    uint8_t high = (uint8_t)std::min<int64_t>(rows, 16), low = (uint8_t)(rows > 16 ? rows - 16 : 1);
+    const uint8_t tile_rows[8] = {high, high, low, low, high, low, 16, 16};
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = tile_rows[i];
+    _tile_loadconfig(&config);
+}
+
+template <class O>
+void amx_block(const Problem& p, O* out, int64_t row, int64_t rows, int64_t t) {
+    const uvec* weights = p.tile(t);
+    const uint32_t* x = p.x + row * p.stride;
+    const int64_t x_bytes = p.stride * 4, w_bytes = 2 * sizeof(uvec);
+    alignas(64) float sums[BLOCK][TILE];
+    _tile_zero(0);
+    _tile_zero(1);
+    if (rows > 16) {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < p.stride; k += LANES) {
+            _tile_loadd(4, x + k, x_bytes);
+            _tile_loadd(6, weights + 2 * k, w_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weights + 2 * k + 1, w_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x + 16 * p.stride + k, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, &sums[16][0], sizeof sums[0]);
+        _tile_stored(3, &sums[16][LANES], sizeof sums[0]);
+    } else {
+        for (int64_t k = 0; k < p.stride; k += LANES) {
+            _tile_loadd(4, x + k, x_bytes);
+            _tile_loadd(6, weights + 2 * k, w_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weights + 2 * k + 1, w_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+        }
     }
+    _tile_stored(0, &sums[0][0], sizeof sums[0]);
+    _tile_stored(1, &sums[0][LANES], sizeof sums[0]);
+    for (int64_t r = 0; r < rows; r++) write_tile_row(p, out, row + r, t, load(sums[r]), load(sums[r] + LANES));
+}
+
+// Whole blocks first, then the rest: the tiles are configured for a number of rows.
+template <class O>
+void amx_tiles(const Problem& p, O* out, int64_t from, int64_t to) {
+    int64_t whole = p.rows / BLOCK * BLOCK;
+    if (whole) configure(BLOCK);
+    for (int64_t t = from; whole && t < to; t++)
+        for (int64_t row = 0; row < whole; row += BLOCK) amx_block(p, out, row, BLOCK, t);
+    if (p.rows > whole) configure(p.rows - whole);
+    for (int64_t t = from; p.rows > whole && t < to; t++) amx_block(p, out, whole, p.rows - whole, t);
+    _tile_release();
+}
+
+#endif
+
+template <class T, class O>
+void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
+#if defined(DP_AMX)
+    if (sizeof(T) == 2 && amx_allowed()) return amx_tiles(p, out, from, to);
+#endif
+    for (int64_t t = from; t < to; t++) vector_tile<T>(p, out, t);
+}
+
+template <class T, class O>
+void run(const Problem& p, O* out, int64_t threads) {
+    int64_t count = (p.outputs + TILE - 1) / TILE;
+    int64_t members = std::min(team(threads, p.outputs * p.words), count);
+#pragma omp parallel for num_threads(members) if (members > 1) schedule(static)
+    for (int64_t m = 0; m < members; m++) tiles<T>(p, out, count * m / members, count * (m + 1) / members);
 }
 
 }  // namespace
 
-extern "C" int64_t dp_product_packed_bytes(int64_t outputs, int64_t inputs) {
-    return (outputs + TILE - 1) / TILE * ((inputs + 1) / 2) * TILE * 4;
+// Bytes of the packed form of a weight [outputs, inputs].
+extern "C" int64_t dp_product_packed_bytes(int64_t outputs, int64_t inputs, int64_t dtype) {
+    return (outputs + TILE - 1) / TILE * padded(word_count(inputs, dtype)) * TILE * 4;
 }
 
-// weight [outputs, inputs] bf16, row-major; packed: 64-byte aligned.
-extern "C" void dp_product_pack(const uint16_t* weight, uint32_t* packed, int64_t outputs, int64_t inputs) {
-    int64_t pairs = (inputs + 1) / 2;
-    for (int64_t t = 0; t * TILE < outputs; t++)
-        for (int64_t k = 0; k < pairs; k++)
-            for (int64_t n = 0; n < TILE; n++) {
-                uint32_t word = 0;
-                int64_t row = t * TILE + n;
-                if (row < outputs) {
-                    const uint16_t* from = weight + row * inputs + 2 * k;
-                    word = from[0] | (2 * k + 1 < inputs ? (uint32_t)from[1] << 16 : 0u);
-                }
-                packed[(t * pairs + k) * TILE + n] = word;
-            }
-}
-
-// x [rows, inputs] bf16, bias fp32 [outputs] or null, out fp32 [rows, outputs].
-extern "C" void dp_product(const uint16_t* x, const void* packed, const float* bias, float* out, int64_t rows,
-                           int64_t outputs, int64_t inputs, int64_t threads) {
-    int64_t pairs = (inputs + 1) / 2, tiles = (outputs + TILE - 1) / TILE;
-    std::vector<uint32_t> words(rows * pairs, 0);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(words.data() + r * pairs, x + r * inputs, inputs * 2);
-    int64_t members = std::min(team(threads, rows * outputs * inputs / 8), tiles);
-#pragma omp parallel for num_threads(members) if (members > 1) schedule(static)
-    for (int64_t t = 0; t < tiles; t++) {
-        const uvec* weights = (const uvec*)packed + t * pairs * 2;
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            int64_t count = std::min(ROWS, rows - r);
-            vec sums[ROWS][2];
-            tile(weights, words.data() + r * pairs, pairs, count, sums);
-            for (int64_t i = 0; i < count; i++)
-                write(out + (r + i) * outputs + t * TILE, sums[i], bias ? bias + t * TILE : nullptr, outputs - t * TILE);
+// weight [outputs, inputs], row-major; packed is 64-byte aligned and filled with zeros.
+extern "C" void dp_product_pack(const void* weight, uint32_t* packed, int64_t outputs, int64_t inputs, int64_t dtype) {
+    int64_t size = dtype == BF16 ? 2 : 4, words = word_count(inputs, dtype), stride = padded(words);
+    for (int64_t row = 0; row < outputs; row++) {
+        const char* from = (const char*)weight + row * inputs * size;
+        for (int64_t k = 0; k < words; k++) {
+            uint32_t* to = packed + (row / TILE * stride + k) * TILE + row % TILE;
+            std::memcpy(to, from + k * 4, std::min<int64_t>(4, inputs * size - k * 4));
         }
     }
+}
+
+// x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32 or bf16.
+extern "C" void dp_product(const Args* a) {
+    int64_t size = a->dtype == BF16 ? 2 : 4, words = word_count(a->inputs, a->dtype);
+    Problem p = {a->weights, a->bias, (const uint32_t*)a->x, a->rows, a->outputs, words, padded(words)};
+    std::vector<uint32_t> copy;
+    if (a->inputs * size != p.stride * 4) {
+        copy.resize(a->rows * p.stride);
+        for (int64_t r = 0; r < a->rows; r++)
+            std::memcpy(copy.data() + r * p.stride, (const char*)a->x + r * a->inputs * size, a->inputs * size);
+        p.x = copy.data();
+    }
+    DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->out_dtype, O, run<T>(p, (O*)a->out, a->threads)));
+}
+
+// Whether this build's product is as fast as the machine allows (16 lanes at a time).
+extern "C" int64_t dp_product_is_wide() {
+#if defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
 }

@@ -105,18 +105,26 @@ const float* widen(const void* norm, int64_t dtype, int64_t width, float* buffer
 
 }  // namespace
 
-// q_norm and k_norm may be null. Sizes: rows, heads, kv_heads, head_dim <= MAX_HEAD_DIM, rotary_dim, block_size, blocks
-// a slot.
-extern "C" void dp_rope_store(const void* qkv, const int64_t* positions, const int64_t* slots, const float* cos_sin,
-                              const void* q_norm, const void* k_norm, void* q_out, void* k_cache, void* v_cache,
-                              const int32_t* table, int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                              int64_t rotary_dim, int64_t block_size, int64_t table_width, float eps, int64_t dtype,
-                              int64_t cache_dtype, int64_t norm_dtype, int64_t threads) {
+struct RopeStoreArgs {
+    const void* qkv;
+    const int64_t *positions, *slots;
+    const float* cos_sin;
+    const void *q_norm, *k_norm;  // may be null
+    void *q_out, *k_cache, *v_cache;
+    const int32_t* table;
+    int64_t rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width;  // head_dim <= MAX_HEAD_DIM
+    int64_t dtype, cache_dtype, norm_dtype, threads;
+    double eps;
+};
+
+extern "C" void dp_rope_store(const RopeStoreArgs* a) {
     float q_buffer[dp::MAX_HEAD_DIM], k_buffer[dp::MAX_HEAD_DIM];
-    const float* q_weight = widen(q_norm, norm_dtype, head_dim, q_buffer);
-    const float* k_weight = widen(k_norm, norm_dtype, head_dim, k_buffer);
-    Shape shape = {rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width, eps};
-    DP_DISPATCH(dtype, T, DP_DISPATCH(cache_dtype, C,
-                                      run((const T*)qkv, positions, slots, cos_sin, q_weight, k_weight, (T*)q_out,
-                                          (C*)k_cache, (C*)v_cache, table, shape, threads)));
+    const float* q_weight = widen(a->q_norm, a->norm_dtype, a->head_dim, q_buffer);
+    const float* k_weight = widen(a->k_norm, a->norm_dtype, a->head_dim, k_buffer);
+    Shape shape = {a->rows,       a->heads,      a->kv_heads,    a->head_dim,
+                   a->rotary_dim, a->block_size, a->table_width, (float)a->eps};
+    DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->cache_dtype, C,
+                                         run((const T*)a->qkv, a->positions, a->slots, a->cos_sin, q_weight, k_weight,
+                                             (T*)a->q_out, (C*)a->k_cache, (C*)a->v_cache, a->table, shape,
+                                             a->threads)));
 }
