@@ -119,13 +119,14 @@ def run_both(
 
 def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int) -> None:
     """Speed and acceptance of each pair of runs."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     at_once = "one at a time" if batch_size == 1 else f"{batch_size} at once"
-    table = Table(title=f"{num_prompts} prompts, {at_once}")
+    table = Table(title=f"{num_prompts} prompts, {at_once}", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "plain tok/s", "spec. tok/s", "speed-up", "tau", "accepted at 1, 2, ..."):
-        table.add_column(name, justify="right" if name.endswith("tok/s") else "left")
+        table.add_column(name, justify="right" if name.endswith("tok/s") else "left", no_wrap=True)
     for name, (plain, drafted) in pairs.items():
         stats = drafted.tally.speculation
         shares = [accepted / max(1, stats.num_rounds) for accepted in stats.accepted_per_position]
