@@ -1,9 +1,15 @@
 """draftproof: speculative decoding that cannot change a model's output."""
 
-from draftproof.config import EngineConfig, SpeculativeConfig
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
-from draftproof.engine.llm import LLM
-from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftproof.config import EngineConfig, SpeculativeConfig
+    from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
+    from draftproof.engine.llm import LLM
+    from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
@@ -21,3 +27,18 @@ __all__ = [
     "Taps",
     "Verified",
 ]
+
+_MODULES = {
+    "config": ("EngineConfig", "SpeculativeConfig"),
+    "drafters.base": ("Drafter", "DraftSpec", "InputLayout", "Proposal", "Taps", "Verified"),
+    "engine.llm": ("LLM",),
+    "types": ("CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"),
+}
+_HOME = {name: f"draftproof.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used: `draftproof --help` must not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

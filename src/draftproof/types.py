@@ -81,6 +81,8 @@ def _check_ranges(p: SamplingParams) -> None:
         integral = {f.name for f in fields(p) if "int" in str(f.type)}
         if name in integral and not isinstance(value, int):
             raise ValueError(f"{name}={value!r}: must be an integer")
+    if p.seed is not None and (not isinstance(p.seed, int) or isinstance(p.seed, bool)):
+        raise ValueError(f"seed={p.seed!r}: must be an integer, or None")
     if math.isinf(p.temperature):
         raise ValueError(f"temperature={p.temperature!r}: must be finite")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:

@@ -27,7 +27,9 @@ CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
     "draft_model": Case({"model": DRAFT}),
     "eagle3": Case({"model": EAGLE3}),
-    "chain": Case({"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}),
+    "chain": Case(
+        {"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}
+    ),
     "custom": Case({"method": "tests.conformance.custom.Repeat"}),
 }
 
@@ -60,7 +62,13 @@ def mixture() -> Requests:
         p(temperature=0.6, max_tokens=16, seed=3, n=2, logprobs=1),
         p(temperature=0, max_tokens=32, repetition_penalty=1.3, presence_penalty=0.4, logprobs=1),
         p(temperature=0.5, max_tokens=24, frequency_penalty=0.8, seed=4, logprobs=1),
-        p(temperature=0, max_tokens=24, logit_bias={198: 2.5, 10: -5.0}, bad_words=["self", "import"], logprobs=1),
+        p(
+            temperature=0,
+            max_tokens=24,
+            logit_bias={198: 2.5, 10: -5.0},
+            bad_words=["self", "import"],
+            logprobs=1,
+        ),
         p(temperature=0, max_tokens=48, stop=["\n\n", "):"], logprobs=1),
         p(temperature=0, max_tokens=24, min_tokens=12, stop_token_ids=[203, 198], logprobs=1),
         p(temperature=0, max_tokens=1, logprobs=1),

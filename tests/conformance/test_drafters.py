@@ -47,7 +47,9 @@ def drafting(method: str, k: int | None = 5, policy: str = "fixed") -> dict[str,
     return {**CASES[method].config, "num_speculative_tokens": k, "policy": policy}
 
 
-def check(expected: list[RequestOutput], actual: list[RequestOutput], llm: LLM, *, accepts: bool = True) -> None:
+def check(
+    expected: list[RequestOutput], actual: list[RequestOutput], llm: LLM, *, accepts: bool = True
+) -> None:
     differences = compare(expected, actual)
     assert not differences, differences[0]
     speculation, scheduler = llm.stats.speculation, llm._frontend.loaded.engine.parts.scheduler

@@ -11,7 +11,15 @@ from draftproof.drafters.guard import Guard
 from tests.conformance import faulty
 from tests.conformance.cases import REPEATS, Requests, prompts, run
 
-SEEN = ["Raises", "RaisesInAdmit", "TooLarge", "Negative", "NotANumber", "DrawsFromNotANumber", "CountsTooMany"]
+SEEN = [
+    "Raises",
+    "RaisesInAdmit",
+    "TooLarge",
+    "Negative",
+    "NotANumber",
+    "DrawsFromNotANumber",
+    "CountsTooMany",
+]
 SEEN += ["CountsNegative", "WrongShape", "OneRequestMore", "NotAProposal"]
 UNSEEN = ["Mutates", "KeepsTheTaps"]
 REQUESTS = Requests(
@@ -86,7 +94,9 @@ def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
     assert guard.num_faults == 1
 
 
-def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One round fails for everybody: the requests of that round decode plainly, a later request drafts again."""
     from tests.conformance.cases import CASES
 

@@ -40,7 +40,12 @@ def test_a_match_near_the_end_gives_fewer_tokens_and_never_fills() -> None:
     assert find([1, 2, 1, 2], 5) == [1, 2]
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
 def test_it_agrees_with_the_plain_search(history: list[int], k: int, shortest: int, more: int) -> None:
     assert find(history, k, shortest, shortest + more) == naive(history, k, shortest, shortest + more)
 

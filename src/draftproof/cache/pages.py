@@ -103,7 +103,9 @@ class PageAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError if any invariant is broken."""
         for block in range(1, self.num_blocks):
-            assert (self._ref_count[block] == 0) == (block in self._free), f"block {block}: count and free list"
+            assert (self._ref_count[block] == 0) == (block in self._free), (
+                f"block {block}: count and free list"
+            )
         assert 0 not in self._free
         assert self._ref_count[0] == 0
         for key, block in self._block_of.items():

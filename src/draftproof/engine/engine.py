@@ -88,7 +88,7 @@ class Engine:
         self._propose(plan, batch, verified, max(wanted, default=0))
         end = time.perf_counter()
         emissions = p.outbox.deliver(plan, verdict, logits_MV, out.hidden_TH)
-        self._account(plan, batch, emissions, start, middle, end)
+        self._account(plan, emissions, max(wanted, default=0), (start, middle, end))
         return emissions
 
     def finish(self, sequence: Sequence) -> None:
@@ -146,9 +146,9 @@ class Engine:
         self.stats.num_drafter_faults = guard.num_faults
 
     def _account(
-        self, plan: Plan, batch: Batch, emissions: list[Emission], start: float, middle: float, end: float
+        self, plan: Plan, emissions: list[Emission], num_drafts: int, times: tuple[float, float, float]
     ) -> None:
-        p, stats = self.parts, self.stats
+        p, stats, (start, middle, end) = self.parts, self.stats, times
         stats.num_steps += 1
         stats.target_seconds += middle - start
         stats.draft_seconds += end - middle
@@ -160,5 +160,5 @@ class Engine:
             if e.num_drafted:
                 p.policy.verified(e.sequence, e.num_drafted, e.num_accepted)
         if all(w.num_sampled for w in plan.work):  # a chunk of a prompt says nothing about decoding
-            num_drafts = max((w.sequence.num_drafts for w in plan.work), default=0)
-            p.policy.timed(len(batch.tokens_T), num_drafts, middle - start, end - middle)
+            num_rows = sum(w.num_rows for w in plan.work)
+            p.policy.timed(num_rows, num_drafts, middle - start, end - middle)

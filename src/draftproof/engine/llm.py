@@ -196,4 +196,4 @@ def _refused(prompt: Prompt, error: str) -> RequestOutput:
 def _bar(total: int) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="prompts", unit="req")
+    return tqdm(total=total, desc="prompts", unit="req", disable=None)

@@ -12,7 +12,8 @@ from draftproof.engine.sequence import Sequence
 
 FIRST_GUESS = 0.6  # acceptance of a draft before anything was measured
 MEMORY = 0.92  # weight of the past in the acceptance average
-PROBE_EVERY = 24  # a sequence switched off is asked again after so many rounds
+FIRST_PROBES = 8  # rounds at the engine's start that try different numbers
+PROBE_EVERY = 24  # then one round in so many does
 
 
 class Policy(Protocol):
@@ -88,6 +89,7 @@ class AdaptivePolicy:
     draft: Line = field(default_factory=Line)
     overall: float = FIRST_GUESS
     _rounds: int = 0
+    _probes: int = -1
 
     def choose(self, decoding: list[Sequence]) -> list[int]:
         if not decoding:
@@ -102,9 +104,14 @@ class AdaptivePolicy:
                 best, speed = k, now
         per_row = speed * self.target.slope  # tokens that a row more must bring in
         chosen = [_last_worth(a, best, per_row) for a in rates]
-        if self._rounds % PROBE_EVERY == 0 or self.target.weight < 4:
-            return [max(k, min(2, self.num_drafts)) for k in chosen]
+        if self._rounds <= FIRST_PROBES or self._rounds % PROBE_EVERY == 0:
+            return [self._next_probe()] * len(decoding)
         return chosen
+
+    def _next_probe(self) -> int:
+        """All, a third, two thirds, none: a line needs points apart, and what is off must be tried again."""
+        self._probes += 1
+        return self.num_drafts * (3, 1, 2, 0)[self._probes % 4] // 3
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Each draft up to the first rejected one is a trial."""

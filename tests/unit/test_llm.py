@@ -1,0 +1,304 @@
+"""`LLM`: the interface users see, and what it says to bad input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.models.config import read_config
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = "def add(a, b):\n    return"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    config = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
+    return LLM(dtype="float32", max_model_len=256, speculative_config=config)
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> Any:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    outputs = [generate(llm, p)[0] for p in (PROMPT, ids, {"prompt_token_ids": ids}, [ids], [PROMPT])]
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+    assert all(o.prompt_token_ids == ids and o.finished for o in outputs)
+    assert outputs[0].prompt == PROMPT and outputs[1].prompt is None
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_one_parameter_each(llm: LLM) -> None:
+    lengths = [5, 1, 9, 3]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = generate(llm, [PROMPT] * 4, params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_defaults_are_vllms(llm: LLM) -> None:
+    p = llm.default_sampling_params()
+    assert (p.temperature, p.max_tokens, p.top_p, p.top_k, p.n) == (1.0, 16, 1.0, 0, 1)
+    assert len(llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].token_ids) <= 16
+
+
+def test_choices_of_one_request_differ_and_are_reproducible(llm: LLM) -> None:
+    params = SamplingParams(temperature=1, seed=3, n=3, max_tokens=12)
+    first, second = generate(llm, PROMPT, params)[0], generate(llm, PROMPT, params)[0]
+    assert [o.index for o in first.outputs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in first.outputs}) == 3
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+
+
+def test_unseeded_requests_differ_and_the_engines_seed_repeats_them() -> None:
+    params = SamplingParams(temperature=1, max_tokens=12)
+    runs = []
+    for seed in (0, 0, 1):
+        outputs = generate(LLM(dtype="float32", seed=seed), [PROMPT] * 2, params)
+        runs.append([o.outputs[0].token_ids for o in outputs])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
+    output = generate(llm, PROMPT, params)[0]
+    choice = output.outputs[0]
+    assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)
+    for token, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert entry[token].rank == 1 and len(entry) == 3
+        assert sum(math.exp(e.logprob) for e in entry.values()) <= 1 + 1e-5
+        assert entry[token].decoded_token == llm.tokenizer.decode([token])
+    assert choice.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(choice.token_ids, choice.logprobs, strict=True))
+    )
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    for token, scores in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert scores is not None and token in scores and 2 <= len(scores) <= 3
+
+
+def test_prompt_logprobs_are_right_after_a_prefix_hit(llm: LLM) -> None:
+    prompt = PROMPT * 4
+    plain = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    first = generate(llm, prompt, plain)[0]
+    assert generate(llm, prompt)[0].metrics.num_cached_tokens > 0
+    assert generate(llm, prompt, plain)[0].prompt_logprobs == first.prompt_logprobs
+
+
+def test_a_stream_gives_the_pieces_of_what_generate_gives(drafting: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    whole = generate(drafting, PROMPT, params)[0].outputs[0]
+    deltas = list(drafting.stream(PROMPT, params))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert [t for d in deltas for t in d.token_ids] == whole.token_ids
+    assert [d.finish_reason for d in deltas][-1] == whole.finish_reason
+    assert all(len(d.accepted) == len(d.token_ids) for d in deltas)
+    assert any(any(d.accepted) for d in deltas) and not any(deltas[0].accepted)
+
+
+def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
+    for _ in llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)):
+        break
+    scheduler = llm._frontend.loaded.engine.parts.scheduler
+    assert not scheduler.running and not llm._frontend.requests
+    scheduler.pages.check_integrity()
+
+
+def test_an_aborted_request_ends_and_the_others_go_on(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    seen: dict[str, list[Any]] = {}
+    for delta in llm.stream([PROMPT, "import os"], params):
+        seen.setdefault(delta.request_id, []).append(delta)
+        first = next(iter(seen))
+        if len(seen[first]) == 3 and delta.request_id == first:
+            llm.abort(first)
+    reasons = [deltas[-1].finish_reason for deltas in seen.values()]
+    assert reasons == ["abort", "length"]
+    llm.abort("no such request")
+
+
+def test_two_streams_and_generate_may_be_mixed(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    expected = generate(llm, [PROMPT, "import os"], params)
+    first, second = llm.stream(PROMPT, params), llm.stream("import os", params)
+    texts = [next(first).text, next(second).text]
+    assert generate(llm, PROMPT, params)[0].outputs[0].text == expected[0].outputs[0].text
+    texts[0] += "".join(d.text for d in first)
+    texts[1] += "".join(d.text for d in second)
+    assert texts == [o.outputs[0].text for o in expected]
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    message = {"role": "user", "content": "What is 2 + 2?"}
+    outputs = llm.chat([message], GREEDY, use_tqdm=False)
+    assert llm.tokenizer.decode(outputs[0].prompt_token_ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(llm.chat([[message], [message]], GREEDY, use_tqdm=False)) == 2
+
+
+def test_draft_says_what_would_be_proposed(drafting: LLM) -> None:
+    ids = drafting.tokenizer.encode(PROMPT)
+    output = generate(drafting, ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
+    first = output.outputs[0].token_ids[0]
+    drafts = drafting.draft(ids, 5)
+    assert drafts == drafting.draft(ids, 5, next_token=first)
+    assert drafts[:2] == drafting.draft(ids, 2)
+    assert len(drafts) == 5
+    others = {tuple(drafting.draft(ids, 5, next_token=t)) for t in (203, 330, 5000)}
+    assert len(others | {tuple(drafts)}) == 4
+
+
+def test_a_speculator_alone_finds_its_target() -> None:
+    llm = LLM(str(assets.path("tiny-eagle3")), dtype="float32")
+    assert llm.num_speculative_tokens == 5
+    output = generate(llm, PROMPT, SamplingParams(temperature=0, max_tokens=24))[0]
+    assert output.metrics.speculation.num_accepted_tokens > 0
+
+
+def test_statistics_add_up(drafting: LLM) -> None:
+    output = generate(drafting, PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0]
+    s = output.metrics.speculation
+    assert 1 + s.num_rounds + s.num_accepted_tokens >= 30 > s.num_rounds + s.num_accepted_tokens - 5
+    assert s.acceptance_length == 1 + s.num_accepted_tokens / s.num_rounds
+    assert sum(s.accepted_per_position) == s.num_accepted_tokens
+    assert sum(s.drafted_per_position) == s.num_draft_tokens
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "prompt: is empty"),
+    ([[]], "prompt: is empty"),
+    ([1, 2, 8192], r"token id 8192 at position 2: ids go from 0 to 8191"),
+    ([1, -1], "token id -1 at position 1"),
+    ([5] * 256, "256 tokens leave no room for an answer in max_model_len=256"),
+    ({"prompt": "x"}, "must hold 'prompt_token_ids'"),
+    ([3.5], "must be text, a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_with_the_reason(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(llm, prompt)
+
+
+def test_a_bad_prompt_among_others_does_not_stop_them(llm: LLM) -> None:
+    outputs = generate(llm, [PROMPT, [1, 9999], "import os"])
+    assert [o.error is None for o in outputs] == [True, False, True]
+    assert "9999" in str(outputs[1].error) and outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[0].outputs[0].token_ids and outputs[2].outputs[0].token_ids
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature=-1: must be 0"),
+    ({"temperature": math.nan}, "temperature=nan"),
+    ({"top_p": 0}, "top_p=0: must be greater than 0"),
+    ({"top_k": -2}, "top_k=-2"),
+    ({"min_p": 1.5}, "min_p=1.5"),
+    ({"n": 0}, "n=0"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": 2.5}, "max_tokens=2.5"),
+    ({"min_tokens": 20}, "min_tokens=20: must not exceed max_tokens=16"),
+    ({"stop": ""}, "stop"),
+    ({"logprobs": -3}, "logprobs=-3"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0"),
+    ({"seed": "x"}, "seed='x'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_PARAMS)
+def test_bad_sampling_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [9000]}, {"logit_bias": {-1: 1.0}}])
+def test_ids_outside_the_vocabulary_are_refused(llm: LLM, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        generate(llm, PROMPT, SamplingParams(**fields))
+
+
+TINY, HEAD = str(assets.path("tiny")), str(assets.path("tiny-eagle3"))
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"model": "no/such/dir/here"}, "no such directory"),
+    ({"max_num_seq": 4}, "unknown key 'max_num_seq': did you mean 'max_num_seqs'"),
+    ({"dtype": "float8"}, "dtype='float8'"),
+    ({"device": "tpu"}, "device='tpu'"),
+    ({"max_num_seqs": 0}, "max_num_seqs=0"),
+    ({"max_model_len": 100_000}, "max_model_len=100000.*max_position_embeddings=4096"),
+    ({"num_kv_blocks": 2, "max_model_len": 64}, "num_kv_blocks=2.*raise num_kv_blocks to 5"),
+    ({"verification": "fast"}, "verification='fast'"),
+    ({"attention_backend": "sdpaa"}, "did you mean 'sdpa'"),
+    ({"speculative_config": "ngram"}, "must be a dict"),
+    ({"speculative_config": {}}, "give 'method'"),
+    ({"speculative_config": {"method": "ngrams"}}, "did you mean 'ngram'"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens=0"),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1000}},
+        "num_speculative_tokens=1000",
+    ),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}}, "did you mean 'prompt_lookup_max'"),
+    ({"speculative_config": {"method": "eagle3"}}, "without model"),
+    ({"speculative_config": {"method": "draft_model", "model": HEAD}}, "is a checkpoint for 'eagle3'"),
+    ({"speculative_config": {"model": HEAD, "numspeculative": 3}}, "unknown key 'numspeculative'"),
+    ({"speculative_config": {"method": "chain"}}, "needs drafters"),
+    ({"speculative_config": {"method": "no.such.Drafter"}}, "cannot be imported"),
+    ({"speculative_config": {"method": "collections.OrderedDict"}}, "OrderedDict"),
+    ({"speculative_config": {"model": "nowhere"}}, "no such directory"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(**settings)
+
+
+def test_a_head_for_another_target_is_refused_with_both_sizes() -> None:
+    oracle = "tests/data/oracle"
+    with pytest.raises(ValueError, match="vocab_size=8192, but the target's is 256"):
+        LLM(f"{oracle}/target_llama", speculative_config={"model": HEAD})
+    with pytest.raises(ValueError, match="vocab_size=256, but the target's is 8192"):
+        LLM(speculative_config={"model": f"{oracle}/eagle3"})
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
+    import json
+    import shutil
+
+    shutil.copytree("tests/data/draft", tmp_path / "draft")
+    path = tmp_path / "draft" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocab = raw["model"]["vocab"]
+    swapped = [token for token, i in vocab.items() if i in (300, 301)]
+    vocab[swapped[0]], vocab[swapped[1]] = vocab[swapped[1]], vocab[swapped[0]]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="its tokenizer differs"):
+        LLM(speculative_config={"model": str(tmp_path / "draft")})
+
+
+def test_draft_needs_a_drafter_and_a_sensible_k(llm: LLM, drafting: LLM) -> None:
+    with pytest.raises(ValueError, match="no drafter"):
+        llm.draft([1, 2, 3], 2)
+    with pytest.raises(ValueError, match="k=6: must be from 1 to num_speculative_tokens=5"):
+        drafting.draft([1, 2, 3], 6)
+
+
+def test_auto_dtype_is_what_the_processor_computes_in() -> None:
+    from draftproof.engine.memory import pick_dtype
+
+    stored = read_config(assets.path("tiny")).dtype
+    import torch
+
+    assert stored == torch.bfloat16
+    assert pick_dtype("auto", stored, torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    assert pick_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
