@@ -200,7 +200,7 @@ class LinearPlanner:
         best = next(way for way in usable if relative(way) <= least * CLEARLY_SLOWER)
         lines = []
         for i, t in enumerate(rows):
-            free = min(free_us, key=lambda name: free_us[name][i])  # noqa: B023
+            free = min(free_us, key=lambda name: free_us[name][i])
             lines.append(ReportRow(shape.key(), t, best.name, exact_us[best.name][i], free, free_us[free][i]))
         return Choice(best.name, certified.get(best.name, ()), tuple(lines))
 

@@ -69,7 +69,7 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
     """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0."""
     if os.environ.get("DRAFTPROOF_NATIVE") == "0":
         return None
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         warnings.warn(
             f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, slower and as exact; "

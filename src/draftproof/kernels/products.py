@@ -24,8 +24,10 @@ PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`make(weight_NK, bias_N, out_dtype)` gives a form. `any_rows`: exact by construction, so it may be called with any number
-    of rows at any address; others only as certified."""
+    """`make(weight_NK, bias_N, out_dtype)` gives a form.
+
+    `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
+    """
 
     name: str
     make: Callable[[Tensor, Tensor | None, torch.dtype], Form]
