@@ -30,7 +30,7 @@ CASES: dict[str, Case] = {
     "chain": Case(
         {"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}
     ),
-    "custom": Case({"method": "tests.conformance.custom.Repeat"}),
+    "custom": Case({"method": "tests.conformance.custom.Moody"}),
 }
 
 

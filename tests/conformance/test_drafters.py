@@ -18,7 +18,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one batch": {},
     "one at a time": {"max_num_seqs": 1},
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "preempted": {"num_kv_blocks": 26, "max_model_len": 192},
+    "preempted": {"num_kv_blocks": 32, "max_model_len": 448},
     "small blocks": {"block_size": 4, "enable_prefix_caching": False},
 }
 
@@ -48,14 +48,14 @@ def drafting(method: str, k: int | None = 5, policy: str = "fixed") -> dict[str,
 
 
 def check(
-    expected: list[RequestOutput], actual: list[RequestOutput], llm: LLM, *, accepts: bool = True
+    expected: list[RequestOutput], actual: list[RequestOutput], llm: LLM, *, rejects: bool = True
 ) -> None:
     differences = compare(expected, actual)
     assert not differences, differences[0]
     speculation, scheduler = llm.stats.speculation, llm._frontend.loaded.engine.parts.scheduler
     assert speculation.num_draft_tokens > 0, "nothing was drafted, so nothing was tested"
-    assert speculation.num_accepted_tokens > 0 or not accepts
-    assert speculation.num_accepted_tokens < speculation.num_draft_tokens
+    assert speculation.num_accepted_tokens > 0
+    assert speculation.num_accepted_tokens < speculation.num_draft_tokens or not rejects
     assert llm.stats.num_drafter_faults == 0
     scheduler.pages.check_integrity()
     assert not scheduler.running and scheduler.pages.num_free == scheduler.pages.num_blocks - 1
@@ -136,7 +136,7 @@ def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     turn = first.prompt_token_ids + first.outputs[0].token_ids + [203, 203]
     outputs = llm.generate([turn], params, use_tqdm=False)
     plain = LLM(dtype="bfloat16", enable_prefix_caching=False).generate([turn], params, use_tqdm=False)
-    check(plain, outputs, llm)
+    check(plain, outputs, llm, rejects=False)
     assert outputs[0].metrics.num_cached_tokens >= 64
 
 
