@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention.h"
+#include "attention_amx.h"
 #include "common.h"
 
 namespace {
@@ -15,15 +17,6 @@ using namespace dp;
 constexpr int CHUNK = 64;
 constexpr int GROUPS = CHUNK / LANES;
 constexpr int MAX_QUERIES = 32;  // of one work item, unless one row has more
-
-struct Shape {
-    int64_t heads, kv_heads, head_dim, block_size, table_width, window;
-    float scale;
-};
-
-struct Item {
-    int64_t first_row, num_rows, kv_head;
-};
 
 // How queries and keys meet: bf16 pairs through the dot-product instruction where there is one, fp32 elsewhere.
 template <class T>
@@ -57,47 +50,6 @@ struct Dot<bf16> {
     }
 };
 #endif
-
-struct Scratch {
-    std::vector<uvec> store;
-    uvec* take(int64_t vectors) {
-        if ((int64_t)store.size() < vectors) store.resize(vectors);
-        return store.data();
-    }
-};
-
-template <int SPAN>
-inline void exchange(uvec& a, uvec& b) {  // swaps the off-diagonal SPAN x SPAN blocks of two rows
-    ivec from_a, from_b;
-    for (int j = 0; j < LANES; j++) {
-        from_a[j] = (j & SPAN) ? LANES + j - SPAN : j;
-        from_b[j] = (j & SPAN) ? LANES + j : j + SPAN;
-    }
-#if defined(__clang__)
-    uvec x, y;
-    for (int j = 0; j < LANES; j++) {
-        x[j] = from_a[j] < LANES ? a[from_a[j]] : b[from_a[j] - LANES];
-        y[j] = from_b[j] < LANES ? a[from_b[j]] : b[from_b[j] - LANES];
-    }
-#else
-    uvec x = __builtin_shuffle(a, b, from_a), y = __builtin_shuffle(a, b, from_b);
-#endif
-    a = x;
-    b = y;
-}
-
-template <int SPAN>
-inline void exchange_all(uvec* rows) {
-    for (int i = 0; i < LANES; i++)
-        if (!(i & SPAN)) exchange<SPAN>(rows[i], rows[i + SPAN]);
-}
-
-inline void transpose(uvec* rows) {
-    exchange_all<1>(rows);
-    exchange_all<2>(rows);
-    exchange_all<4>(rows);
-    exchange_all<8>(rows);
-}
 
 // keys[0..64) -> k_words[word][64]: one vector holds the same word of 16 keys.
 template <class T>
@@ -160,94 +112,72 @@ void weigh(vec* const* acc, const float* const* weights, const vec* values, int6
     }
 }
 
-struct Range {
-    int64_t from, to;  // keys of the current chunk that a query sees
-};
-
-// One work item's state; queries are ordered row by row, the heads of a row together.
+// One work item.
 template <class T>
 class Worker {
   public:
-    Worker(const Shape& s, const Item& item, Scratch& scratch, const T* k_cache, const T* v_cache)
-        : s_(s), item_(item), group_(s.heads / s.kv_heads), queries_(item.num_rows * group_),
-          words_((s.head_dim + Dot<T>::PER_WORD - 1) / Dot<T>::PER_WORD),
-          word_vectors_((words_ + LANES - 1) / LANES), vectors_((s.head_dim + LANES - 1) / LANES),
+    Worker(const Queries& queries, Scratch& scratch, const T* k_cache, const T* v_cache)
+        : s_(queries.shape), q_(queries), words_((s_.head_dim + Dot<T>::PER_WORD - 1) / Dot<T>::PER_WORD),
+          word_vectors_((words_ + LANES - 1) / LANES), vectors_((s_.head_dim + LANES - 1) / LANES),
           k_cache_(k_cache), v_cache_(v_cache) {
-        int64_t lanes_q = (queries_ + LANES - 1) / LANES;
+        int64_t count = q_.count, lanes_q = (count + LANES - 1) / LANES;
         int64_t padded_words = word_vectors_ * LANES;
         uvec* at = scratch.take(padded_words * GROUPS + CHUNK * vectors_ +
-                                queries_ * (word_vectors_ + GROUPS + vectors_ + 1) + 2 * lanes_q);
+                                count * (word_vectors_ + GROUPS + vectors_ + 1) + 2 * lanes_q);
         auto claim = [&](int64_t n) { return (at += n) - n; };
         k_words_ = claim(padded_words * GROUPS);
         values_ = (vec*)claim(CHUNK * vectors_);
-        q_words_ = claim(queries_ * word_vectors_);
-        weights_ = (vec*)claim(queries_ * GROUPS);
-        acc_ = (vec*)claim(queries_ * vectors_);
-        totals_ = (vec*)claim(queries_);
-        tops_ = (float*)claim(lanes_q);
-        decay_ = (float*)claim(lanes_q);
+        q_words_ = claim(count * word_vectors_);
+        soft_.weights = (vec*)claim(count * GROUPS);
+        soft_.acc = (vec*)claim(count * vectors_);
+        soft_.totals = (vec*)claim(count);
+        soft_.tops = (float*)claim(lanes_q);
+        soft_.decay = (float*)claim(lanes_q);
+        soft_.vectors = vectors_;
     }
 
-    void run(const T* q, const int32_t* blocks, const int64_t* ends, T* out) {
-        int64_t low = INT64_MAX, high = 0;
-        for (int64_t r = 0; r < item_.num_rows; r++) {
-            low = std::min(low, start(ends[r]));
-            high = std::max(high, ends[r]);
-        }
-        begin(q);
-        for (int64_t base = low / CHUNK * CHUNK; base < high; base += CHUNK) {
-            int64_t from = std::max<int64_t>(low - base, 0), to = std::min<int64_t>(high - base, CHUNK);
-            load_chunk(blocks, base, from, to);
-            for (int64_t n = 0; n < queries_; n += 4) scores(n, std::min<int64_t>(queries_ - n, 4));
-            soften(ends, base);
-            for (int64_t n = 0; n < queries_; n += 4) accumulate(ends, base, n, std::min<int64_t>(queries_ - n, 4));
+    void run(const T* q, const int32_t* blocks, T* out) {
+        read_queries(q);
+        soft_.begin(q_.count);
+        Range span = q_.span();
+        for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
+            Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
+            load_chunk(blocks, base, keys.from, keys.to);
+            for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
+            soft_.chunk(q_, base, keys);
+            for (int64_t n = 0; n < q_.count; n += 4) accumulate(base, n, std::min<int64_t>(q_.count - n, 4));
         }
         finish(out);
     }
 
   private:
-    int64_t start(int64_t end) const { return s_.window > 0 && end > s_.window ? end - s_.window : 0; }
-
-    Range range(const int64_t* ends, int64_t base, int64_t query) const {
-        int64_t end = ends[query / group_];
-        return {std::max<int64_t>(start(end) - base, 0), std::min<int64_t>(end - base, CHUNK)};
-    }
-
-    int64_t offset(int64_t query) const {  // of a query in q and in the output
-        return ((item_.first_row + query / group_) * s_.heads + item_.kv_head * group_ + query % group_) * s_.head_dim;
-    }
-
-    void begin(const T* q) {
-        for (int64_t n = 0; n < queries_; n++) {
-            const T* from = q + offset(n);
+    void read_queries(const T* q) {
+        for (int64_t n = 0; n < q_.count; n++)
             for (int64_t w = 0; w < word_vectors_; w++) {
                 int64_t d = w * LANES * Dot<T>::PER_WORD, left = s_.head_dim - d;
+                const T* from = q + q_.offset(n) + d;
                 bool whole = left >= LANES * Dot<T>::PER_WORD;
-                q_words_[n * word_vectors_ + w] = whole ? Dot<T>::word(from + d) : Dot<T>::word_n(from + d, left);
+                q_words_[n * word_vectors_ + w] = whole ? Dot<T>::word(from) : Dot<T>::word_n(from, left);
             }
-            for (int64_t v = 0; v < vectors_; v++) acc_[n * vectors_ + v] = vec{};
-            totals_[n] = vec{};
-            tops_[n] = -INFINITY;
-        }
     }
 
     void load_chunk(const int32_t* blocks, int64_t base, int64_t from, int64_t to) {
         const T* keys[CHUNK];
         const int64_t D = s_.head_dim;
-        int64_t first = 0;
-        for (int64_t i = from; i < to; i++) {
-            int64_t position = base + i, block = blocks[position / s_.block_size];
-            int64_t at = ((block * s_.kv_heads + item_.kv_head) * s_.block_size + position % s_.block_size) * D;
-            if (i == from) first = at;
-            keys[i] = k_cache_ + at;
-            vec* to_value = values_ + i * vectors_;
-            for_row(
-                D, [&](int64_t d) { to_value[d / LANES] = load(v_cache_ + at + d); },
-                [&](int64_t d, int64_t n) { to_value[d / LANES] = load_n(v_cache_ + at + d, n); });
+        for (int64_t i = from; i < to;) {  // the part of a block at a time
+            int64_t offset = (base + i) % s_.block_size, block = blocks[(base + i) / s_.block_size];
+            int64_t at = ((block * s_.kv_heads + q_.item.kv_head) * s_.block_size + offset) * D;
+            for (; i < to && offset < s_.block_size; i++, offset++, at += D) {
+                keys[i] = k_cache_ + at;
+                vec* to_value = values_ + i * vectors_;
+                for_row(
+                    D, [&](int64_t d) { to_value[d / LANES] = load(v_cache_ + at + d); },
+                    [&](int64_t d, int64_t n) { to_value[d / LANES] = load_n(v_cache_ + at + d, n); });
+            }
         }
         // Places nobody sees hold any readable key: their scores are thrown away.
-        for (int64_t i = 0; i < from; i++) keys[i] = k_cache_ + first;
-        for (int64_t i = to; i < CHUNK; i++) keys[i] = k_cache_ + first;
+        for (int64_t i = 0; i < from; i++) keys[i] = keys[from];
+        for (int64_t i = to; i < CHUNK; i++) keys[i] = keys[from];
         transpose_keys(keys, D, k_words_);
     }
 
@@ -256,7 +186,7 @@ class Worker {
         vec* out[4];
         for (int64_t i = 0; i < count; i++) {
             q[i] = (const uint32_t*)(q_words_ + (n + i) * word_vectors_);
-            out[i] = weights_ + (n + i) * GROUPS;
+            out[i] = soft_.weights + (n + i) * GROUPS;
         }
         if (count == 4) score<T, 4>(q, k_words_, words_, out);
         if (count == 3) score<T, 3>(q, k_words_, words_, out);
@@ -264,51 +194,15 @@ class Worker {
         if (count == 1) score<T, 1>(q, k_words_, words_, out);
     }
 
-    // Scores -> weights exp(score - top), with the running top and total of each query.
-    void soften(const int64_t* ends, int64_t base) {
-        for (int64_t n = 0; n < queries_; n++) {
-            Range seen = range(ends, base, n);
-            decay_[n] = 0.0f;
-            if (seen.from >= seen.to) continue;
-            vec* s = weights_ + n * GROUPS;
-            vec best = splat(-INFINITY);
-            ivec visible[GROUPS];
-            for (int g = 0; g < GROUPS; g++) {
-                visible[g] = lanes(g, seen);
-                s[g] = select(visible[g], s[g] * splat(s_.scale), splat(-INFINITY));
-                best = dp::max(s[g], best);
-            }
-            float top = std::max(tops_[n], dp::max(best));
-            decay_[n] = tops_[n] - top;
-            tops_[n] = top;
-            for (int g = 0; g < GROUPS; g++) s[g] = select(visible[g], dp::exp(s[g] - splat(top)), vec{});
-        }
-        for (int64_t n = 0; n < queries_; n += LANES) store(decay_ + n, dp::exp(load(decay_ + n)));
-        for (int64_t n = 0; n < queries_; n++) {
-            Range seen = range(ends, base, n);
-            if (seen.from >= seen.to) continue;
-            const vec* s = weights_ + n * GROUPS;
-            vec factor = splat(decay_[n]);
-            totals_[n] = totals_[n] * factor + ((s[0] + s[1]) + (s[2] + s[3]));
-            for (int64_t v = 0; v < vectors_; v++) acc_[n * vectors_ + v] *= factor;
-        }
-    }
-
-    static ivec lanes(int g, Range seen) {
-        const ivec count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        ivec key = count + g * LANES;
-        return (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
-    }
-
     // Keys that all queries see are done together; what only some see, before and after, one query at a time.
-    void accumulate(const int64_t* ends, int64_t base, int64_t n, int64_t count) {
+    void accumulate(int64_t base, int64_t n, int64_t count) {
         Range own[4], common = {0, CHUNK};
         vec* acc[4];
         const float* weights[4];
         for (int64_t i = 0; i < count; i++) {
-            own[i] = range(ends, base, n + i);
-            acc[i] = acc_ + (n + i) * vectors_;
-            weights[i] = (const float*)(weights_ + (n + i) * GROUPS);
+            own[i] = q_.seen(n + i, base, CHUNK);
+            acc[i] = soft_.acc + (n + i) * vectors_;
+            weights[i] = (const float*)(soft_.weights + (n + i) * GROUPS);
             common = {std::max(common.from, own[i].from), std::min(common.to, own[i].to)};
         }
         if (common.from >= common.to) common = {CHUNK, CHUNK};
@@ -323,10 +217,10 @@ class Worker {
     }
 
     void finish(T* out) {
-        for (int64_t n = 0; n < queries_; n++) {
-            vec total = splat(sum(totals_[n]));
-            const vec* acc = acc_ + n * vectors_;
-            T* to = out + offset(n);
+        for (int64_t n = 0; n < q_.count; n++) {
+            vec total = splat(sum(soft_.totals[n]));
+            const vec* acc = soft_.acc + n * vectors_;
+            T* to = out + q_.offset(n);
             for_row(
                 s_.head_dim, [&](int64_t d) { store(to + d, acc[d / LANES] / total); },
                 [&](int64_t d, int64_t left) { store_n(to + d, acc[d / LANES] / total, left); });
@@ -334,13 +228,29 @@ class Worker {
     }
 
     const Shape& s_;
-    const Item& item_;
-    int64_t group_, queries_, words_, word_vectors_, vectors_;
+    const Queries& q_;
+    int64_t words_, word_vectors_, vectors_;
     const T *k_cache_, *v_cache_;
     uvec *k_words_, *q_words_;
-    vec *values_, *weights_, *acc_, *totals_;
-    float *tops_, *decay_;
+    vec* values_;
+    Softmax<CHUNK> soft_;
 };
+
+template <class T>
+void run_item(const Queries& queries, Scratch& scratch, const T* q, const T* k_cache, const T* v_cache,
+              const int32_t* blocks, T* out) {
+    Worker<T>(queries, scratch, k_cache, v_cache).run(q, blocks, out);
+}
+
+#if defined(DP_AMX)
+void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
+              const int32_t* blocks, bf16* out) {
+    if (AmxWorker::fits(queries.shape))
+        AmxWorker::run(queries, scratch, q, k_cache, v_cache, blocks, out);
+    else
+        Worker<bf16>(queries, scratch, k_cache, v_cache).run(q, blocks, out);
+}
+#endif
 
 template <class T>
 void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* slots,
@@ -367,7 +277,7 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
         for (int64_t i = 0; i < count; i++) {
             const Item& item = items[i];
             const int32_t* blocks = table + slots[item.first_row] * s.table_width;
-            Worker<T>(s, item, scratch, k_cache, v_cache).run(q, blocks, ends + item.first_row, out);
+            run_item(Queries(s, item, ends + item.first_row), scratch, q, k_cache, v_cache, blocks, out);
         }
     }
 }

@@ -87,6 +87,9 @@ inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~m
 inline vec max(vec a, vec b) { return select(a > b, a, b); }
 
 inline float sum(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float lane[LANES];
     store(lane, v);
     for (int half = LANES / 2; half; half /= 2)
@@ -95,6 +98,9 @@ inline float sum(vec v) {
 }
 
 inline float max(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float lane[LANES];
     store(lane, v);
     for (int half = LANES / 2; half; half /= 2)

@@ -7,13 +7,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "common.h"
-
-#if defined(__AMX_BF16__) && defined(__linux__)
-#define DP_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -119,23 +114,10 @@ void vector_tile(const Problem& p, O* out, int64_t t) {
 
 constexpr int64_t BLOCK = 32;  // rows of two tiles
 
-bool amx_allowed() {  // the kernel wants to be asked once per process
-    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
 // Tiles 0-3 sums (row half, output half), 4-5 inputs, 6-7 weights.
 void configure(int64_t rows) {
-    struct alignas(64) {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {};
-    uint8_t high = (uint8_t)std::min<int64_t>(rows, 16), low = (uint8_t)(rows > 16 ? rows - 16 : 1);
-    const uint8_t tile_rows[8] = {high, high, low, low, high, low, 16, 16};
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = tile_rows[i];
-    _tile_loadconfig(&config);
+    int64_t high = std::min<int64_t>(rows, 16), low = rows > 16 ? rows - 16 : 1;
+    amx_configure({high, high, low, low, high, low, 16, 16});
 }
 
 template <class O>

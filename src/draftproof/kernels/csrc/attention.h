@@ -1,0 +1,153 @@
+// What both forms of attention share: the shape, the work item, scratch memory, and the running softmax.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "common.h"
+
+namespace dp {
+
+struct Shape {
+    int64_t heads, kv_heads, head_dim, block_size, table_width, window;
+    float scale;
+};
+
+struct Item {  // neighbouring rows of one slot, one kv head
+    int64_t first_row, num_rows, kv_head;
+};
+
+struct Range {
+    int64_t from, to;
+};
+
+struct Scratch {
+    std::unique_ptr<uvec[]> store;
+    int64_t size = 0;
+    uvec* take(int64_t vectors) {
+        if (size < vectors) store.reset(new uvec[size = vectors]);  // not zeroed
+        return store.get();
+    }
+};
+
+// The queries of an item, row by row, the heads of a row together, and what each sees.
+struct Queries {
+    const Shape& shape;
+    const Item& item;
+    const int64_t* ends;
+    int64_t group, count;
+
+    Queries(const Shape& s, const Item& i, const int64_t* e)
+        : shape(s), item(i), ends(e), group(s.heads / s.kv_heads), count(i.num_rows * group) {}
+
+    int64_t start(int64_t end) const { return shape.window > 0 && end > shape.window ? end - shape.window : 0; }
+
+    Range seen(int64_t query, int64_t base, int64_t chunk) const {  // keys of the chunk at `base` that a query sees
+        int64_t end = ends[query / group];
+        return {std::max<int64_t>(start(end) - base, 0), std::min<int64_t>(end - base, chunk)};
+    }
+
+    Range span() const {  // positions that any query sees
+        Range all = {INT64_MAX, 0};
+        for (int64_t r = 0; r < item.num_rows; r++)
+            all = {std::min(all.from, start(ends[r])), std::max(all.to, ends[r])};
+        return all;
+    }
+
+    int64_t offset(int64_t query) const {  // in q and in the output
+        int64_t row = item.first_row + query / group;
+        return (row * shape.heads + item.kv_head * group + query % group) * shape.head_dim;
+    }
+};
+
+inline ivec lanes_in(int g, Range seen) {
+    const ivec count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec key = count + g * LANES;
+    return (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
+}
+
+// Running softmax of some queries over chunks of CHUNK keys, taken from absolute position 0. All arrays are per query;
+// `decay` has room for a multiple of 16.
+template <int CHUNK>
+struct Softmax {
+    static constexpr int GROUPS = CHUNK / LANES;
+    vec *weights, *totals, *acc;  // GROUPS vectors; 1; `vectors`
+    float *tops, *decay;
+    int64_t vectors;
+
+    void begin(int64_t queries) {
+        for (int64_t n = 0; n < queries; n++) {
+            totals[n] = vec{};
+            tops[n] = -INFINITY;
+            for (int64_t v = 0; v < vectors; v++) acc[n * vectors + v] = vec{};
+        }
+    }
+
+    // Scores of a chunk -> weights exp(score - top); totals and sums so far shrink to the new top. `keys`: those that any
+    // query sees. A query that sees nothing of the chunk is left as it is, with weights 0.
+    void chunk(const Queries& q, int64_t base, Range keys) {
+        const int first = (int)(keys.from / LANES), last = (int)((keys.to + LANES - 1) / LANES);
+        for (int64_t n = 0; n < q.count; n++) {
+            Range seen = q.seen(n, base, CHUNK);
+            vec* s = weights + n * GROUPS;
+            vec best = splat(-INFINITY);
+            for (int g = first; g < last; g++) {
+                s[g] = select(lanes_in(g, seen), s[g] * splat(q.shape.scale), splat(-INFINITY));
+                best = dp::max(s[g], best);
+            }
+            bool blind = seen.from >= seen.to;
+            float top = blind ? tops[n] : std::max(tops[n], dp::max(best));
+            decay[n] = blind ? 0.0f : tops[n] - top;
+            tops[n] = top;
+        }
+        for (int64_t n = 0; n < q.count; n += LANES) store(decay + n, dp::exp(load(decay + n)));
+        for (int64_t n = 0; n < q.count; n++) {
+            Range seen = q.seen(n, base, CHUNK);
+            vec* s = weights + n * GROUPS;
+            vec factor = splat(decay[n]), top = splat(tops[n]), total = totals[n] * factor;
+            for (int g = first; g < last; g++) {
+                s[g] = select(lanes_in(g, seen), dp::exp(s[g] - top), vec{});
+                total = total + s[g];
+            }
+            totals[n] = total;
+            if (decay[n] != 1.0f)
+                for (int64_t v = 0; v < vectors; v++) acc[n * vectors + v] *= factor;
+        }
+    }
+};
+
+// 16 x 16 words.
+template <int SPAN>
+inline void exchange(uvec& a, uvec& b) {  // swaps the off-diagonal SPAN x SPAN blocks of two rows
+    ivec from_a, from_b;
+    for (int j = 0; j < LANES; j++) {
+        from_a[j] = (j & SPAN) ? LANES + j - SPAN : j;
+        from_b[j] = (j & SPAN) ? LANES + j : j + SPAN;
+    }
+#if defined(__clang__)
+    uvec x, y;
+    for (int j = 0; j < LANES; j++) {
+        x[j] = from_a[j] < LANES ? a[from_a[j]] : b[from_a[j] - LANES];
+        y[j] = from_b[j] < LANES ? a[from_b[j]] : b[from_b[j] - LANES];
+    }
+#else
+    uvec x = __builtin_shuffle(a, b, from_a), y = __builtin_shuffle(a, b, from_b);
+#endif
+    a = x;
+    b = y;
+}
+
+template <int SPAN>
+inline void exchange_all(uvec* rows) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & SPAN)) exchange<SPAN>(rows[i], rows[i + SPAN]);
+}
+
+inline void transpose(uvec* rows) {
+    exchange_all<1>(rows);
+    exchange_all<2>(rows);
+    exchange_all<4>(rows);
+    exchange_all<8>(rows);
+}
+
+}  // namespace dp
