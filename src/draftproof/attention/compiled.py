@@ -38,10 +38,23 @@ class CompiledAttention:
         q_THD = q_THD.contiguous()
         out_TX = q_THD.new_empty(rows, num_heads * head_dim)
         args = self._pack(
-            *(q_THD.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table_SB.data_ptr()),
-            *(slots_T.data_ptr(), ends_T.data_ptr(), out_TX.data_ptr()),
-            *(rows, num_heads, num_kv_heads, head_dim, block_size, block_table_SB.shape[1]),
-            *(window, code, torch.get_num_threads(), scale),
+            q_THD.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            block_table_SB.data_ptr(),
+            slots_T.data_ptr(),
+            ends_T.data_ptr(),
+            out_TX.data_ptr(),
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            block_table_SB.shape[1],
+            window,
+            code,
+            torch.get_num_threads(),
+            scale,
         )
         self._run(args)
         return out_TX

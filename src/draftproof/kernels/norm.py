@@ -61,8 +61,17 @@ class RMSNormCompiled:
         out_TH = torch.empty_like(x_TH)
         rows, width = x_TH.shape
         args = self._pack(
-            *(x_TH.data_ptr(), 0, weight_H.data_ptr(), out_TH.data_ptr(), 0),
-            *(rows, width, code, weight_code, torch.get_num_threads(), eps),
+            x_TH.data_ptr(),
+            0,
+            weight_H.data_ptr(),
+            out_TH.data_ptr(),
+            0,
+            rows,
+            width,
+            code,
+            weight_code,
+            torch.get_num_threads(),
+            eps,
         )
         self._run(args)
         return out_TH
@@ -84,14 +93,17 @@ class AddRMSNormCompiled:
         out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
         rows, width = x_TH.shape
         args = self._pack(
-            *(
-                x_TH.data_ptr(),
-                residual_TH.data_ptr(),
-                weight_H.data_ptr(),
-                out_TH.data_ptr(),
-                sum_TH.data_ptr(),
-            ),
-            *(rows, width, code, weight_code, torch.get_num_threads(), eps),
+            x_TH.data_ptr(),
+            residual_TH.data_ptr(),
+            weight_H.data_ptr(),
+            out_TH.data_ptr(),
+            sum_TH.data_ptr(),
+            rows,
+            width,
+            code,
+            weight_code,
+            torch.get_num_threads(),
+            eps,
         )
         self._run(args)
         return out_TH, sum_TH

@@ -81,8 +81,20 @@ class CompiledForm:
         rows = x_TK.shape[0]
         out_TN = torch.empty((rows, self._outputs), dtype=self._out_dtype)
         if rows:
-            at = (x_TK.data_ptr(), self._weight_at, self._bias_at, out_TN.data_ptr())
-            self._run(self._pack(*at, rows, *self._shape, torch.get_num_threads()))
+            outputs, inputs, code, out_code = self._shape
+            args = self._pack(
+                x_TK.data_ptr(),
+                self._weight_at,
+                self._bias_at,
+                out_TN.data_ptr(),
+                rows,
+                outputs,
+                inputs,
+                code,
+                out_code,
+                torch.get_num_threads(),
+            )
+            self._run(args)
         return out_TN
 
 
