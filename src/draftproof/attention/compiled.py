@@ -33,6 +33,7 @@ class CompiledAttention:
         code = DTYPE_CODES.get(dtype)
         if code is None or k_cache.dtype != dtype:
             return sdpa_attention(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
+        assert slots_T.dtype == ends_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, num_heads, head_dim = q_THD.shape
         _, num_kv_heads, block_size, _ = k_cache.shape
         q_THD = q_THD.contiguous()

@@ -28,7 +28,7 @@ def rope_store_torch(
 ) -> Tensor:
     """See `ops.RopeStore`. All arithmetic is fp32 and each value is rounded once; returns q [T, heads, D]."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
-    qkv_TND = qkv_TX.view(qkv_TX.shape[0], -1, head_dim)
+    qkv_TND = qkv_TX.unflatten(1, (-1, head_dim))
     num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
     q_TND, k_TND, v_TND = qkv_TND.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
@@ -85,6 +85,7 @@ class RopeStoreCompiled:
                 *(qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D),
                 *(eps, k_cache, v_cache, block_table_SB),
             )
+        assert positions_T.dtype == slots_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, width = qkv_TX.shape
         num_heads = width // head_dim - 2 * num_kv_heads
         q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)

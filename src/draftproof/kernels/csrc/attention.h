@@ -19,6 +19,7 @@ struct Item {  // neighbouring rows of one slot, one kv head
 
 struct Range {
     int64_t from, to;
+    bool has(int64_t i) const { return i >= from && i < to; }
 };
 
 struct Scratch {

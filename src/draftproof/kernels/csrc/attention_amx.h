@@ -127,10 +127,8 @@ class AmxWorker {
             Range safe = {common.from - g * LANES, common.to - g * LANES};
             for (int64_t i = 0; i < LANES; i += 2, to += vectors_) {
                 for (int64_t k = i; k < i + 2; k++)
-                    if (k >= own.from && k < own.to && (k < safe.from || k >= safe.to) && !finite(group + k * dims_))
-                        return false;
-                bool both = i >= own.from && i + 1 < own.to;
-                pair(group + i * dims_, both || i >= own.from, both || (i + 1 >= own.from && i + 1 < own.to), to);
+                    if (own.has(k) && !safe.has(k) && !finite(group + k * dims_)) return false;
+                pair(group + i * dims_, own.has(i), own.has(i + 1), to);
             }
         }
         return true;

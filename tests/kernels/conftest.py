@@ -1,0 +1,43 @@
+"""What the kernel tests share: the compiled library, both tables of operators, and the number of threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from draftproof.kernels import native, ops
+
+
+@pytest.fixture(scope="session")
+def library() -> native.Library:
+    found = native.load()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def table(request: pytest.FixtureRequest) -> ops.Ops:
+    """Each table of operators in turn."""
+    if request.param == "torch":
+        return ops.TORCH
+    return ops.select(torch.device("cpu"), request.getfixturevalue("library"))
+
+
+@pytest.fixture
+def threads() -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """`with threads(3):` runs torch and the library on three threads."""
+
+    @contextlib.contextmanager
+    def use(count: int) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    return use
