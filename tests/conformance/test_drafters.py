@@ -180,7 +180,7 @@ def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
         llm._frontend.step()
         if sequence.num_outputs and not request.finished and sequence.num_drafts == 5:
             known = len(sequence.tokens)
-            drafts = state.tokens_SL[sequence.slot, known : known + 5].tolist()
+            drafts = state.slots.tokens_SL[sequence.slot, known : known + 5].tolist()
             proposed.append((list(sequence.tokens), drafts))
     llm._frontend.close(request.request_id)
     assert len(proposed) >= 3

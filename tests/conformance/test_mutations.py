@@ -55,24 +55,7 @@ def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tens
 
 
 def test_one_draft_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = verifier.accept_exact
-
-    def wrong(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verdict:
-        if rows.width == 1 or not len(sampled_M):
-            return original(sampled_M, rows, tokens_SL)
-        at_W = torch.arange(rows.width)
-        sampled_RW = sampled_M[row_index(rows, at_W, len(sampled_M))]
-        same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
-        one_more_RK = torch.nn.functional.pad(same_RK.long().cumprod(1), (1, -1), value=1).bool()
-        return accept(sampled_M, rows, tokens_SL, one_more_RK)
-
-    monkeypatch.setattr(verifier, "accept_exact", wrong)
-    assert differences(dtype="float32")
-
-
-def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft is taken where the target finds it likely enough: what "typical acceptance" does."""
-    exact = verifier.ExactVerifier
+    original = verifier.ExactVerifier.verify
 
     def wrong(
         self: Any,
@@ -83,9 +66,35 @@ def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         slots_host: Sequence[int],
         rows: VerifyRows,
     ) -> Verdict:
+        if rows.width == 1 or not len(logits_MV):
+            return original(self, logits_MV, slots_M, positions_M, tokens_SL, slots_host, rows)
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        if rows.width == 1 or not len(sampled_M):
-            return verifier.accept_exact(sampled_M, rows, tokens_SL)
+        at_W = torch.arange(rows.width)
+        sampled_RW = sampled_M[row_index(rows, at_W, len(sampled_M))]
+        same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
+        one_more_RK = torch.nn.functional.pad(same_RK.long().cumprod(1), (1, -1), value=1).bool()
+        return accept(sampled_M, rows, tokens_SL, one_more_RK)
+
+    monkeypatch.setattr(verifier.ExactVerifier, "verify", wrong)
+    assert differences(dtype="float32")
+
+
+def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is taken where the target finds it likely enough: what "typical acceptance" does."""
+    original = verifier.ExactVerifier.verify
+
+    def wrong(
+        self: Any,
+        logits_MV: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        tokens_SL: Tensor,
+        slots_host: Sequence[int],
+        rows: VerifyRows,
+    ) -> Verdict:
+        if rows.width == 1 or not len(logits_MV):
+            return original(self, logits_MV, slots_M, positions_M, tokens_SL, slots_host, rows)
+        sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         at_W = torch.arange(rows.width)
         drafts_RK = drafts_of(rows, at_W[:-1], tokens_SL).long()
         index_RW = row_index(rows, at_W, len(sampled_M))
@@ -94,7 +103,7 @@ def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         same_RK |= drafts_RK == sampled_M[index_RW][:, :-1]
         return accept(sampled_M, rows, tokens_SL, same_RK)
 
-    monkeypatch.setattr(exact, "verify", wrong)
+    monkeypatch.setattr(verifier.ExactVerifier, "verify", wrong)
     assert any(d.what == "token" for d in differences(dtype="float32"))
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters import rows
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.step import Layout
 
 
 class DraftHead(Protocol):
@@ -54,7 +54,15 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, num_drafts: int) -> None:
         self.spec = head.spec
         self._head = head
-        self._layout = head.spec.layout(num_drafts)
+        given = head.spec.layout(num_drafts)
+        self._layout = Layout(
+            context=("none", "last", "all").index(given.context),
+            shift=given.shift,
+            anchor=int(given.anchor),
+            masks=given.masks,
+            num_read=1,
+            mask_token=0,
+        )
         self._memory: DraftMemory | None = None
 
     def bind(self, memory: DraftMemory) -> None:
@@ -65,9 +73,19 @@ class HeadDrafter:
 
         The row of step j sits at the read row's position + j; its draw is for position anchor + 1 + j.
         """
-        fed = rows.build(verified, self._layout, 1)
+        assert self._memory is not None, "bind comes before propose"
+        fed = self._memory.ops.step.draft_rows(
+            self._layout,
+            verified.num_rows_R,
+            verified.cu_R1,
+            verified.tokens_T,
+            verified.positions_T,
+            verified.slots_R,
+            verified.live_R,
+            verified.next_R,
+        )
         features_TF = self._head.features(verified.taps)
-        features_NF = None if features_TF is None else features_TF[fed.source_N]
+        features_NF = None if features_TF is None else features_TF.index_select(0, fed.source_N)
         read_R = fed.read_RJ[:, 0]
         attn = self._attention(fed.positions_N, fed.slots_N)
         hidden_NH, feedback_NF = self._head(fed.tokens_N, features_NF, attn)
@@ -75,8 +93,8 @@ class HeadDrafter:
         tokens_RK = fed.tokens_N.new_zeros((len(read_R), num_drafts))
         if num_drafts == 0:
             return Proposal(tokens_RK, verified.k_R)
-        hidden_RH = hidden_NH[read_R]
-        feedback_RF = None if feedback_NF is None else feedback_NF[read_R]
+        hidden_RH = hidden_NH.index_select(0, read_R)
+        feedback_RF = None if feedback_NF is None else feedback_NF.index_select(0, read_R)
         position_R = fed.positions_N[read_R]
         all_R = torch.arange(len(read_R), device=read_R.device)
         for step in range(num_drafts):

@@ -246,6 +246,7 @@ def _assemble(
     spec = drafter.spec if drafter else DraftSpec()
     max_blocks = -(-base.max_model_len // config.block_size)
     state = State(
+        base.ops.step,
         num_slots=config.max_num_seqs,
         max_len=base.max_model_len,
         max_blocks=max_blocks + 1 + num_drafts // config.block_size,

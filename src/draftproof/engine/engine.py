@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftproof.attention.base import AttentionBackend, PagedAttention
+from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Verified
@@ -77,11 +77,12 @@ class Engine:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p, start = self.parts, time.perf_counter()
         batch = p.state.fill(plan)
-        attn = PagedAttention(p.ops, p.backend, p.cache, batch.rows)
-        out = p.target(batch.tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
-        logits_MV = p.target.logits(out.hidden_TH[batch.sampled_M])
+        rows, tokens_SL = batch.rows, p.state.slots.tokens_SL
+        attn = PagedAttention(p.ops, p.backend, p.cache, Rows(rows.positions_T, rows.slots_T, rows.ends_T))
+        out = p.target(rows.tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
+        logits_MV = p.target.logits(out.hidden_TH.index_select(0, rows.sampled_M))
         verdict = p.verifier.verify(
-            logits_MV, batch.slots_M, batch.positions_M, p.state.tokens_SL, batch.slots_host, batch.verify
+            logits_MV, rows.slots_M, rows.positions_M, tokens_SL, batch.slots_host, batch.verify
         )
         verified = p.state.commit(batch, verdict, out.taps, p.verifier.drawer, wanted)
         middle = time.perf_counter()
@@ -138,7 +139,7 @@ class Engine:
                 work.sequence.num_drafts = 0
             return
         guarded = guard.propose(verified, num_drafts)
-        self.parts.state.store_drafts(batch.slots_R, guarded.proposal)
+        self.parts.state.store_drafts(batch.verify.slots_R, guarded.proposal)
         for work, count in zip(plan.work, guarded.proposal.count_R.tolist(), strict=True):
             work.sequence.num_drafts = count
         for r in guarded.broken:

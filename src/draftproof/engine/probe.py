@@ -27,7 +27,7 @@ def draft(engine: Engine, sequence: Sequence, k: int) -> list[int]:
             engine.run(plan, [k if last else 0])
             if last:
                 known = len(sequence.tokens)
-                drafts_L = p.state.tokens_SL[sequence.slot, known : known + sequence.num_drafts]
+                drafts_L = p.state.slots.tokens_SL[sequence.slot, known : known + sequence.num_drafts]
                 return [int(token) for token in drafts_L.tolist()]
     finally:
         engine.finish(sequence)

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftproof.kernels import activation, logits, native, norm, rope, sample
+from draftproof.kernels import activation, logits, native, norm, rope, sample, step
+from draftproof.kernels.step import StepOps
 
 
 class RMSNorm(Protocol):
@@ -89,6 +90,7 @@ class Ops:
     silu_mul: SiluMul
     sample: Sample
     log_normalizer: LogNormalizer
+    step: StepOps
 
 
 TORCH = Ops(
@@ -99,6 +101,7 @@ TORCH = Ops(
     silu_mul=activation.silu_mul_torch,
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
+    step=step.TORCH_STEP,
 )
 
 
@@ -114,4 +117,5 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         silu_mul=activation.SiluMulCompiled(library),
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
+        step=step.CompiledStep(library),
     )

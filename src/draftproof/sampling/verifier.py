@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftproof.kernels.step import TORCH_STEP, StepOps
 from draftproof.sampling.sampler import Sampler
 
 
@@ -77,28 +78,29 @@ class ExactVerifier:
     ) -> Verdict:
         """See `Verifier`."""
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        return accept_exact(sampled_M, rows, tokens_SL)
+        return accept_exact(sampled_M, rows, tokens_SL, self.sampler.ops.step)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
         """See `Verifier`."""
         return self.sampler.drawer(slots_R, lengths_R)
 
 
-def accept_exact(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verdict:
+def accept_exact(
+    sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, ops: StepOps = TORCH_STEP
+) -> Verdict:
     """Accept drafts while they equal the samples; the first sample that differs, or the bonus, ends the round."""
-    if sampled_M.shape[0] == 0:  # every request is in mid-prefill
-        zero_R = torch.zeros_like(rows.num_R)
-        return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R, zero_R)
-    if rows.width == 1:
-        emitted_R = rows.num_R.clamp(max=1)
-        first_R = rows.first_R.clamp(0, sampled_M.shape[0] - 1)
-        tokens_R = torch.where(emitted_R > 0, sampled_M.index_select(0, first_R), -1)
-        return Verdict(tokens_R[:, None], emitted_R, torch.zeros_like(emitted_R))
-    at_W = torch.arange(rows.width, device=sampled_M.device)
-    sampled_RW = sampled_M.take(row_index(rows, at_W, sampled_M.shape[0]))
-    same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
-    live_RK = same_RK & (at_W[:-1] < rows.draft_count_R[:, None])
-    return verdict_of(sampled_RW, live_RK.cumprod(1).sum(1), rows, at_W)
+    return Verdict(
+        *ops.accept(
+            tokens_SL,
+            rows.slots_R,
+            rows.num_R,
+            rows.first_R,
+            rows.lengths_R,
+            rows.draft_count_R,
+            sampled_M,
+            rows.width,
+        )
+    )
 
 
 def row_index(rows: VerifyRows, at_W: Tensor, num_rows: int) -> Tensor:

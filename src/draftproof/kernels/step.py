@@ -1,0 +1,340 @@
+"""The bookkeeping of a step on the device: rows of a pass, accepted drafts, new state, rows of a draft pass.
+
+Integers only, so every version gives the same numbers. All tensors are int64 but the tokens, which are int32.
+Shapes: S slots, L positions, R requests of a pass, T its rows, M its sampled rows, W drafts + 1, N draft rows,
+J rows read per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.native import Library
+
+
+class SlotState(NamedTuple):
+    """What is known of every slot. Beyond `length` known tokens a row of `tokens_SL` holds drafts."""
+
+    tokens_SL: Tensor
+    length_S: Tensor
+    computed_S: Tensor
+    draft_count_S: Tensor
+    limit_S: Tensor
+
+
+class PassRows(NamedTuple):
+    """The rows of one pass, request after request; the last `num_sampled` of each request's are sampled."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    ends_T: Tensor  # positions + 1: attention is causal
+    slots_T: Tensor
+    sampled_M: Tensor  # which rows
+    slots_M: Tensor
+    positions_M: Tensor  # position of the token that the row samples
+    cu_R1: Tensor
+    first_R: Tensor  # index into M
+    lengths_R: Tensor  # known tokens before the pass
+    draft_count_R: Tensor  # drafts among the rows
+
+
+class Committed(NamedTuple):
+    """What a pass leaves to the drafter: rows that stand, the token after them, drafts wanted, known tokens."""
+
+    live_R: Tensor
+    next_R: Tensor
+    k_R: Tensor
+    length_R: Tensor
+
+
+class DraftRows(NamedTuple):
+    """One flat draft pass. Padding rows have position -1."""
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    source_N: Tensor  # the target row whose features the row takes; T for a mask row
+    read_RJ: Tensor  # rows whose outputs become drafts
+    anchor_position_R: Tensor  # position of the newest token
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`drafters.base.InputLayout` for a kernel. context: 0 none, 1 the last row, 2 all rows."""
+
+    context: int
+    shift: int
+    anchor: int
+    masks: int
+    num_read: int
+    mask_token: int
+
+
+class StepOps(Protocol):
+    """One implementation of the four."""
+
+    def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
+        """Rows of a pass; work_3R: slot, rows and sampled rows of each request; the numbers are their sums.
+
+        Example: request 0 decodes with 2 drafts (3 rows, all sampled), request 1 computes 4 prompt rows (none
+        sampled): cu 0 3 7, sampled rows 0 1 2, first 0 3.
+        """
+        ...
+
+    def accept(
+        self,
+        tokens_SL: Tensor,
+        slots_R: Tensor,
+        num_R: Tensor,
+        first_R: Tensor,
+        lengths_R: Tensor,
+        draft_count_R: Tensor,
+        sampled_M: Tensor,
+        width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Law 1: accept drafts while they equal the samples: (tokens_RW, -1 beyond; emitted_R; accepted_R).
+
+        num_R: sampled rows of each request, from index first_R of M on; its drafts lie at tokens_SL[slot, length..].
+        """
+        ...
+
+    def commit(
+        self,
+        state: SlotState,
+        work_3R: Tensor,
+        rows: PassRows,
+        tokens_RW: Tensor,
+        emitted_R: Tensor,
+        wanted_R: Tensor,
+    ) -> Committed:
+        """Write the emitted tokens and move the slots on. What lands past the new length is scratch, as drafts are."""
+        ...
+
+    def draft_rows(
+        self,
+        layout: Layout,
+        num_rows_R: Sequence[int],
+        cu_R1: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_R: Tensor,
+        live_R: Tensor,
+        next_R: Tensor,
+    ) -> DraftRows:
+        """Context rows, then the anchor, then masks; what is left of a request's share is padding.
+
+        Example: one request verified [s5 d6 d7 d8]@5..8 and kept s5 d6 (live 2), next r7. With context all:
+          shift=1                 d6@5/h5  r7@6/h6  pad  pad                    read row of r7
+          shift=1, masks=2        d6@5/h5  r7@6/h6  mask@7  mask@8  pad  pad    read r7, mask, mask
+          anchor                  s5@5  d6@6  r7@7  pad  pad                    read row of r7
+        """
+        ...
+
+
+class TorchStep:
+    """Plain torch."""
+
+    def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
+        slots_R, rows_R, num_R = work_3R
+        cu_R1 = torch.nn.functional.pad(rows_R.cumsum(0), (1, 0))
+        owner_T = _owners(rows_R, num_rows)
+        offset_T = torch.arange(num_rows, device=slots_R.device) - cu_R1[owner_T]
+        slots_T = slots_R[owner_T]
+        positions_T = state.computed_S[slots_T] + offset_T
+        first_R = num_R.cumsum(0) - num_R
+        owner_M = _owners(num_R, num_sampled)
+        sampled_M = cu_R1[1:][owner_M] - num_R[owner_M] + torch.arange(num_sampled, device=slots_R.device)
+        sampled_M = sampled_M - first_R[owner_M]
+        return PassRows(
+            tokens_T=state.tokens_SL[slots_T, positions_T].long(),
+            positions_T=positions_T,
+            ends_T=positions_T + 1,
+            slots_T=slots_T,
+            sampled_M=sampled_M,
+            slots_M=slots_T[sampled_M],
+            positions_M=positions_T[sampled_M] + 1,
+            cu_R1=cu_R1,
+            first_R=first_R,
+            lengths_R=state.length_S[slots_R],
+            draft_count_R=torch.minimum(state.draft_count_S[slots_R], (num_R - 1).clamp(min=0)),
+        )
+
+    def accept(
+        self,
+        tokens_SL: Tensor,
+        slots_R: Tensor,
+        num_R: Tensor,
+        first_R: Tensor,
+        lengths_R: Tensor,
+        draft_count_R: Tensor,
+        sampled_M: Tensor,
+        width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if len(sampled_M) == 0:  # every request is in the middle of its prompt
+            return num_R.new_full((len(num_R), width), -1), torch.zeros_like(num_R), torch.zeros_like(num_R)
+        at_W = torch.arange(width, device=sampled_M.device)
+        sampled_RW = sampled_M[(first_R[:, None] + at_W).clamp(max=len(sampled_M) - 1)]
+        at_RK = (lengths_R[:, None] + at_W[:-1]).clamp(max=tokens_SL.shape[1] - 1)
+        drafts_RK = tokens_SL[slots_R[:, None], at_RK]
+        same_RK = (drafts_RK == sampled_RW[:, :-1]) & (at_W[:-1] < draft_count_R[:, None])
+        accepted_R = same_RK.long().cumprod(1).sum(1)
+        emitted_R = (accepted_R + 1) * (num_R > 0)
+        return torch.where(at_W < emitted_R[:, None], sampled_RW, -1), emitted_R, accepted_R
+
+    def commit(
+        self,
+        state: SlotState,
+        work_3R: Tensor,
+        rows: PassRows,
+        tokens_RW: Tensor,
+        emitted_R: Tensor,
+        wanted_R: Tensor,
+    ) -> Committed:
+        slots_R, rows_R, num_R = work_3R
+        at_RW = rows.lengths_R[:, None] + torch.arange(tokens_RW.shape[1], device=slots_R.device)
+        state.tokens_SL[slots_R[:, None], at_RW] = tokens_RW.clamp(min=0).int()
+        length_R = rows.lengths_R + emitted_R
+        live_R = torch.where(num_R > 0, rows_R - num_R + emitted_R, rows_R)
+        computed_R = state.computed_S[slots_R] + live_R
+        state.length_S[slots_R] = length_R
+        state.computed_S[slots_R] = computed_R
+        state.draft_count_S[slots_R] = 0
+        # one token always follows the drafts, so the last useful draft is the one before the limit
+        room_R = (state.limit_S[slots_R] - length_R - 1).clamp(min=0)
+        next_R = state.tokens_SL[slots_R, computed_R].long()
+        return Committed(live_R, next_R, torch.minimum(wanted_R, room_R), length_R)
+
+    def draft_rows(
+        self,
+        layout: Layout,
+        num_rows_R: Sequence[int],
+        cu_R1: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_R: Tensor,
+        live_R: Tensor,
+        next_R: Tensor,
+    ) -> DraftRows:
+        device, num_extra = tokens_T.device, layout.anchor + layout.masks
+        share = [num_extra + (n if layout.context == 2 else layout.context) for n in num_rows_R]
+        share_R = torch.tensor(share, device=device)
+        start_R = share_R.cumsum(0) - share_R
+        owner_N = _owners(share_R, sum(share))
+        offset_N = torch.arange(sum(share), device=device) - start_R[owner_N]
+
+        last_R = cu_R1[:-1] + live_R - 1
+        count_R = live_R if layout.context == 2 else torch.full_like(live_R, layout.context)
+        # rows past the context count on from the last live target row
+        past_N = offset_N - count_R[owner_N]
+        is_context_N = past_N < 0
+        source_N = torch.where(is_context_N, (last_R + 1 - count_R)[owner_N] + offset_N, last_R[owner_N])
+        position_R = positions_T[last_R]
+        positions_N = torch.where(is_context_N, positions_T[source_N], position_R[owner_N] + 1 + past_N)
+        positions_N = positions_N.masked_fill(past_N >= num_extra, -1)
+
+        token_at_N = source_N + layout.shift
+        is_next_N = (is_context_N & (token_at_N > last_R[owner_N])) | ((past_N == 0) & (layout.anchor == 1))
+        known_N = tokens_T[token_at_N.clamp(max=len(tokens_T) - 1)]
+        tokens_N = torch.where(is_next_N, next_R[owner_N], known_N)
+        is_mask_N = past_N >= (layout.anchor if layout.masks else num_extra + max(share, default=0))
+        tokens_N = tokens_N.masked_fill(is_mask_N, layout.mask_token)
+        source_N = source_N.masked_fill(is_mask_N, len(tokens_T))
+
+        first_read_R = start_R + count_R + num_extra - layout.num_read
+        read_RJ = first_read_R[:, None] + torch.arange(layout.num_read, device=device)
+        return DraftRows(tokens_N, positions_N, slots_R[owner_N], source_N, read_RJ, position_R + 1)
+
+
+def _owners(count_R: Tensor, total: int) -> Tensor:
+    """counts 3 0 2 -> 0 0 0 2 2."""
+    index_R = torch.arange(len(count_R), device=count_R.device)
+    return index_R.repeat_interleave(count_R, output_size=total)
+
+
+TORCH_STEP = TorchStep()
+
+
+class CompiledStep:
+    """The same in C++: a step makes these calls once, and forty small torch operators would cost more than a layer."""
+
+    def __init__(self, library: Library) -> None:
+        self._fill, self._pack_fill = library.packed("dp_fill", "6P4q")
+        self._accept, self._pack_accept = library.packed("dp_accept", "8P3q")
+        self._commit, self._pack_commit = library.packed("dp_commit", "11P3q")
+        self._draft_rows, self._pack_draft_rows = library.packed("dp_draft_rows", "7P9q")
+
+    def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
+        num_requests = work_3R.shape[1]
+        T, M, R = num_rows, num_sampled, num_requests
+        sizes = [T, T, T, T, M, M, M, R + 1, R, R, R]
+        out = torch.empty(sum(sizes), dtype=torch.int64)
+        pointers = [
+            t.data_ptr() for t in (state.tokens_SL, state.length_S, state.computed_S, state.draft_count_S)
+        ]
+        columns = state.tokens_SL.shape[1]
+        self._fill(self._pack_fill(*pointers, work_3R.data_ptr(), out.data_ptr(), columns, T, M, R))
+        return PassRows(*out.split(sizes))
+
+    def accept(
+        self,
+        tokens_SL: Tensor,
+        slots_R: Tensor,
+        num_R: Tensor,
+        first_R: Tensor,
+        lengths_R: Tensor,
+        draft_count_R: Tensor,
+        sampled_M: Tensor,
+        width: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        R = len(slots_R)
+        out = torch.empty(R * (width + 2), dtype=torch.int64)
+        tensors = (tokens_SL, slots_R, num_R, first_R, lengths_R, draft_count_R, sampled_M, out)
+        self._accept(self._pack_accept(*(t.data_ptr() for t in tensors), tokens_SL.shape[1], R, width))
+        tokens, emitted_R, accepted_R = out.split([R * width, R, R])
+        return tokens.view(R, width), emitted_R, accepted_R
+
+    def commit(
+        self,
+        state: SlotState,
+        work_3R: Tensor,
+        rows: PassRows,
+        tokens_RW: Tensor,
+        emitted_R: Tensor,
+        wanted_R: Tensor,
+    ) -> Committed:
+        R, width = tokens_RW.shape
+        out = torch.empty(4 * R, dtype=torch.int64)
+        tokens_RW, emitted_R = tokens_RW.contiguous(), emitted_R.contiguous()
+        tensors = (*state, work_3R, rows.lengths_R, tokens_RW, emitted_R, wanted_R, out)
+        self._commit(self._pack_commit(*(t.data_ptr() for t in tensors), state.tokens_SL.shape[1], R, width))
+        return Committed(*out.split(R))
+
+    def draft_rows(
+        self,
+        layout: Layout,
+        num_rows_R: Sequence[int],
+        cu_R1: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_R: Tensor,
+        live_R: Tensor,
+        next_R: Tensor,
+    ) -> DraftRows:
+        R, T, J = len(num_rows_R), len(tokens_T), layout.num_read
+        context = T if layout.context == 2 else R * layout.context
+        N = context + R * (layout.anchor + layout.masks)
+        out = torch.empty(4 * N + R * J + R, dtype=torch.int64)
+        tensors = (cu_R1, tokens_T, positions_T, slots_R, live_R, next_R, out)
+        self._draft_rows(
+            self._pack_draft_rows(
+                *(t.data_ptr() for t in tensors),
+                *(R, T, N, layout.context, layout.shift, layout.anchor, layout.masks, J, layout.mask_token),
+            )
+        )
+        tokens_N, positions_N, slots_N, source_N, read, anchor_position_R = out.split([N, N, N, N, R * J, R])
+        return DraftRows(tokens_N, positions_N, slots_N, source_N, read.view(R, J), anchor_position_R)
