@@ -27,6 +27,15 @@ def table(request: pytest.FixtureRequest) -> ops.Ops:
     return ops.select(torch.device("cpu"), request.getfixturevalue("library"))
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests that are not about threads use one: waiting for others is slow where other programs run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def threads() -> Callable[[int], contextlib.AbstractContextManager[None]]:
     """`with threads(3):` runs torch and the library on three threads."""

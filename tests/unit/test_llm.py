@@ -159,7 +159,7 @@ def test_draft_says_what_would_be_proposed(drafting: LLM) -> None:
 
 
 def test_a_speculator_alone_finds_its_target() -> None:
-    llm = LLM(str(assets.path("tiny-eagle3")), dtype="float32")
+    llm = LLM(str(assets.path("tiny-eagle3")), dtype="float32", speculative_config={"policy": "fixed"})
     assert llm.num_speculative_tokens == 5
     output = generate(llm, PROMPT, SamplingParams(temperature=0, max_tokens=24))[0]
     assert output.metrics.speculation.num_accepted_tokens > 0

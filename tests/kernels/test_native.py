@@ -1,0 +1,157 @@
+"""Building and loading the library: once, safely, with torch's OpenMP, and portable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.reference import reference_attention
+from draftproof.kernels import certify, native, ops, products
+from draftproof.kernels.certify import Shape
+
+TINY = 'extern "C" long long answer() { return 42; }\n'
+
+
+@pytest.fixture
+def tiny_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of one function instead of ours: builds in no time."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "tiny.cpp").write_text(TINY)
+    monkeypatch.setattr(native, "SOURCES", folder)
+    monkeypatch.delenv("DRAFTPROOF_NATIVE", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory, library: native.Library) -> native.Library:
+    """The library as a machine without wide vectors builds it."""
+    folder = tmp_path_factory.mktemp("portable")
+    compiler = native.find_compiler()
+    assert compiler is not None and library is not None
+    sources = [path for path in native.source_files() if path.suffix == ".cpp"]
+    return native.Library(native.compile_library(compiler, ("-fopenmp",), sources, folder, None), "portable")
+
+
+def test_only_one_openmp_runtime_is_loaded(library: native.Library) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    x = torch.randn(200, 600)
+    ops.select(torch.device("cpu"), library).silu_mul(x)  # large enough to start a team
+    files = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    assert str(library.path) in files
+    assert len({name for name in files if "gomp" in name or "iomp" in name or "libomp" in name}) == 1
+
+
+def test_the_second_load_builds_nothing(tiny_sources: Path, tmp_path: Path) -> None:
+    steps: list[str] = []
+    for _ in range(2):
+        found = native.load(lambda what, done, total: steps.append(what), cache_dir=tmp_path)
+        assert found is not None and found.function("answer", "", "i")() == 42
+    assert len(steps) == 2  # one file: at its start and at the end
+    (tiny_sources / "tiny.cpp").write_text(TINY.replace("42", "43"))
+    changed = native.load(cache_dir=tmp_path)
+    assert changed is not None and changed.function("answer", "", "i")() == 43
+
+
+def test_two_processes_may_build_at_once(tiny_sources: Path, tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        from pathlib import Path
+        from draftproof.kernels import native
+        native.SOURCES = Path({str(tiny_sources)!r})
+        library = native.load(cache_dir=Path({str(tmp_path / "cache")!r}))
+        raise SystemExit(library.function("answer", "", "i")() - 42)
+    """)
+    running = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # nothing half-built is left behind
+
+
+def test_the_environment_variable_switches_it_off(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
+    assert native.load() is None
+    assert not recwarn.list
+
+
+def test_no_compiler_gives_none_and_one_warning(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler found \(no-such-compiler\)") as caught:
+        assert native.load() is None
+    assert len(caught) == 1
+
+
+def test_code_that_does_not_compile_gives_none_and_one_warning(tiny_sources: Path, tmp_path: Path) -> None:
+    (tiny_sources / "tiny.cpp").write_text("this is not C++")
+    with pytest.warns(UserWarning, match=r"could not be built.*error") as caught:
+        assert native.load(cache_dir=tmp_path / "cache") is None
+    assert len(caught) == 1
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_spoilt_library_is_built_anew(tiny_sources: Path, tmp_path: Path) -> None:
+    compiler = native.find_compiler()
+    assert compiler is not None
+    path = tmp_path / f"ops-{native.build_key(compiler)}.so"
+    path.write_bytes(b"spoilt")
+    found = native.load(cache_dir=tmp_path)
+    assert found is not None and found.path == path
+    assert found.function("answer", "", "i")() == 42
+
+
+def test_a_flag_the_compiler_refuses_is_left_out(
+    tiny_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "VARIANTS", (("-march=no-such-machine",), ()))
+    found = native.load(cache_dir=tmp_path)
+    assert found is not None and found.function("answer", "", "i")() == 42
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: torch.dtype) -> None:
+    table = ops.select(torch.device("cpu"), portable)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 100, generator=generator).to(dtype)
+    weight = torch.randn(100, generator=generator).to(dtype)
+    bound = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(table.rms_norm(x, weight, 1e-6), ops.TORCH.rms_norm(x, weight, 1e-6), **bound)
+    torch.testing.assert_close(table.silu_mul(x), ops.TORCH.silu_mul(x), **bound)
+    logits = torch.randn(3, 5000, generator=generator)
+    torch.testing.assert_close(table.log_normalizer(logits), logits.logsumexp(-1))
+
+    caches = [torch.randn(12, 2, 16, 32, generator=generator).to(dtype) for _ in range(2)]
+    rows = (
+        torch.randn(9, 4, 32, generator=generator).to(dtype),
+        *caches,
+        torch.arange(1, 11, dtype=torch.int32).view(2, 5),
+        torch.arange(9) % 2,
+        torch.tensor([1, 16, 17, 63, 64, 65, 79, 0, 80]),
+    )
+    attend = CompiledAttention(portable)
+    together = attend(*rows, 0, 0.2)
+    torch.testing.assert_close(together, reference_attention(*rows, 0, 0.2), **bound)
+    q, k, v, blocks, slots, ends = rows
+    for i in range(9):
+        one = attend(q[i : i + 1], k, v, blocks, slots[i : i + 1], ends[i : i + 1], 0, 0.2)
+        assert torch.equal(one[0], together[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtype) -> None:
+    x, weight = certify.cancelling(20, Shape(70, 130, dtype, dtype, False), seed=5)
+    form = products.CompiledForm(portable, weight, None, torch.float32)
+    together = form(x)
+    assert torch.equal(torch.cat([form(row) for row in x.split(1)]), together)
+    torch.testing.assert_close(together, x.double().matmul(weight.double().T).float(), atol=1e-2, rtol=1e-2)
+    names = [way.name for way in products.ways(torch.device("cpu"), dtype, dtype, portable)]
+    assert "compiled" not in names  # oneDNN is faster there
+    wide = products.ways(torch.device("cpu"), torch.bfloat16, torch.float32, portable)
+    assert wide[0].name == "compiled"  # but cannot do this
