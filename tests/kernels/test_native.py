@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.kernels import certify, native, ops, products
 from draftproof.kernels.certify import Shape
+
+Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
 TINY = 'extern "C" long long answer() { return 42; }\n'
 
@@ -39,12 +43,14 @@ def portable(tmp_path_factory: pytest.TempPathFactory, library: native.Library) 
     return native.Library(native.compile_library(compiler, ("-fopenmp",), sources, folder, None), "portable")
 
 
-def test_only_one_openmp_runtime_is_loaded(library: native.Library) -> None:
+def test_only_one_openmp_runtime_is_loaded(library: native.Library, threads: Threads) -> None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc")
-    x = torch.randn(200, 600)
-    ops.select(torch.device("cpu"), library).silu_mul(x)  # large enough to start a team
+    with threads(2):
+        ops.select(torch.device("cpu"), library).silu_mul(
+            torch.randn(200, 600)
+        )  # large enough to start a team
     files = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
     assert str(library.path) in files
     assert len({name for name in files if "gomp" in name or "iomp" in name or "libomp" in name}) == 1

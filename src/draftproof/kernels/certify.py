@@ -8,6 +8,7 @@ Shapes: T rows, K inputs, N outputs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ REFERENCE_ROWS = (8, 64)
 SEEDS = (11, 12)
 LARGE = 1 << 26  # weight elements from which on one seed has to do
 SHIFT = 3  # rows are also checked from this one on, so that none keeps its place in the bucket
+SPREAD = 6  # inputs differ in size by up to 2^12, so that short sums round too
+MIN_POWER = 0.05  # share of the sums that a changed order must change; on random data it is 0.0002 in bf16
 PERIOD = 256  # rows of the test weight that differ; more would only take time
 
 
@@ -53,7 +56,7 @@ def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
     """x [rows, K] and weight [N, K] whose products cancel in pairs, scattered over K, of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     half = shape.inputs // 2
-    scale_K = 2.0 ** torch.randint(-3, 4, (half,), generator=generator)
+    scale_K = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half,), generator=generator)
     x_TK = torch.randn(rows, half, generator=generator) * scale_K
     weight_NK = torch.randn(min(shape.outputs, PERIOD), half, generator=generator)
     order_K = torch.randperm(shape.inputs, generator=generator)
@@ -66,20 +69,22 @@ def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def prove_power(shape: Shape, seed: int) -> None:
-    """Raise NoPowerError unless splitting K in two changes every row of the data of `seed`.
+    """Raise NoPowerError unless splitting K in two changes many sums of the data of `seed`.
 
     Both twins add one product at a time in fp32; they differ in nothing but the split.
     """
     if shape.inputs < 16:
         return  # so short a sum may round alike in any order; there is nothing to split either
-    x_TK, weight_NK = cancelling(REFERENCE_ROWS[0], shape, seed)
-    x_TK, weight_NK = x_TK.float(), weight_NK[:PERIOD].float()
+    x_TK, weight_NK = cancelling(REFERENCE_ROWS[0], dataclasses.replace(shape, outputs=PERIOD), seed)
+    x_TK, weight_NK = x_TK.float(), weight_NK.float()
     half = shape.inputs // 2
     whole = _in_order(x_TK, weight_NK)
     split = _in_order(x_TK[:, :half], weight_NK[:, :half]) + _in_order(x_TK[:, half:], weight_NK[:, half:])
-    same_T = (whole.to(shape.out_dtype) == split.to(shape.out_dtype)).all(dim=1)
-    if same_T.any():
-        raise NoPowerError(f"{shape.key()}: a product split over K passed {int(same_T.sum())} rows unseen")
+    changed = (whole.to(shape.out_dtype) != split.to(shape.out_dtype)).float().mean().item()
+    if changed < MIN_POWER:
+        raise NoPowerError(
+            f"{shape.key()}: a product split over K goes unseen, only {changed:.2%} of sums changed"
+        )
 
 
 def _in_order(x_TK: Tensor, weight_NK: Tensor) -> Tensor:

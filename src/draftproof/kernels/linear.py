@@ -5,6 +5,7 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -146,7 +147,7 @@ class LinearPlanner:
         wanted = list(dict.fromkeys(linear.shape for linear, _, _ in self._pending))
         cache = _Cache(self._folder / f"certificates-{self._environment()}.json")
         known = cache.read()
-        self._choices.update({s: known[s.key()] for s in wanted if s.key() in known})
+        self._choices.update({s: known[s.key()] for s in wanted if self._can_follow(s, known.get(s.key()))})
         missing = [shape for shape in wanted if shape not in self._choices]
         for number, shape in enumerate(missing):
             self._tell("certifying products", number, len(missing))
@@ -166,6 +167,15 @@ class LinearPlanner:
 
     def _ways(self, shape: Shape) -> list[Way]:
         return self._find_ways(self._device, shape.dtype, shape.out_dtype, self._library)
+
+    def _can_follow(self, shape: Shape, choice: Choice | None) -> bool:
+        """Whether a choice read from disk makes sense here."""
+        if choice is None:
+            return False
+        return any(
+            way.name == choice.way and (way.any_rows or choice.buckets)
+            for way in [*self._ways(shape), products.SLOW]
+        )
 
     def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> Form:
         choice = self._choices[shape]
@@ -284,7 +294,8 @@ class _Cache:
             temporary.write_text(json.dumps(raw, indent=1))
             os.replace(temporary, self._path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def _plain(choice: Choice) -> dict[str, Any]:

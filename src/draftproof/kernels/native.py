@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -69,7 +70,7 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
     """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0."""
     if os.environ.get("DRAFTPROOF_NATIVE") == "0":
         return None
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None:
         warnings.warn(
             f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, slower and as exact; "
@@ -80,8 +81,10 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
     try:
         key = build_key(compiler)
         path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
-        if not path.exists():
-            _build(compiler, path, progress)
+        if path.exists():
+            with contextlib.suppress(OSError):  # spoilt: build it anew
+                return Library(path, key)
+        _build(compiler, path, progress)
         return Library(path, key)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
@@ -90,6 +93,11 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
             stacklevel=2,
         )
         return None
+
+
+def find_compiler() -> str | None:
+    """The first C++ compiler on the path."""
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
 def source_files() -> list[Path]:
@@ -136,7 +144,7 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         for number, variant in enumerate(VARIANTS):
             try:
-                built = _compile(compiler, variant, sources, Path(folder), progress)
+                built = compile_library(compiler, variant, sources, Path(folder), progress)
                 break
             except subprocess.SubprocessError:
                 if number == len(VARIANTS) - 1:
@@ -144,10 +152,13 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
         os.replace(built, path)
 
 
-def _compile(
+def compile_library(
     compiler: str, variant: Sequence[str], sources: list[Path], folder: Path, progress: Progress | None
 ) -> Path:
-    """One attempt, a process per source file."""
+    """Compile `sources` with the flags of one variant, a process per file, and link them into a file in `folder`.
+
+    Raises CalledProcessError with the compiler's words.
+    """
     objects = [folder / f"{source.stem}.o" for source in sources]
     commands = [
         [compiler, *FLAGS, *variant, "-c", str(source), "-o", str(target)]
