@@ -66,8 +66,8 @@ class CompiledForm:
         self._weight = torch.zeros(size // 4, dtype=torch.int32)  # torch aligns memory to 64 bytes
         assert self._weight.data_ptr() % 64 == 0
         weight_NK = weight_NK.contiguous()
-        library.function("dp_product_pack", "ppiii")(
-            weight_NK.data_ptr(), self._weight.data_ptr(), outputs, inputs, code
+        library.function("dp_product_pack", "ppiiii")(
+            weight_NK.data_ptr(), self._weight.data_ptr(), outputs, inputs, code, torch.get_num_threads()
         )
         self._bias_N = None if bias_N is None else bias_N.float().contiguous()
         self._weight_at = self._weight.data_ptr()

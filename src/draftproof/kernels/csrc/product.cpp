@@ -195,15 +195,19 @@ extern "C" int64_t dp_product_packed_bytes(int64_t outputs, int64_t inputs, int6
 }
 
 // weight [outputs, inputs], row-major; packed is 64-byte aligned and filled with zeros.
-extern "C" void dp_product_pack(const void* weight, uint32_t* packed, int64_t outputs, int64_t inputs, int64_t dtype) {
+extern "C" void dp_product_pack(const void* weight, uint32_t* packed, int64_t outputs, int64_t inputs, int64_t dtype,
+                                int64_t threads) {
     int64_t size = dtype == BF16 ? 2 : 4, words = word_count(inputs, dtype), stride = padded(words);
-    for (int64_t row = 0; row < outputs; row++) {
-        const char* from = (const char*)weight + row * inputs * size;
-        for (int64_t k = 0; k < words; k++) {
-            uint32_t* to = packed + (row / TILE * stride + k) * TILE + row % TILE;
-            std::memcpy(to, from + k * 4, std::min<int64_t>(4, inputs * size - k * 4));
-        }
-    }
+    int64_t tiles = (outputs + TILE - 1) / TILE;
+#pragma omp parallel for num_threads(threads) if (outputs * inputs > 65536)
+    for (int64_t t = 0; t < tiles; t++)
+        for (int64_t first = 0; first < words; first += LANES)
+            for (int64_t row = t * TILE; row < std::min((t + 1) * TILE, outputs); row++) {
+                const char* from = (const char*)weight + row * inputs * size;
+                uint32_t* to = packed + t * stride * TILE + row % TILE;
+                for (int64_t k = first; k < std::min(first + LANES, words); k++)
+                    std::memcpy(to + k * TILE, from + k * 4, std::min<int64_t>(4, inputs * size - k * 4));
+            }
 }
 
 // x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32 or bf16.
