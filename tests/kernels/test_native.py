@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
@@ -127,27 +128,30 @@ def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: t
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 100, generator=generator).to(dtype)
     weight = torch.randn(100, generator=generator).to(dtype)
-    bound = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(table.rms_norm(x, weight, 1e-6), ops.TORCH.rms_norm(x, weight, 1e-6), **bound)
-    torch.testing.assert_close(table.silu_mul(x), ops.TORCH.silu_mul(x), **bound)
+    _close(table.rms_norm(x, weight, 1e-6), ops.TORCH.rms_norm(x, weight, 1e-6))
+    _close(table.silu_mul(x), ops.TORCH.silu_mul(x))
     logits = torch.randn(3, 5000, generator=generator)
-    torch.testing.assert_close(table.log_normalizer(logits), logits.logsumexp(-1))
+    _close(table.log_normalizer(logits), logits.logsumexp(-1))
 
-    caches = [torch.randn(12, 2, 16, 32, generator=generator).to(dtype) for _ in range(2)]
-    rows = (
-        torch.randn(9, 4, 32, generator=generator).to(dtype),
-        *caches,
-        torch.arange(1, 11, dtype=torch.int32).view(2, 5),
-        torch.arange(9) % 2,
-        torch.tensor([1, 16, 17, 63, 64, 65, 79, 0, 80]),
-    )
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_portable_attention_is_right_and_row_safe(portable: native.Library, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(12, 2, 16, 32, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(9, 4, 32, generator=generator).to(dtype)
+    blocks, slots = torch.arange(1, 11, dtype=torch.int32).view(2, 5), torch.arange(9) % 2
+    ends = torch.tensor([1, 16, 17, 63, 64, 65, 79, 0, 80])
     attend = CompiledAttention(portable)
-    together = attend(*rows, 0, 0.2)
-    torch.testing.assert_close(together, reference_attention(*rows, 0, 0.2), **bound)
-    q, k, v, blocks, slots, ends = rows
+    together = attend(q, k, v, blocks, slots, ends, 0, 0.2)
+    _close(together, reference_attention(q, k, v, blocks, slots, ends, 0, 0.2))
     for i in range(9):
         one = attend(q[i : i + 1], k, v, blocks, slots[i : i + 1], ends[i : i + 1], 0, 0.2)
         assert torch.equal(one[0], together[i])
+
+
+def _close(actual: Tensor, expected: Tensor) -> None:
+    bound = 2e-2 if expected.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
