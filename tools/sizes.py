@@ -12,7 +12,7 @@ SUFFIXES = (".py", ".cpp", ".h")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CORE_LINES = 8000
-NOT_CORE = ("train", "server", "cli", "bench")
+NOT_CORE = ("train", "server", "cli", "bench", "kernels/gpu")  # a second form of what kernels/ holds, off the CPU's path
 
 
 def source_files(root: Path) -> list[Path]:
@@ -29,7 +29,7 @@ def is_core(path: Path, root: Path) -> bool:
     """Whether `path` counts towards the serving core's budget: its Python (C++ has a budget of its own)."""
     package = root / "src" / "draftproof"
     inside = path.is_relative_to(package) and path.suffix == ".py"
-    return inside and path.relative_to(package).parts[0] not in NOT_CORE
+    return inside and not path.relative_to(package).as_posix().startswith(tuple(f"{name}/" for name in NOT_CORE))
 
 
 def file_faults(path: Path, name: str) -> Iterator[str]:

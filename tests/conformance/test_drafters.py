@@ -24,14 +24,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[[str], list[RequestOutput]]:
+def plain() -> Callable[..., list[RequestOutput]]:
     """Plain decoding of the mixture, one request at a time, whole prompts, nothing shared."""
-    known: dict[str, list[RequestOutput]] = {}
+    known: dict[tuple[str, int], list[RequestOutput]] = {}
 
-    def get(dtype: str) -> list[RequestOutput]:
-        if dtype not in known:
-            known[dtype], _ = run(mixture(), dtype=dtype, max_num_seqs=1, enable_prefix_caching=False)
-        return known[dtype]
+    def get(dtype: str, block_size: int = 16) -> list[RequestOutput]:
+        key = dtype, block_size
+        if key not in known:
+            settings = {"max_num_seqs": 1, "enable_prefix_caching": False, "block_size": block_size}
+            known[key], _ = run(mixture(), dtype=dtype, **settings)
+        return known[key]
 
     return get
 
@@ -69,7 +71,7 @@ def test_every_registered_method_has_a_case() -> None:
 @pytest.mark.parametrize("settings", CONFIGS)
 def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, dtype: str) -> None:
     outputs, llm = run(mixture(), dtype=dtype, **CONFIGS[settings])
-    assert not compare(plain(dtype), outputs)
+    assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16)), outputs)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
@@ -78,7 +80,7 @@ def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, 
 @pytest.mark.parametrize("method", CASES)
 def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
     outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method), **CONFIGS[settings])
-    check(plain(dtype), outputs, llm)
+    check(plain(dtype, CONFIGS[settings].get("block_size", 16)), outputs, llm)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from draftproof.drafters.base import Drafter, Proposal, Verified
 
+BAD_IDS = 1  # seen on the device, so counted when the host hears of it
+RAISED = 2  # counted already
+
 
 @dataclass(slots=True)
 class Guarded:
-    """A clean proposal. `broken` are the requests (0..R-1) whose draft state can no longer be trusted."""
+    """A clean proposal. `broken_R` (int64): what broke a request's draft state, 0 = nothing."""
 
     proposal: Proposal
-    broken: list[int]
+    broken_R: Tensor
 
 
 class Guard:
@@ -46,9 +49,8 @@ class Guard:
     def propose(self, verified: Verified, num_drafts: int) -> Guarded:
         """Never raises for the drafter's sake. Counts are trimmed to k_R and cut at the first id out of range."""
         num_requests = len(verified.num_rows_R)
-        nothing = _no_drafts(verified.k_R)
         if self.off:
-            return Guarded(nothing, [])
+            return no_proposal(verified)
         start = time.perf_counter()
         try:
             given = verified if self._trusted else _copy(verified)
@@ -56,7 +58,7 @@ class Guard:
             _check_form(proposal, num_requests)
         except Exception as error:
             self._count(f"{type(error).__name__}: {error}")
-            return Guarded(nothing, list(range(num_requests)))
+            return no_proposal(verified, RAISED)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
@@ -65,12 +67,14 @@ class Guard:
         claimed_RK = torch.arange(tokens_RK.shape[1], device=tokens_RK.device) < claimed_R[:, None]
         valid_RK = (tokens_RK >= 0) & (tokens_RK < self._vocab_size) & claimed_RK
         count_R = valid_RK.long().cumprod(1).sum(1)
-        broken = (count_R < claimed_R).nonzero().flatten().tolist()
-        if broken:
-            r = broken[0]
-            bad = tokens_RK[r, int(count_R[r])].item()
-            self._count(f"draft id {bad} is outside the vocabulary of {self._vocab_size}, or not a number")
-        return Guarded(Proposal(tokens_RK.clamp(0, self._vocab_size - 1), count_R), broken)
+        broken_R = (count_R < claimed_R).long() * BAD_IDS
+        return Guarded(Proposal(tokens_RK.clamp(0, self._vocab_size - 1), count_R), broken_R)
+
+    def count_bad_ids(self, num_requests: int) -> None:
+        """A round in which so many requests turned out to be broken by BAD_IDS."""
+        self._count(
+            f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {num_requests} requests"
+        )
 
     def call(self, name: str, *args: Any) -> None:
         """One of the optional verbs (admit, release), guarded alike."""
@@ -111,8 +115,11 @@ def _check_form(proposal: object, num_requests: int) -> None:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
 
 
-def _no_drafts(k_R: Tensor) -> Proposal:
-    return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
+def no_proposal(verified: Verified, broken: int = 0) -> Guarded:
+    """Nothing for anybody."""
+    k_R = verified.k_R
+    nothing = Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
+    return Guarded(nothing, torch.full_like(k_R, broken))
 
 
 def _copy(verified: Verified) -> Verified:

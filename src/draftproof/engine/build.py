@@ -112,7 +112,7 @@ def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
 def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
     model = read_config(directory)
     device = memory.pick_device(config.device)
-    library = native.load() if config.native and device.type == "cpu" else None
+    library = native.load(progress) if config.native and device.type == "cpu" else None
     return _Base(
         config=config,
         directory=directory,

@@ -6,6 +6,7 @@ Shapes: R requests of a pass, T its rows, M its sampled rows, W drafts + 1, K dr
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +15,12 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Verified
-from draftproof.drafters.guard import Guard
-from draftproof.engine.outbox import Emission, Outbox
+from draftproof.drafters.guard import BAD_IDS, Guard, Guarded, no_proposal
+from draftproof.engine.outbox import Emission, Flight, Outbox
 from draftproof.engine.policy import Policy
 from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.state import Batch, State
+from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
 from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
@@ -45,6 +46,7 @@ class Parts:
     spec: DraftSpec
     policy: Policy
     outbox: Outbox
+    num_ahead: int = 0  # passes that may be in flight when a step ends
     stats: EngineStats = field(default_factory=EngineStats)
 
 
@@ -54,6 +56,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.stats = parts.stats
+        self._flights: deque[Flight] = deque()
 
     def add(self, sequence: Sequence) -> None:
         self.parts.scheduler.add(sequence)
@@ -61,45 +64,80 @@ class Engine:
     @property
     def has_work(self) -> bool:
         scheduler = self.parts.scheduler
-        return bool(scheduler.running or scheduler.waiting)
+        return bool(scheduler.running or scheduler.waiting or self._flights)
 
     def step(self) -> list[Emission]:
-        """One pass over what the scheduler plans; what it added to each sequence."""
+        """One pass over what the scheduler plans; what the passes that came back added to their sequences."""
+        start, emissions = time.perf_counter(), []
         plan = self.parts.scheduler.plan()
-        self.place(plan)
-        emissions = self.run(plan, self._wanted(plan))
-        for emission in emissions:
-            if emission.finish_reason is not None:
-                self.finish(emission.sequence)
+        if plan.stalled:
+            emissions += self._deliver(0)
+            plan = self.parts.scheduler.plan()
+        if plan.work:
+            self.launch(plan, self._wanted(plan))
+        emissions += self._deliver(self.parts.num_ahead if plan.work else 0)
+        self.stats.num_steps += 1
+        self.stats.step_seconds += time.perf_counter() - start
         return emissions
 
-    def run(self, plan: Plan, wanted: list[int]) -> list[Emission]:
+    def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p, start = self.parts, time.perf_counter()
+        self._place(plan)
         batch = p.state.fill(plan)
-        rows, tokens_SL = batch.rows, p.state.slots.tokens_SL
+        rows = batch.rows
         attn = PagedAttention(p.ops, p.backend, p.cache, Rows(rows.positions_T, rows.slots_T, rows.ends_T))
         out = p.target(rows.tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
         logits_MV = p.target.logits(out.hidden_TH.index_select(0, rows.sampled_M))
         verdict = p.verifier.verify(
-            logits_MV, rows.slots_M, rows.positions_M, tokens_SL, batch.slots_host, batch.verify
+            logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, batch.slots_host, batch.verify
         )
         verified = p.state.commit(batch, verdict, out.taps, p.verifier.drawer, wanted)
         middle = time.perf_counter()
-        self._propose(plan, batch, verified, max(wanted, default=0))
+        guarded = self._propose(verified, max(wanted))
+        p.state.store_drafts(batch.verify.slots_R, guarded.proposal)
         end = time.perf_counter()
-        emissions = p.outbox.deliver(plan, verdict, logits_MV, out.hidden_TH)
-        self._account(plan, emissions, max(wanted, default=0), (start, middle, end))
-        return emissions
+        result_RX = p.state.pack(batch, verdict, guarded)
+        self._flights.append(Flight(plan, result_RX, logits_MV, out.hidden_TH))
+        for work, number in zip(plan.work, wanted, strict=True):
+            s = work.sequence
+            s.num_drafts = number
+            if work.num_sampled:
+                s.num_pending += work.num_sampled
+            else:
+                s.num_computed += work.num_rows
+        self._clock(plan, max(wanted), middle - start, end - middle)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, finished or aborted."""
-        p = self.parts
-        slot = p.scheduler.finish(sequence)
+        """Take a sequence out, finished or aborted. What is in flight for it is dropped when it arrives."""
+        slot = self.parts.scheduler.finish(sequence)
         if slot >= 0:
             self._vacate(slot)
 
-    def place(self, plan: Plan) -> None:
+    def settle(self) -> None:
+        """Wait for what is in flight, for its effect on sequences alone."""
+        self._deliver(0)
+
+    def _deliver(self, num_ahead: int) -> list[Emission]:
+        """Bring passes home until at most `num_ahead` are in flight."""
+        p, emissions = self.parts, []
+        while len(self._flights) > num_ahead:
+            arrived, broken = p.outbox.deliver(self._flights.popleft())
+            for emission in arrived:
+                self._account(emission)
+                if emission.finish_reason is not None:
+                    self.finish(emission.sequence)
+            num_bad = sum(by == BAD_IDS for _, by in broken)
+            if num_bad and p.guard is not None:
+                p.guard.count_bad_ids(num_bad)
+            for s, _ in broken:
+                s.draft_broken = bool(p.spec.kv)
+            emissions += arrived
+        if p.guard is not None:
+            self.stats.num_drafter_faults = p.guard.num_faults
+        return emissions
+
+    def _place(self, plan: Plan) -> None:
         """Carry out what the plan decided about slots and pages."""
         p = self.parts
         for slot, _ in plan.preempted:
@@ -114,8 +152,9 @@ class Engine:
         for work in plan.work:
             s = work.sequence
             p.state.set_blocks(s.slot, s.blocks)
-        if plan.fresh_blocks and p.draft_cache.layers:
-            p.draft_cache.zero(torch.tensor(plan.fresh_blocks, device=p.state.device))
+        fresh, p.scheduler.fresh_blocks = p.scheduler.fresh_blocks, []
+        if fresh and p.draft_cache.layers:
+            p.draft_cache.zero(torch.tensor(fresh, device=p.state.device))
 
     def _vacate(self, slot: int) -> None:
         self.parts.state.release(slot)
@@ -132,34 +171,20 @@ class Engine:
         numbers = dict(zip(map(id, asked), p.policy.choose(asked), strict=True))
         return [numbers.get(id(w.sequence), 0) for w in plan.work]
 
-    def _propose(self, plan: Plan, batch: Batch, verified: Verified, num_drafts: int) -> None:
+    def _propose(self, verified: Verified, num_drafts: int) -> Guarded:
         guard = self.parts.guard
-        if guard is None or guard.off:
-            for work in plan.work:
-                work.sequence.num_drafts = 0
-            return
-        guarded = guard.propose(verified, num_drafts)
-        self.parts.state.store_drafts(batch.verify.slots_R, guarded.proposal)
-        for work, count in zip(plan.work, guarded.proposal.count_R.tolist(), strict=True):
-            work.sequence.num_drafts = count
-        for r in guarded.broken:
-            plan.work[r].sequence.draft_broken |= bool(self.parts.spec.kv)
-        self.stats.num_drafter_faults = guard.num_faults
+        return no_proposal(verified) if guard is None else guard.propose(verified, num_drafts)
 
-    def _account(
-        self, plan: Plan, emissions: list[Emission], num_drafts: int, times: tuple[float, float, float]
-    ) -> None:
-        p, stats, (start, middle, end) = self.parts, self.stats, times
-        stats.num_steps += 1
-        stats.target_seconds += middle - start
-        stats.draft_seconds += end - middle
-        stats.step_seconds += time.perf_counter() - start
-        for e in emissions:
-            stats.num_generated_tokens += len(e.token_ids)
-            if e.is_round:
-                stats.speculation.record(e.num_drafted, e.num_accepted)
-            if e.num_drafted:
-                p.policy.verified(e.sequence, e.num_drafted, e.num_accepted)
+    def _account(self, emission: Emission) -> None:
+        self.stats.num_generated_tokens += len(emission.token_ids)
+        if emission.is_round:
+            self.stats.speculation.record(emission.num_drafted, emission.num_accepted)
+        if emission.num_drafted:
+            self.parts.policy.verified(emission.sequence, emission.num_drafted, emission.num_accepted)
+
+    def _clock(self, plan: Plan, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
+        self.stats.target_seconds += target_seconds
+        self.stats.draft_seconds += draft_seconds
         if all(w.num_sampled for w in plan.work):  # a chunk of a prompt says nothing about decoding
             num_rows = sum(w.num_rows for w in plan.work)
-            p.policy.timed(num_rows, num_drafts, middle - start, end - middle)
+            self.parts.policy.timed(num_rows, num_drafts, target_seconds, draft_seconds)

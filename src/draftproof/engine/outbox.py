@@ -14,7 +14,6 @@ from draftproof.engine.scheduler import Plan, Work
 from draftproof.engine.sequence import LogprobRow, Sequence
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.sampler import Sampler
-from draftproof.sampling.verifier import Verdict
 from draftproof.types import FinishReason
 
 
@@ -32,6 +31,16 @@ class Emission:
     stop_reason: int | str | None
 
 
+@dataclass(slots=True)
+class Flight:
+    """A pass on its way to the host. Columns of `result`: W tokens, emitted, drafted, proposed, broken."""
+
+    plan: Plan
+    result_RX: Tensor  # int64
+    logits_MV: Tensor
+    hidden_TH: Tensor
+
+
 class Outbox:
     """The one place where results are read from the device."""
 
@@ -39,29 +48,36 @@ class Outbox:
         self._target = target
         self._sampler = sampler
 
-    def deliver(self, plan: Plan, verdict: Verdict, logits_MV: Tensor, hidden_TH: Tensor) -> list[Emission]:
-        """Apply the verdict to every sequence of the plan; sequences that emitted nothing are left out."""
-        emitted = verdict.num_emitted_R.tolist()
-        tokens = verdict.tokens_RW.tolist()
-        emissions = []
+    def deliver(self, flight: Flight) -> tuple[list[Emission], list[tuple[Sequence, int]]]:
+        """Apply a pass to its sequences: what each emitted, and those whose draft state broke, with what broke it.
+
+        Sequences that emitted nothing are left out, and so are those that ended while the pass was in flight.
+        """
+        emissions: list[Emission] = []
+        broken: list[tuple[Sequence, int]] = []
         first_row = first_sampled = 0
-        for r, work in enumerate(plan.work):
-            if work.sequence.wants_prompt_logprobs:
-                self._score_prompt(work, hidden_TH[first_row : first_row + work.num_rows])
-            if work.num_sampled == 0:
-                work.sequence.num_computed += work.num_rows
-            else:
-                logits = logits_MV[first_sampled : first_sampled + emitted[r]]
-                emissions.append(self._emit(work, tokens[r][: emitted[r]], logits))
+        for work, row in zip(flight.plan.work, flight.result_RX.tolist(), strict=True):
+            *tokens, emitted, drafted, proposed, broken_by = row
+            s = work.sequence
+            if s.finish_reason is None and s.slot >= 0:
+                if s.wants_prompt_logprobs:
+                    self._score_prompt(work, flight.hidden_TH[first_row : first_row + work.num_rows])
+                if work.num_sampled:
+                    logits_WV = flight.logits_MV[first_sampled : first_sampled + emitted]
+                    emissions.append(self._emit(work, tokens[:emitted], drafted, logits_WV))
+                if s.num_pending == 0:
+                    s.num_drafts = proposed
+                if broken_by:
+                    broken.append((s, broken_by))
             first_row += work.num_rows
             first_sampled += work.num_sampled
-        return emissions
+        return emissions, broken
 
-    def _emit(self, work: Work, token_ids: list[int], logits_WV: Tensor) -> Emission:
-        s, num_drafted = work.sequence, work.num_sampled - 1
+    def _emit(self, work: Work, token_ids: list[int], num_drafted: int, logits_WV: Tensor) -> Emission:
+        s = work.sequence
+        s.num_pending -= work.num_sampled
         if token_ids[-1] < 0:  # by law 1 only the last can be: a draft never equals it
-            token_ids.pop()
-            return self._fail(s, token_ids, num_drafted)
+            return self._fail(s, token_ids[:-1], num_drafted)
         is_round = s.num_outputs > 0
         if is_round:
             s.speculation.record(num_drafted, len(token_ids) - 1)
@@ -94,9 +110,9 @@ class Outbox:
         """The row at position p scores prompt token p + 1. What an earlier computation scored is kept."""
         s = work.sequence
         assert s.params.prompt_logprobs is not None
-        start = len(s.prompt_logprobs)  # next to score: prompt token start + 1
-        rows = range(start - s.num_computed, min(work.num_rows, s.num_prompt - 1 - s.num_computed))
+        done = len(s.prompt_logprobs)  # next to score: prompt token done + 1
+        rows = range(done - work.start, min(work.num_rows, s.num_prompt - 1 - work.start))
         if len(rows) > 0 and rows.start >= 0:
             logits_MV = self._target.logits(hidden_TH[rows.start : rows.stop])
-            token_ids = s.tokens[start + 1 : start + 1 + len(rows)]
+            token_ids = s.tokens[done + 1 : done + 1 + len(rows)]
             s.prompt_logprobs += self._score(logits_MV, token_ids, s.params.prompt_logprobs)

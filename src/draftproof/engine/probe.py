@@ -22,9 +22,9 @@ def draft(engine: Engine, sequence: Sequence, k: int) -> list[int]:
             work = plan.work[0]
             left = len(sequence.tokens) - 1 - sequence.num_computed
             last = work.num_rows >= left
-            plan = Plan([Work(sequence, min(work.num_rows, left), 0)], plan.admitted, [], plan.fresh_blocks)
-            engine.place(plan)
-            engine.run(plan, [k if last else 0])
+            chunk = Work(sequence, work.start, min(work.num_rows, left), 0)
+            engine.launch(Plan([chunk], plan.admitted), [k if last else 0])
+            engine.settle()
             if last:
                 known = len(sequence.tokens)
                 drafts_L = p.state.slots.tokens_SL[sequence.slot, known : known + sequence.num_drafts]

@@ -1,7 +1,7 @@
 """Which rows the next pass computes: continuous batching, chunked prefill, preemption. Host only; knows no tensors.
 
-There are no phases. A sequence has `len(tokens) - num_computed` known tokens to compute, one while decoding, and its
-drafts on top when all of those fit; the pass takes as many as the token budget and the pages allow.
+There are no phases. A sequence has so many known tokens to compute, one while decoding, and its drafts on top when all
+of those fit; the pass takes as many as the token budget and the pages allow.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from draftproof.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Work:
-    """One sequence's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill)."""
+    """One sequence's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
+
+    `start`: position of the first, an upper bound while an earlier pass is in flight.
+    """
 
     sequence: Sequence
+    start: int
     num_rows: int
     num_sampled: int
 
 
 @dataclass(slots=True)
 class Plan:
-    """One pass. `fresh_blocks` were handed out by this plan and must be cleared in the draft layers."""
+    """One pass. `stalled`: somebody must be preempted, and may only be when no pass is in flight: plan again then."""
 
     work: list[Work] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[tuple[int, Sequence]] = field(default_factory=list)  # slot it had, sequence
-    fresh_blocks: list[int] = field(default_factory=list)
+    stalled: bool = False
 
 
 class Scheduler:
@@ -49,6 +53,7 @@ class Scheduler:
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.fresh_blocks: list[int] = []  # handed out since somebody last took this list: to be cleared
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._budget = max_num_batched_tokens
         self._num_lookahead = num_lookahead
@@ -68,6 +73,8 @@ class Scheduler:
             if sequence not in self.running:  # preempted by an earlier one of this very loop
                 continue
             budget -= self._schedule(sequence, budget, plan, may_preempt=True)
+            if plan.stalled:
+                return Plan(stalled=True)
         while self.waiting and self._free_slots and budget > 0 and not plan.preempted:
             if not self._admit(self.waiting[0], budget, plan):
                 break
@@ -104,31 +111,34 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
         plan.admitted.append(sequence)
-        plan.fresh_blocks += fresh
+        self.fresh_blocks += fresh
         return True
 
     def _schedule(self, sequence: Sequence, budget: int, plan: Plan, *, may_preempt: bool) -> int:
         """Add the sequence's rows to the plan; how many. Drafts are dropped sooner than anybody is preempted."""
-        num_known = len(sequence.tokens) - sequence.num_computed
+        num_known, start = sequence.num_to_compute, sequence.num_computed + sequence.num_pending
         num_rows = min(budget, num_known + sequence.num_drafts)
-        if not self._grow(sequence, sequence.num_computed + num_rows, plan):
+        if not self._grow(sequence, start + num_rows):
             num_rows = min(budget, num_known)
-            while not self._grow(sequence, sequence.num_computed + num_rows, plan):
+            while not self._grow(sequence, start + num_rows):
                 assert may_preempt, "admission made room for the first rows"
+                if any(s.num_pending for s in self.running):
+                    plan.stalled = True
+                    return 0
                 victim = self.running[-1]
                 self._preempt(victim, plan)
                 if victim is sequence:
                     return 0
-        plan.work.append(Work(sequence, num_rows, max(0, num_rows - num_known + 1)))
+        plan.work.append(Work(sequence, start, num_rows, max(0, num_rows - num_known + 1)))
         return num_rows
 
-    def _grow(self, sequence: Sequence, num_positions: int, plan: Plan) -> bool:
+    def _grow(self, sequence: Sequence, num_positions: int) -> bool:
         missing = self._blocks_for(sequence, num_positions) - len(sequence.blocks)
         fresh = self.pages.allocate(max(0, missing))
         if fresh is None:
             return False
         sequence.blocks += fresh
-        plan.fresh_blocks += fresh
+        self.fresh_blocks += fresh
         return True
 
     def _blocks_for(self, sequence: Sequence, num_positions: int) -> int:
@@ -152,7 +162,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.blocks = []
-        sequence.num_computed = sequence.num_drafts = sequence.num_registered = 0
+        sequence.num_computed = sequence.num_pending = sequence.num_drafts = sequence.num_registered = 0
         sequence.draft_broken = False
 
     def _register_pages(self, sequence: Sequence) -> None:

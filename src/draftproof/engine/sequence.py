@@ -22,10 +22,12 @@ class LogprobRow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """Tokens are prompt and output together. `num_computed` of them have keys and values in the cache.
+    """Tokens are prompt and output together, as far as the host has seen them; of these `num_computed` have keys and
+    values in the cache.
 
-    `num_drafts` draft tokens lie beyond them in the device's token table, waiting to be verified. On a device that
-    runs ahead of the host these are upper bounds; on the CPU they are exact.
+    A device may run ahead of the host: `num_pending` is the most tokens that passes in flight may have added since.
+    `num_drafts` draft tokens lie beyond the known ones in the device's table, waiting to be verified; an upper bound
+    while a pass is in flight.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     num_drafts: int = 0
     num_registered: int = 0  # pages of `blocks` that the prefix cache knows
     node: int = ROOT  # id of the last registered page
@@ -55,6 +58,11 @@ class Sequence:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)  # of prompt tokens 1..
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens whose rows are still to come: after a pass that samples it is always one."""
+        return 1 if self.num_pending else len(self.tokens) - self.num_computed
 
     @property
     def num_outputs(self) -> int:

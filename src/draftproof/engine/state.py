@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
+from draftproof.drafters.guard import Guarded
 from draftproof.engine.scheduler import Plan
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.sampling.verifier import Verdict, VerifyRows
@@ -121,6 +122,16 @@ class State:
             num_rows_R=batch.num_rows_R,
             history=lambda r: self.history(int(slots_R[r])),
         )
+
+    def pack(self, batch: Batch, verdict: Verdict, guarded: Guarded) -> Tensor:
+        """What the host wants to know of a pass, as `outbox.Flight` describes it, int64 [R, W + 4]."""
+        columns = (
+            verdict.num_emitted_R,
+            batch.verify.draft_count_R,
+            guarded.proposal.count_R,
+            guarded.broken_R,
+        )
+        return torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
 
     def history(self, slot: int) -> Tensor:
         """The slot's known tokens (int32, on the device; free to read on a CPU)."""
