@@ -19,6 +19,7 @@ from draftproof.drafters import registry
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftMemory, HeadDrafter
 from draftproof.kernels import ops
+from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
@@ -74,7 +75,7 @@ class Pair:
         return self.head(torch.tensor(tokens), features, attn)
 
     def bind(self, paged: Paged) -> None:
-        self.drafter.bind(DraftMemory(ops=ops.TORCH, backend=paged.backend, cache=paged.cache))
+        self.drafter.bind(DraftMemory(ops=ops.TORCH, backend=paged.backend, cache=paged.cache, graphs=EAGER))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> Any:

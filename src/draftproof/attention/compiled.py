@@ -57,5 +57,5 @@ class CompiledAttention:
             torch.get_num_threads(),
             scale,
         )
-        self._run(args)
+        self._run(args, out_TX)
         return out_TX

@@ -41,6 +41,7 @@ class Eagle3Head:
         build, config, hidden = given.build, s.layers, s.layers.hidden_size
         taps = _taps(s, given)
         self._settings = s
+        self._ops = build.ops
         self.spec = DraftSpec(
             taps=Taps(layers=taps),
             layout=lambda _: InputLayout(context="all", shift=1),
@@ -72,7 +73,7 @@ class Eagle3Head:
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         if self._fc_norms:
             taps = tuple(norm(tap) for norm, tap in zip(self._fc_norms, taps, strict=True))
-        fused_TF = torch.cat(taps, dim=-1)
+        fused_TF = self._ops.concat(taps)
         return self._fc(self._input_norm(fused_TF) if self._input_norm else fused_TF)
 
     def __call__(
@@ -83,7 +84,8 @@ class Eagle3Head:
         assert first.input_norm is not None
         normed_NH = self._hidden_norm(features_NF)
         residual_NH = normed_NH if self._settings.norm_before_residual else features_NF
-        x_NX = torch.cat((first.input_norm(self._embed_VH.index_select(0, tokens_N)), normed_NH), dim=-1)
+        embedded_NH = first.input_norm(self._ops.gather(self._embed_VH, tokens_N))
+        x_NX = self._ops.concat((embedded_NH, normed_NH))
         x_NH, residual_NH = first(x_NX, residual_NH, attn)
         for layer in self._layers[1:]:
             assert layer.input_norm is not None

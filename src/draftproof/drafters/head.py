@@ -14,6 +14,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.step import Layout
 
@@ -46,6 +47,7 @@ class DraftMemory:
     ops: Ops
     backend: AttentionBackend
     cache: PagedCache
+    graphs: Graphs
 
 
 class HeadDrafter:
@@ -73,8 +75,7 @@ class HeadDrafter:
 
         The row of step j sits at the read row's position + j; its draw is for position anchor + 1 + j.
         """
-        assert self._memory is not None, "bind comes before propose"
-        fed = self._memory.ops.step.draft_rows(
+        fed = self._bound.ops.step.draft_rows(
             self._layout,
             verified.num_rows_R,
             verified.cu_R1,
@@ -84,33 +85,67 @@ class HeadDrafter:
             verified.live_R,
             verified.next_R,
         )
-        features_TF = self._head.features(verified.taps)
-        features_NF = None if features_TF is None else features_TF.index_select(0, fed.source_N)
-        read_R = fed.read_RJ[:, 0]
-        attn = self._attention(fed.positions_N, fed.slots_N)
-        hidden_NH, feedback_NF = self._head(fed.tokens_N, features_NF, attn)
+        read_R = fed.read_RJ[:, 0].contiguous()
+        inputs = (
+            fed.tokens_N,
+            fed.source_N,
+            fed.positions_N,
+            fed.positions_N + 1,
+            fed.slots_N,
+            read_R,
+            *verified.taps,
+        )
+        out = self._bound.graphs.run(("feed", self, len(fed.tokens_N), len(read_R)), self._feed, inputs)
 
+        k_R, slots_R = verified.k_R, verified.slots_R
         tokens_RK = fed.tokens_N.new_zeros((len(read_R), num_drafts))
-        if num_drafts == 0:
-            return Proposal(tokens_RK, verified.k_R)
-        hidden_RH = hidden_NH.index_select(0, read_R)
-        feedback_RF = None if feedback_NF is None else feedback_NF.index_select(0, read_R)
-        position_R = fed.positions_N[read_R]
+        position_R = fed.positions_N.index_select(0, read_R)
         all_R = torch.arange(len(read_R), device=read_R.device)
         for step in range(num_drafts):
-            logits_RV = self._head.logits(hidden_RH)
-            drawn_R = verified.draw(logits_RV, all_R, fed.anchor_position_R + 1 + step, self._head.ids_V)
+            drawn_R = verified.draw(out[0], all_R, fed.anchor_position_R + 1 + step, self._head.ids_V)
             tokens_RK[:, step] = drawn_R
             if step + 1 == num_drafts:
                 break
             position_R = position_R + 1
-            live_position_R = position_R.masked_fill(verified.k_R <= step + 1, -1)
-            attn = self._attention(live_position_R, verified.slots_R)
+            live_R = position_R.masked_fill(k_R <= step + 1, -1)
             # -1 says "no number here": the guard drops it, but it must not reach the embedding
-            hidden_RH, feedback_RF = self._head(drawn_R.clamp(min=0), feedback_RF, attn)
-        return Proposal(tokens_RK, verified.k_R)
+            inputs = (drawn_R.clamp(min=0), live_R, live_R + 1, slots_R, *out[1:])
+            out = self._bound.graphs.run(("step", self, len(read_R)), self._step, inputs)
+        return Proposal(tokens_RK, k_R)
 
-    def _attention(self, positions_N: Tensor, slots_N: Tensor) -> PagedAttention:
+    def _feed(
+        self,
+        tokens_N: Tensor,
+        source_N: Tensor,
+        positions_N: Tensor,
+        ends_N: Tensor,
+        slots_N: Tensor,
+        read_R: Tensor,
+        *taps: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The verified rows: (logits, feedback if any) of those that are read."""
+        features_TF = self._head.features(taps)
+        gather = self._bound.ops.gather
+        features_NF = None if features_TF is None else gather(features_TF, source_N)
+        attn = self._attention(positions_N, slots_N, ends_N)
+        hidden_NH, feedback_NF = self._head(tokens_N, features_NF, attn)
+        logits_RV = self._head.logits(gather(hidden_NH, read_R))
+        return (logits_RV,) if feedback_NF is None else (logits_RV, gather(feedback_NF, read_R))
+
+    def _step(
+        self, tokens_R: Tensor, positions_R: Tensor, ends_R: Tensor, slots_R: Tensor, *feedback: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One drafted row per request: (logits, feedback if any)."""
+        attn = self._attention(positions_R, slots_R, ends_R)
+        hidden_RH, feedback_RF = self._head(tokens_R, feedback[0] if feedback else None, attn)
+        logits_RV = self._head.logits(hidden_RH)
+        return (logits_RV,) if feedback_RF is None else (logits_RV, feedback_RF)
+
+    @property
+    def _bound(self) -> DraftMemory:
         assert self._memory is not None, "bind comes before propose"
-        memory = self._memory
-        return PagedAttention(memory.ops, memory.backend, memory.cache, Rows.causal(positions_N, slots_N))
+        return self._memory
+
+    def _attention(self, positions_N: Tensor, slots_N: Tensor, ends_N: Tensor) -> PagedAttention:
+        m = self._bound
+        return PagedAttention(m.ops, m.backend, m.cache, Rows(positions_N, slots_N, ends_N))

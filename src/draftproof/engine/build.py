@@ -28,8 +28,9 @@ from draftproof.engine.outbox import Outbox
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
-from draftproof.kernels import native
+from draftproof.kernels import graphs, native
 from draftproof.kernels import ops as operators
+from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig, read_config
@@ -67,6 +68,7 @@ class _Base:
     ops: Ops
     backend: AttentionBackend
     planner: LinearPlanner
+    graphs: Graphs
     max_model_len: int
 
 
@@ -128,6 +130,7 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
             library=library,
             progress=progress,
         ),
+        graphs=graphs.select(device, library),
         max_model_len=_max_model_len(config, model),
     )
 
@@ -262,7 +265,7 @@ def _assemble(
 
     draft_cache = cache(spec.kv)
     if drafter is not None and (bind := getattr(drafter, "bind", None)) is not None:
-        bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache))
+        bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=base.graphs))
     pages = PageAllocator(
         num_blocks,
         config.block_size,
@@ -291,6 +294,7 @@ def _assemble(
         spec=spec,
         policy=_policy(config, num_drafts),
         outbox=Outbox(target, sampler),
+        graphs=base.graphs,
     )
     return Loaded(
         engine=Engine(parts),

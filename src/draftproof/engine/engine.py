@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
@@ -21,11 +22,14 @@ from draftproof.engine.policy import Policy
 from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.state import State
+from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verifier
+
+MOST_GRAPH_ROWS = 64  # larger passes are prompts: each another size, and long enough to run as they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class Parts:
     spec: DraftSpec
     policy: Policy
     outbox: Outbox
+    graphs: Graphs
     num_ahead: int = 0  # passes that may be in flight when a step ends
     stats: EngineStats = field(default_factory=EngineStats)
 
@@ -86,19 +91,20 @@ class Engine:
         self._place(plan)
         batch = p.state.fill(plan)
         rows = batch.rows
-        attn = PagedAttention(p.ops, p.backend, p.cache, Rows(rows.positions_T, rows.slots_T, rows.ends_T))
-        out = p.target(rows.tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
-        logits_MV = p.target.logits(out.hidden_TH.index_select(0, rows.sampled_M))
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
+        graphs = p.graphs if len(rows.tokens_T) <= MOST_GRAPH_ROWS else EAGER
+        key = ("target", len(rows.tokens_T), len(rows.sampled_M))
+        logits_MV, hidden_TH, *taps = graphs.run(key, self._target, inputs)
         verdict = p.verifier.verify(
             logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, batch.slots_host, batch.verify
         )
-        verified = p.state.commit(batch, verdict, out.taps, p.verifier.drawer, wanted)
+        verified = p.state.commit(batch, verdict, tuple(taps), p.verifier.drawer, wanted)
         middle = time.perf_counter()
         guarded = self._propose(verified, max(wanted))
         p.state.store_drafts(batch.verify.slots_R, guarded.proposal)
         end = time.perf_counter()
         result_RX = p.state.pack(batch, verdict, guarded)
-        self._flights.append(Flight(plan, result_RX, logits_MV, out.hidden_TH))
+        self._flights.append(Flight(plan, result_RX, logits_MV, hidden_TH))
         for work, number in zip(plan.work, wanted, strict=True):
             s = work.sequence
             s.num_drafts = number
@@ -107,6 +113,15 @@ class Engine:
             else:
                 s.num_computed += work.num_rows
         self._clock(plan, max(wanted), middle - start, end - middle)
+
+    def _target(
+        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor, sampled_M: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
+        p = self.parts
+        attn = PagedAttention(p.ops, p.backend, p.cache, Rows(positions_T, slots_T, ends_T))
+        out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
+        return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), out.hidden_TH, *out.taps)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, finished or aborted. What is in flight for it is dropped when it arrives."""

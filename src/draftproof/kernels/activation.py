@@ -34,5 +34,5 @@ class SiluMulCompiled:
         rows, width = gate_up_TI2.shape
         out_TI = gate_up_TI2.new_empty(rows, width // 2)
         out_at, threads = out_TI.data_ptr(), torch.get_num_threads()
-        self._run(self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, threads))
+        self._run(self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, threads), out_TI)
         return out_TI

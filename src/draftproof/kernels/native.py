@@ -12,8 +12,9 @@ import struct
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,23 +42,82 @@ class Library:
         self.build_key = build_key  # hash of sources, compiler and processor
         self._dll = ctypes.CDLL(str(path))
 
+        self._recorder: Recorder | None = None
+
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
-        """The C function `name`; one letter an argument: p address (int or None), i int64, f float."""
+        """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
+
+        Such calls cannot be recorded.
+        """
         function = getattr(self._dll, name)
         function.argtypes = [_CTYPES[letter] for letter in arguments]
         function.restype = _CTYPES[returns] if returns else None
-        return function
 
-    def packed(self, name: str, fields: str) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
-        """(run, pack) of the C function `name`, whose one argument is a struct: call run(pack(*values)).
+        def run(*values: Any) -> int:
+            if self._recorder is not None:
+                self._recorder.incomplete = True
+            return function(*values)
+
+        return run
+
+    def packed(self, name: str, fields: str) -> tuple[Callable[..., None], Callable[..., bytes]]:
+        """(run, pack) of the C function `name`, whose one argument is a struct: run(pack(*values), *outputs).
 
         One letter a field: P address (int, 0 = null), q int64, d double. Four times quicker than many arguments,
-        which counts where a pass makes forty calls.
+        which counts where a pass makes forty calls. `outputs` are the tensors that the call writes and a recording
+        must keep alive.
         """
         function = getattr(self._dll, name)
         function.argtypes = [ctypes.c_char_p]
         function.restype = None
-        return function, struct.Struct(fields).pack
+        address = ctypes.cast(function, ctypes.c_void_p).value
+
+        def run(args: bytes, *outputs: Any) -> None:
+            function(args)
+            if self._recorder is not None:
+                self._recorder.calls.append((address or 0, args))
+                self._recorder.outputs += outputs
+
+        return run, struct.Struct(fields).pack
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Write down the packed calls made meanwhile. Recordings do not nest."""
+        assert self._recorder is None
+        self._recorder = recorder = Recorder(self._dll)
+        try:
+            yield recorder
+        finally:
+            self._recorder = None
+
+
+class Recorder:
+    """Calls written down. `incomplete`: something else happened too."""
+
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        self.calls: list[tuple[int, bytes]] = []
+        self.outputs: list[Any] = []
+        self.incomplete = False
+        self._dll = dll
+
+    def program(self) -> Program:
+        return Program(self._dll, self.calls, self.outputs)
+
+
+class Program:
+    """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
+
+    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[int, bytes]], outputs: list[Any]) -> None:
+        self._kept = (calls, outputs)
+        self._replay = dll.dp_replay
+        self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._replay.restype = None
+        pairs = [x for address, args in calls for x in (address, ctypes.cast(args, ctypes.c_void_p).value)]
+        self._calls = (ctypes.c_void_p * len(pairs))(*pairs)
+        self._count = len(calls)
+
+    def __call__(self) -> None:
+        self._replay(self._calls, self._count)
 
 
 def default_cache_dir() -> Path:

@@ -73,7 +73,7 @@ class RMSNormCompiled:
             torch.get_num_threads(),
             eps,
         )
-        self._run(args)
+        self._run(args, out_TH)
         return out_TH
 
 
@@ -105,5 +105,5 @@ class AddRMSNormCompiled:
             torch.get_num_threads(),
             eps,
         )
-        self._run(args)
+        self._run(args, out_TH, sum_TH)
         return out_TH, sum_TH

@@ -113,7 +113,7 @@ class RopeStoreCompiled:
             torch.get_num_threads(),
             eps,
         )
-        self._run(args)
+        self._run(args, q_THD)
         return q_THD
 
 

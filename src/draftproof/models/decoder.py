@@ -34,7 +34,7 @@ class TargetOutput:
 class Decoder:
     """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture."""
 
-    __slots__ = ("_embed_VH", "_head", "_layers", "_norms", "config", "cos_sin_PD", "kv")
+    __slots__ = ("_embed_VH", "_gather", "_head", "_layers", "_norms", "config", "cos_sin_PD", "kv")
 
     def __init__(
         self,
@@ -44,8 +44,10 @@ class Decoder:
         final_norm: Norm,
         head: Linear,
         cos_sin_PD: Tensor,
+        ops: Ops,
     ) -> None:
         self.config = config
+        self._gather = ops.gather
         self.cos_sin_PD = cos_sin_PD
         self.kv = tuple(
             KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
@@ -93,11 +95,11 @@ class Decoder:
             head = build.linear("lm_head", hidden, vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
-        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD)
+        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD, ops)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """int64 ids in 0..V-1 -> [T, H]."""
-        return self._embed_VH.index_select(0, tokens_T)
+        return self._gather(self._embed_VH, tokens_T)
 
     def __call__(
         self, tokens_T: Tensor, attn: PagedAttention, taps: Sequence[int] = (), final: bool = False

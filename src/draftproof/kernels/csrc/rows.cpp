@@ -1,0 +1,36 @@
+// Moving rows: gathering them by index, laying parts side by side; and running a recorded list of operators.
+#include <cstdint>
+#include <cstring>
+
+struct GatherArgs {
+    const char* table;
+    const int64_t* index;
+    char* out;
+    int64_t rows, row_bytes;
+};
+
+extern "C" void dp_gather(const GatherArgs* a) {
+    for (int64_t r = 0; r < a->rows; r++)
+        std::memcpy(a->out + r * a->row_bytes, a->table + a->index[r] * a->row_bytes, a->row_bytes);
+}
+
+struct PlaceArgs {
+    const char* part;
+    char* out;
+    int64_t rows, part_bytes, out_bytes;
+};
+
+// Copies a part into its columns of a wider matrix; `out` points at the first of them.
+extern "C" void dp_place(const PlaceArgs* a) {
+    for (int64_t r = 0; r < a->rows; r++)
+        std::memcpy(a->out + r * a->out_bytes, a->part + r * a->part_bytes, a->part_bytes);
+}
+
+struct Call {
+    void (*run)(const void*);
+    const void* args;
+};
+
+extern "C" void dp_replay(const Call* calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++) calls[i].run(calls[i].args);
+}

@@ -1,0 +1,58 @@
+"""Moving rows: gathering them by index, and laying matrices side by side.
+
+Shapes: T rows, V rows of a table, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.native import Library
+
+
+def gather_torch(table_VH: Tensor, index_T: Tensor) -> Tensor:
+    """table[index], [T, H]; index int64."""
+    return table_VH.index_select(0, index_T)
+
+
+def concat_torch(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices of equally many rows side by side."""
+    return torch.cat(list(parts), dim=-1)
+
+
+class GatherCompiled:
+    """`gather_torch` in C++."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_gather", "3P2q")
+
+    def __call__(self, table_VH: Tensor, index_T: Tensor) -> Tensor:
+        table_VH, index_T = table_VH.contiguous(), index_T.contiguous()
+        out_TH = table_VH.new_empty(len(index_T), table_VH.shape[1])
+        row_bytes = table_VH.shape[1] * table_VH.element_size()
+        self._run(
+            self._pack(table_VH.data_ptr(), index_T.data_ptr(), out_TH.data_ptr(), len(index_T), row_bytes),
+            out_TH,
+        )
+        return out_TH
+
+
+class ConcatCompiled:
+    """`concat_torch` in C++."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_place", "2P3q")
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        rows, size = len(parts[0]), parts[0].element_size()
+        out = parts[0].new_empty(rows, sum(part.shape[1] for part in parts))
+        at, out_bytes = out.data_ptr(), out.shape[1] * size
+        for part in parts:
+            part = part.contiguous()
+            part_bytes = part.shape[1] * size
+            self._run(self._pack(part.data_ptr(), at, rows, part_bytes, out_bytes), out)
+            at += part_bytes
+        return out

@@ -1,0 +1,230 @@
+"""What every Triton kernel must do, on whatever device: equal its torch twin, and give a row the same bits in any batch.
+
+Run on a GPU by the tests beside this file, and in Triton's interpreter by `python -m tests.gpu.checks`.
+Shapes: T rows, H width, D head size, M rows of logits, V columns, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import activation, logits, norm, products, rope, sample
+from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels.gpu import activation as gpu_activation
+from draftproof.kernels.gpu import linear as gpu_linear
+from draftproof.kernels.gpu import logits as gpu_logits
+from draftproof.kernels.gpu import norm as gpu_norm
+from draftproof.kernels.gpu import rope as gpu_rope
+from draftproof.kernels.gpu import sample as gpu_sample
+from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from tests.conformance import test_attention as attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    bound = TOLERANCE[expected.dtype]
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found.float(), expected.float(), atol=bound, rtol=bound)
+
+
+def same_in_any_batch(run: Callable[[Tensor], Tensor], rows: int) -> None:
+    """`run` takes row indices. Alone, in parts, shuffled: the same bits as together."""
+    every = torch.arange(rows)
+    together = run(every)
+    parts = [every[:1], every[1 : rows // 2], every[rows // 2 :], torch.randperm(rows), every[-1:]]
+    for part in parts:
+        assert torch.equal(run(part), together[part.to(together.device)])
+
+
+def check_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (64, 100, 2048, 4100):
+        x, other = randn(9, width, device=device, dtype=dtype), randn(9, width, device=device, dtype=dtype, seed=1)
+        weight = randn(width, device=device, dtype=dtype, seed=2)
+        close(gpu_norm.rms_norm(x, weight, 1e-5), norm.rms_norm_torch(x, weight, 1e-5))
+        for found, expected in zip(
+            gpu_norm.add_rms_norm(x, other, weight, 1e-5),
+            norm.add_rms_norm_torch(x, other, weight, 1e-5),
+            strict=True,
+        ):
+            close(found, expected)
+        same_in_any_batch(lambda i: gpu_norm.add_rms_norm(x[i], other[i], weight, 1e-5)[0], 9)  # noqa: B023
+        shifted = torch.empty(9 * width + 1, device=device, dtype=dtype)[1:].view(9, width).copy_(x)
+        assert torch.equal(gpu_norm.rms_norm(shifted, weight, 1e-5), gpu_norm.rms_norm(x, weight, 1e-5))
+
+
+def check_activation(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (3, 64, 1500):
+        x = 6 * randn(7, 2 * width, device=device, dtype=dtype)
+        close(gpu_activation.silu_mul(x), activation.silu_mul_torch(x))
+        same_in_any_batch(lambda i: gpu_activation.silu_mul(x[i]), 7)  # noqa: B023
+
+
+def check_rope(device: torch.device, dtype: torch.dtype) -> None:
+    for dim, rotary, block_size, normed in ((64, 64, 16, True), (20, 12, 7, True), (32, 32, 16, False)):
+        heads, kv_heads, rows = 6, 2, 9
+        qkv = randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+        positions = torch.tensor([0, 5, -1, 33, 34, 35, -1, 2, 39], device=device)
+        slots = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2], device=device)
+        table = (torch.randperm(3 * 6, generator=torch.Generator().manual_seed(0)) + 1).view(3, 6).int().to(device)
+        cos_sin = randn(64, rotary, device=device)
+        norms = [randn(dim, device=device, dtype=dtype, seed=s) if normed else None for s in (3, 4)]
+        found, expected = [], []
+        for run, out in ((gpu_rope.rope_store, found), (rope.rope_store_torch, expected)):
+            k_cache = torch.zeros(19, kv_heads, block_size, dim, dtype=dtype, device=device)
+            v_cache = torch.zeros_like(k_cache)
+            q = run(qkv, positions, slots, cos_sin, *norms, 1e-6, k_cache, v_cache, table)
+            out += [q, k_cache, v_cache]
+        for a, b in zip(found, expected, strict=True):
+            close(a, b)
+        assert torch.equal(found[2], expected[2])  # values are only copied
+
+        def queries(i: Tensor) -> Tensor:
+            i = i.to(device)
+            caches = found[1].clone(), found[2].clone()  # noqa: B023
+            out = gpu_rope.rope_store(qkv[i], positions[i], slots[i], cos_sin, *norms, 1e-6, *caches, table)  # noqa: B023
+            assert torch.equal(caches[0], found[1]) and torch.equal(caches[1], found[2])  # noqa: B023
+            return out
+
+        same_in_any_batch(queries, rows)
+
+
+def check_log_normalizer(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (1, 37, 4096, 9001):
+        x = 5 * randn(6, width, device=device)
+        x[1, 0], x[2] = torch.inf, -torch.inf
+        torch.testing.assert_close(gpu_logits.log_normalizer(x), logits.log_normalizer_torch(x))
+        same_in_any_batch(lambda i: gpu_logits.log_normalizer(x[i]), 6)  # noqa: B023
+        x[3, 0] = torch.nan
+        assert gpu_logits.log_normalizer(x)[3].isnan()
+
+
+SAMPLING = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 200, "top_p": 0.7, "min_p": 0.001},
+    {"temperature": 1e6, "top_p": 0.5},
+    {"temperature": 1e-30},
+)
+
+
+def draw_inputs(rows: int, device: torch.device, **given: float) -> tuple[Tensor, ...]:
+    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
+    columns = [torch.full((rows,), full[name], device=device) for name in full]
+    seeds = torch.arange(rows, device=device) * 0x123456789ABCDEF - 5
+    return (*columns, seeds, torch.arange(rows, device=device) + 40)
+
+
+def check_sample(device: torch.device, dtype: torch.dtype) -> None:
+    for width, scale in ((37, 3.0), (5000, 3.0), (9001, 0.01))[: 2 if device.type == "cpu" else 3]:
+        x = scale * randn(6, width, device=device)
+        x[:, 3] = x[:, 7]
+        x[1, 0], x[2] = torch.nan, -torch.inf
+        ids = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))[:width].to(device)
+        for params in SAMPLING:
+            given = draw_inputs(6, device, **params)
+            for mapped in (None, ids):
+                found = gpu_sample.sample(x, *given, mapped)
+                assert torch.equal(found, sample.sample_torch(x, *given, mapped)), (width, params)
+            assert found[1] == found[2] == -1
+            same_in_any_batch(lambda i: gpu_sample.sample(x[i], *[c[i.to(device)] for c in given], None), 6)  # noqa: B023
+    ties = torch.zeros(2, 5000, device=device)
+    ties[:, [4097, 13]] = 1.0
+    given = draw_inputs(2, device, temperature=0.0)
+    assert gpu_sample.sample(ties, *given, None).tolist() == [13, 13]
+
+
+def check_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows."""
+    for outputs, inputs, bias in ((50, 200, True), (64, 512, False)):
+        for out_dtype in {dtype, torch.float32}:
+            shape = Shape(outputs, inputs, dtype, out_dtype, bias)
+            x, weight = (t.to(device) for t in cancelling(70, shape, seed=3))
+            offset = randn(outputs, device=device, dtype=dtype) if bias else None
+            tiles = gpu_linear.tiles(dtype)
+            forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
+            expected = products.SLOW.make(weight, offset, out_dtype)(x)
+            reference = forms[0](x)
+            torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
+            for form in forms[:: 4 if device.type == "cpu" else 1]:
+                if device.type == "cpu":  # the interpreter's product is numpy's, whose order nobody promises
+                    torch.testing.assert_close(form(x), reference, atol=0.05, rtol=0.05)
+                    continue
+                for rows in (1, 6, 17, 70):
+                    assert torch.equal(form(x[:rows]), reference[:rows])
+                assert torch.equal(form(x[13:20].clone()), reference[13:20])
+
+
+def place(rows: attention.Pass, device: torch.device) -> attention.Pass:
+    tensors = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    return dataclasses.replace(
+        rows, **{name: t.to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
+    )
+
+
+def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
+    """`attention.mixed`, but fewer rows."""
+    rows = [(0, 55), (0, 56), (0, 57), (0, 0), (1, 255), (1, 256), (1, 257), (1, 0), (2, 1), (2, 64), (2, 300)]
+    return attention.make_pass(shape, [end for _, end in rows], [slot for slot, _ in rows], dtype)
+
+
+def check_attention(device: torch.device, dtype: torch.dtype) -> None:
+    small = device.type == "cpu"
+    split, loop = TritonAttention(), TritonAttention(Tiling(split_rows=1))
+    for shape in attention.SHAPES[1 :: 6 if small else 1]:
+        rows = place((few if small else attention.mixed)(shape, dtype), device)
+        attention.check_equals_reference(split, rows)
+        together = rows.run(split)
+        assert (together[rows.ends == 0] == 0).all()
+        assert torch.equal(rows.run(loop), together)
+        for part in (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
+            assert torch.equal(rows.run(split, part), together[part])
+            assert torch.equal(rows.run(loop, part), together[part])
+
+
+def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) -> None:
+    for backend in (TritonAttention(), TritonAttention(Tiling(split_rows=1))):
+        for end in (258,) if device.type == "cpu" else (12, 66, 258):
+            ends = list(range(end - 5, end + 1))
+            rows = place(attention.make_pass(attention.Shape(), ends, [0] * 6, dtype), device)
+            attention.check_later_rows_do_not_reach_earlier_ones(backend, rows)
+        rows = attention.make_pass(attention.Shape(window=40), [70, 257], [1, 2], dtype)
+        attention.check_only_visible_keys_matter(backend, place(rows, device))
+
+
+CHECKS = (
+    *(check_norm, check_activation, check_rope, check_log_normalizer, check_sample, check_products),
+    *(check_attention, check_attention_is_not_poisoned),
+)
+
+
+def main() -> None:
+    """Prints {check: error or ""} as JSON."""
+    found = {}
+    for check in CHECKS:
+        try:
+            dtypes = (torch.float32, torch.float16) if check in (check_norm, check_products) else (torch.float32,)
+            for dtype in dtypes:
+                check(torch.device("cpu"), dtype)
+            found[check.__name__] = ""
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
