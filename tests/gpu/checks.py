@@ -1,4 +1,4 @@
-"""What every Triton kernel must do, on whatever device: equal its torch twin, and give a row the same bits in any batch.
+"""What every Triton kernel must do on any device: equal its torch twin, and give a row the same bits in any batch.
 
 Run on a GPU by the tests beside this file, and in Triton's interpreter by `python -m tests.gpu.checks`.
 Shapes: T rows, H width, D head size, M rows of logits, V columns, K inputs, N outputs.
@@ -50,7 +50,10 @@ def same_in_any_batch(run: Callable[[Tensor], Tensor], rows: int) -> None:
 
 def check_norm(device: torch.device, dtype: torch.dtype) -> None:
     for width in (64, 100, 2048, 4100):
-        x, other = randn(9, width, device=device, dtype=dtype), randn(9, width, device=device, dtype=dtype, seed=1)
+        x, other = (
+            randn(9, width, device=device, dtype=dtype),
+            randn(9, width, device=device, dtype=dtype, seed=1),
+        )
         weight = randn(width, device=device, dtype=dtype, seed=2)
         close(gpu_norm.rms_norm(x, weight, 1e-5), norm.rms_norm_torch(x, weight, 1e-5))
         for found, expected in zip(
@@ -77,7 +80,12 @@ def check_rope(device: torch.device, dtype: torch.dtype) -> None:
         qkv = randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
         positions = torch.tensor([0, 5, -1, 33, 34, 35, -1, 2, 39], device=device)
         slots = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2], device=device)
-        table = (torch.randperm(3 * 6, generator=torch.Generator().manual_seed(0)) + 1).view(3, 6).int().to(device)
+        table = (
+            (torch.randperm(3 * 6, generator=torch.Generator().manual_seed(0)) + 1)
+            .view(3, 6)
+            .int()
+            .to(device)
+        )
         cos_sin = randn(64, rotary, device=device)
         norms = [randn(dim, device=device, dtype=dtype, seed=s) if normed else None for s in (3, 4)]
         found, expected = [], []
@@ -130,18 +138,23 @@ def draw_inputs(rows: int, device: torch.device, **given: float) -> tuple[Tensor
 
 
 def check_sample(device: torch.device, dtype: torch.dtype) -> None:
-    for width, scale in ((37, 3.0), (5000, 3.0), (9001, 0.01))[: 2 if device.type == "cpu" else 3]:
+    small = device.type == "cpu"
+    for width, scale in ((5000, 3.0), (37, 3.0), (9001, 0.01), (128256, 3.0))[: 1 if small else 4]:
         x = scale * randn(6, width, device=device)
         x[:, 3] = x[:, 7]
         x[1, 0], x[2] = torch.nan, -torch.inf
         ids = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))[:width].to(device)
         for params in SAMPLING:
             given = draw_inputs(6, device, **params)
-            for mapped in (None, ids):
+            for mapped in (None, ids)[: 1 if small and params else 2]:
                 found = gpu_sample.sample(x, *given, mapped)
                 assert torch.equal(found, sample.sample_torch(x, *given, mapped)), (width, params)
             assert found[1] == found[2] == -1
-            same_in_any_batch(lambda i: gpu_sample.sample(x[i], *[c[i.to(device)] for c in given], None), 6)  # noqa: B023
+            if not small or params == SAMPLING[5]:
+                same_in_any_batch(
+                    lambda i: gpu_sample.sample(x[i], *[c[i.to(device)] for c in given], None),  # noqa: B023
+                    6,
+                )
     ties = torch.zeros(2, 5000, device=device)
     ties[:, [4097, 13]] = 1.0
     given = draw_inputs(2, device, temperature=0.0)
@@ -178,7 +191,19 @@ def place(rows: attention.Pass, device: torch.device) -> attention.Pass:
 
 def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
     """`attention.mixed`, but fewer rows."""
-    rows = [(0, 55), (0, 56), (0, 57), (0, 0), (1, 255), (1, 256), (1, 257), (1, 0), (2, 1), (2, 64), (2, 300)]
+    rows = [
+        (0, 55),
+        (0, 56),
+        (0, 57),
+        (0, 0),
+        (1, 255),
+        (1, 256),
+        (1, 257),
+        (1, 0),
+        (2, 1),
+        (2, 64),
+        (2, 300),
+    ]
     return attention.make_pass(shape, [end for _, end in rows], [slot for slot, _ in rows], dtype)
 
 
@@ -217,7 +242,9 @@ def main() -> None:
     found = {}
     for check in CHECKS:
         try:
-            dtypes = (torch.float32, torch.float16) if check in (check_norm, check_products) else (torch.float32,)
+            dtypes = (
+                (torch.float32, torch.float16) if check in (check_norm, check_products) else (torch.float32,)
+            )
             for dtype in dtypes:
                 check(torch.device("cpu"), dtype)
             found[check.__name__] = ""

@@ -73,6 +73,12 @@ class PagedAttention:
     cache: PagedCache
     rows: Rows
 
+    def __post_init__(self) -> None:
+        # A backend may want to share work between the layers of a pass: `begin` gives one that does.
+        begin = getattr(self.backend, "begin", None)
+        if begin is not None:
+            self.backend = begin()
+
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]."""
         kv = self.cache.layers[layer]

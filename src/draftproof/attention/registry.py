@@ -12,6 +12,7 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.attention.sdpa import sdpa_attention
+from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
 
 
@@ -22,6 +23,7 @@ class Entry:
     build: Callable[[Library | None], AttentionBackend]
     devices: tuple[str, ...]
     needs_library: bool = False
+    needs_triton: bool = False
 
 
 def _compiled(library: Library | None) -> AttentionBackend:
@@ -29,9 +31,16 @@ def _compiled(library: Library | None) -> AttentionBackend:
     return CompiledAttention(library)
 
 
+def _triton(library: Library | None) -> AttentionBackend:
+    from draftproof.kernels.gpu.attention import TritonAttention
+
+    return TritonAttention()
+
+
 BACKENDS: dict[str, Entry] = {
     "compiled": Entry(_compiled, ("cpu",), needs_library=True),
     "sdpa": Entry(lambda _: sdpa_attention, ("cpu",)),
+    "triton": Entry(_triton, ("cuda",), needs_triton=True),
     "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
 }
 
@@ -44,7 +53,9 @@ def select(device: torch.device, library: Library | None, name: str | None = Non
     usable = [
         key
         for key, entry in BACKENDS.items()
-        if device.type in entry.devices and (library is not None or not entry.needs_library)
+        if device.type in entry.devices
+        and (library is not None or not entry.needs_library)
+        and (gpu.available(device) or not entry.needs_triton)
     ]
     if name is None:
         name = usable[0]

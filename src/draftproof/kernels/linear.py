@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify, native, products
+from draftproof.kernels import certify, gpu, native, products
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.products import Form, Way
 
@@ -49,11 +49,15 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any)."""
+    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
+
+    `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
+    """
 
     way: str
     buckets: tuple[int, ...]
     report: tuple[ReportRow, ...]
+    by_bucket: tuple[str, ...] = ()
 
 
 class PackedLinear:
@@ -136,7 +140,9 @@ class LinearPlanner:
         if self.exact if exact is None else exact:
             self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
         else:
-            linear._form = self._ways(shape)[0].make(weight_NK, bias_N, out_dtype)
+            # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
+            way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
+            linear._form = way.make(weight_NK, bias_N, out_dtype)
         return linear
 
     def certify(self) -> None:
@@ -172,6 +178,8 @@ class LinearPlanner:
         """Whether a choice read from disk makes sense here."""
         if choice is None:
             return False
+        if choice.by_bucket:
+            return {*choice.by_bucket} - {""} <= {way.name for way in self._ways(shape)}
         return any(
             way.name == choice.way and (way.any_rows or choice.buckets)
             for way in [*self._ways(shape), products.SLOW]
@@ -179,12 +187,19 @@ class LinearPlanner:
 
     def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> Form:
         choice = self._choices[shape]
+        if choice.by_bucket:
+            from draftproof.kernels.gpu import planner
+
+            args = (weight_NK, bias_N, shape.out_dtype)
+            return planner.make(self._ways(shape), choice.buckets, choice.by_bucket, *args)
         way = next(way for way in [*self._ways(shape), products.SLOW] if way.name == choice.way)
         return _planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets, shape)
 
     def _choose(self, shape: Shape) -> Choice:
         """Certify, then time what was certified."""
         ways = self._ways(shape)
+        if gpu.available(self._device):
+            return self._choose_by_bucket(shape, ways)
         certified = certify.certify(shape, ways, self._max_rows, self._device)
         usable = [way for way in ways if certified[way.name]] or [products.SLOW]
         rows = [rows for rows in TIMED_ROWS if rows <= max(self._max_rows, 2)]
@@ -214,10 +229,25 @@ class LinearPlanner:
             lines.append(ReportRow(shape.key(), t, best.name, exact_us[best.name][i], free, free_us[free][i]))
         return Choice(best.name, certified.get(best.name, ()), tuple(lines))
 
+    def _choose_by_bucket(self, shape: Shape, ways: list[Way]) -> Choice:
+        """Certify and time; each bucket of rows gets its own way."""
+        from draftproof.kernels.gpu import planner
+
+        buckets, chosen, timed = planner.plan(shape, ways, self._max_rows, self._device)
+        if not any(chosen):
+            return Choice(products.SLOW.name, (), ())
+        lines = tuple(
+            ReportRow(shape.key(), t.rows, t.way, t.microseconds, t.fastest_way, t.fastest_microseconds)
+            for t in timed
+        )
+        return Choice("by rows", buckets, lines, chosen)
+
     def _environment(self) -> str:
         """Hash of all that a certificate depends on, but for the shape."""
         here = Path(__file__).parent
         sources = [here / name for name in ("linear.py", "certify.py", "products.py", "norm.py")]
+        if gpu.available(self._device):
+            sources += sorted((here / "gpu").glob("*.py"))
         code = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *native.source_files()]))
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else native.processor()
         settings = sorted(
@@ -226,7 +256,7 @@ class LinearPlanner:
             if item[0].startswith(("ONEDNN", "DNNL", "MKL", "ATEN", "OMP"))
         )
         facts = (
-            *(name, torch.__version__, torch.get_num_threads(), code.hexdigest(), settings),
+            *(name, torch.__version__, gpu.version(self._device), torch.get_num_threads(), code.hexdigest(), settings),
             *(certify.buckets_up_to(self._max_rows), self._library and self._library.build_key),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
@@ -234,7 +264,7 @@ class LinearPlanner:
     def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:
         slow = [shape for shape in shapes if self._choices[shape].way == products.SLOW.name]
         if slow:
-            cost = max(row.cost for shape in slow for row in self._choices[shape].report)
+            cost = max((row.cost for shape in slow for row in self._choices[shape].report), default=0.0)
             warnings.warn(
                 f"no fast product is exact on this machine for {', '.join(s.key() for s in slow)}: running row by row, "
                 f"up to {1 + cost:.0f} times slower; exact=False takes the fast product and gives up the promise",
@@ -301,7 +331,8 @@ class _Cache:
 def _plain(choice: Choice) -> dict[str, Any]:
     fields = ReportRow.__dataclass_fields__
     lines = [{name: getattr(row, name) for name in fields} for row in choice.report]
-    return {"way": choice.way, "buckets": list(choice.buckets), "report": lines}
+    by_bucket = {"by_bucket": list(choice.by_bucket)} if choice.by_bucket else {}
+    return {"way": choice.way, "buckets": list(choice.buckets), "report": lines, **by_bucket}
 
 
 def _choice(raw: dict[str, Any]) -> Choice:
@@ -310,4 +341,7 @@ def _choice(raw: dict[str, Any]) -> Choice:
     way = raw["way"]
     if not isinstance(way, str) or any(rows < 1 for rows in buckets):
         raise ValueError("not a certificate")
-    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]))
+    by_bucket = tuple(str(name) for name in raw.get("by_bucket", ()))
+    if by_bucket and len(by_bucket) != len(buckets):
+        raise ValueError("not a certificate")
+    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]), by_bucket)

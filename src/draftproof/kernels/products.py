@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.kernels import gpu
 from draftproof.kernels.native import DTYPE_CODES, Library
 from draftproof.kernels.norm import row_sum
 
@@ -38,6 +39,10 @@ def ways(
     device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, library: Library | None
 ) -> list[Way]:
     """What this machine can do for weights of `dtype`, in a fixed order: the first is the reference."""
+    if gpu.available(device):
+        from draftproof.kernels.gpu import linear
+
+        return linear.ways(dtype)
     found = []
     if device.type == "cpu" and library is not None and {dtype, out_dtype} <= DTYPE_CODES.keys():
         wide = bool(library.function("dp_product_is_wide", "", "i")())
@@ -94,7 +99,7 @@ class CompiledForm:
                 out_code,
                 torch.get_num_threads(),
             )
-            self._run(args)
+            self._run(args, out_TN)
         return out_TN
 
 

@@ -1,0 +1,235 @@
+"""GPU kernels beside their rooflines: `python bench/gpu_kernels.py [products attention sampling small]`.
+
+Shapes of Llama-3.1-8B, bf16; device time of calls inside one CUDA graph, weights and caches not in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from draftproof.kernels import certify, ops
+from draftproof.kernels.certify import Shape
+from draftproof.kernels.gpu import linear, planner
+from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from draftproof.kernels.gpu.planner import graph_microseconds
+
+DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
+BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
+LAYERS, HEADS, KV_HEADS, D = 32, 32, 8, 128
+PRODUCTS = {
+    "qkv": (6144, 4096, LAYERS, BF16),
+    "o": (4096, 4096, LAYERS, BF16),
+    "gate_up": (28672, 4096, LAYERS, BF16),
+    "down": (4096, 14336, LAYERS, BF16),
+    "logits": (128256, 4096, 1, torch.float32),
+}
+ROWS = (1, 2, 4, 6, 8, 16, 32, 64)
+CONTEXTS = (1024, 8192, 32768)
+
+
+def products() -> None:
+    """All products of a pass in one graph, exact and cuBLAS."""
+    buckets, total_bytes = certify.buckets_up_to(512), 0
+    passes: dict[str, dict[int, list[Callable[[], object]]]] = {
+        name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
+    }
+    x = {(rows, k): torch.randn(rows, k, device=DEVICE).to(BF16) for rows in ROWS for k in (4096, 14336)}
+    for name, (outputs, inputs, copies, out_dtype) in PRODUCTS.items():
+        shape, ways = Shape(outputs, inputs, BF16, out_dtype, False), linear.ways(BF16)
+        start = time.perf_counter()
+        certified = certify.certify(shape, ways, 512, DEVICE)
+        middle = time.perf_counter()
+        us = planner.times(shape, ways, DEVICE, planner.TIMED_ROWS)
+        chosen = planner.choose(ways, certified, us, planner.TIMED_ROWS, buckets)
+        refused = {
+            w.name: len(buckets) - len(certified[w.name])
+            for w in ways
+            if len(certified[w.name]) < len(buckets)
+        }
+        print(f"{name} {outputs}x{inputs}: certified in {middle - start:.0f} s, timed in "
+              f"{time.perf_counter() - middle:.0f} s; uncertified buckets: {refused}")  # fmt: skip
+        for i, rows in enumerate(planner.TIMED_ROWS):
+            best = sorted((us[w][i], w) for w in us)[:3]
+            line = "; ".join(f"{w.removeprefix('triton ')} {t:.1f}" for t, w in best)
+            print(f"  {rows:4}: {chosen[buckets.index(rows)]} | {line} | cublas {us['cublas'][i]:.1f}"
+                  f" | roof {outputs * inputs * 2 / BANDWIDTH:.1f}", flush=True)  # fmt: skip
+        for _ in range(copies):
+            weight = torch.randn(outputs, inputs, device=DEVICE, dtype=BF16)
+            total_bytes += weight.nbytes
+            exact = planner.make(ways, buckets, chosen, weight, None, out_dtype)
+            free = linear.cublas(weight, None, out_dtype)
+            for rows in ROWS:
+                given = x[rows, inputs]
+                passes["exact"][rows].append(lambda f=exact, g=given: f(g))
+                passes["cublas"][rows].append(lambda f=free, g=given: f(g))
+    print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
+    for name, calls in passes.items():
+        found = [graph_microseconds(calls[rows]) * len(calls[rows]) / 1e3 for rows in ROWS]
+        print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in zip(ROWS, found, strict=True)))
+
+
+class Cache:
+    """One layer's cache of 2^21 tokens; requests get blocks scattered over all of it."""
+
+    def __init__(self) -> None:
+        blocks = (1 << 21) // 16
+        self.k = torch.randn(blocks, KV_HEADS, 16, D, device=DEVICE, dtype=BF16)
+        self.v = torch.randn(blocks, KV_HEADS, 16, D, device=DEVICE, dtype=BF16)
+        self.order = torch.randperm(blocks, device=DEVICE).int()
+
+    def calls(
+        self, backend: TritonAttention, batch: int, rows: int, context: int, bound: int = 0
+    ) -> list[Callable[[], object]]:
+        """Calls over disjoint parts of the cache, together far more than the L2 holds."""
+        bound = bound or context
+        copies = max(1, min((1 << 21) // (batch * bound), 1 + (400 << 20) // (batch * context * 4096)))
+        slots = torch.arange(batch, device=DEVICE).repeat_interleave(rows)
+        ends = context - rows + 1 + torch.arange(rows, device=DEVICE).repeat(batch)
+        q = torch.randn(batch * rows, HEADS, D, device=DEVICE, dtype=BF16)
+        found = []
+        for part in self.order.split(batch * bound // 16)[:copies]:
+            args = (q, self.k, self.v, part.view(batch, -1), slots, ends, 0, D**-0.5)
+            attend = backend.begin()  # a plan a call, as the first layer of a pass has it
+            attend(*args)
+            found.append(lambda attend=attend, args=args: attend(*args))
+        return found
+
+
+def attention(variants: Sequence[Tiling]) -> None:
+    """Decode and verify rows; then a prompt."""
+    cache = Cache()
+    print("attention, us a layer: rows x batch at context: roof | " + " | ".join(map(_short, variants)))
+    for rows in (1, 6):
+        for batch in (1, 16, 64):
+            for context in CONTEXTS:
+                roof = batch * context * KV_HEADS * D * 4 / BANDWIDTH
+                found = [_timed(cache, v, batch, rows, context) for v in variants]
+                print(f"  {rows} x {batch:2} at {context:5}: {roof:7.1f} | " + " | ".join(found), flush=True)
+    bound = _timed(cache, Tiling(), 1, 1, 1024, 131072)
+    print(f"  1 x 1 at 1024, table of 131072: {bound}")
+    for rows, context in ((2048, 2048), (512, 8192)):
+        q = torch.randn(1, HEADS, rows, D, device=DEVICE, dtype=BF16)
+        k, v = (torch.randn(1, KV_HEADS, context, D, device=DEVICE, dtype=BF16) for _ in range(2))
+        found = [_timed(cache, t, 1, rows, context) for t in variants]
+        torch_us = graph_microseconds(
+            [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]  # noqa: B023
+        )
+        print(
+            f"  prompt {rows} rows at {context}: {' | '.join(found)} | torch, causal from the top: {torch_us:.0f}"
+        )
+
+
+def _short(t: Tiling) -> str:
+    return f"w{t.num_warps} s{t.num_stages} n{t.step} m{t.most} p{t.programs} r{t.split_rows}"
+
+
+def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bound: int = 0) -> str:
+    """Microseconds, or why there are none."""
+    try:
+        calls = cache.calls(TritonAttention(tiling), batch, rows, context, bound)
+        return f"{graph_microseconds(calls[:64]):8.1f}"
+    except Exception as error:
+        return repr(error)[:60]
+
+
+def sampling() -> None:
+    table, width = ops.triton_ops(), 128256
+    for rows in (1, 8, 64):
+        logits = 3 * torch.randn(rows, width, device=DEVICE)
+        line = f"sample {rows:2} x {width}, us:"
+        for title, params in (
+            ("greedy", (0.0, 0, 1.0, 0.0)),
+            ("T=1", (1.0, 0, 1.0, 0.0)),
+            ("top-k 50", (1.0, 50, 1.0, 0.0)),
+            ("top-p 0.9", (1.0, 0, 0.9, 0.0)),
+            ("both", (0.7, 50, 0.9, 0.0)),
+            ("T=1e6 top-p", (1e6, 0, 0.9, 0.0)),
+        ):
+            columns = [torch.full((rows,), value, device=DEVICE) for value in params]
+            seeds = torch.arange(rows, device=DEVICE)
+            us = graph_microseconds([lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4)  # noqa: B023
+            line += f" {title} {us:.1f};"
+        us = graph_microseconds([lambda: table.log_normalizer(logits)] * 4)  # noqa: B023
+        print(line + f" log normalizer {us:.1f}; roof {rows * width * 4 / BANDWIDTH:.1f}")
+
+
+def small() -> None:
+    """The operators between the products; and what the host pays for a launch."""
+    table = ops.triton_ops()
+    for rows in (1, 8, 64, 2048):
+        x, gate_up = (
+            torch.randn(rows, 4096, device=DEVICE).to(BF16),
+            torch.randn(rows, 28672, device=DEVICE).to(BF16),
+        )
+        qkv, weight = (
+            torch.randn(rows, 6144, device=DEVICE).to(BF16),
+            torch.ones(4096, device=DEVICE, dtype=BF16),
+        )
+        k = torch.zeros(256, KV_HEADS, 16, D, device=DEVICE, dtype=BF16)
+        v, blocks = torch.zeros_like(k), torch.arange(256, device=DEVICE, dtype=torch.int32).view(1, 256)
+        positions, cos_sin = torch.arange(rows, device=DEVICE), torch.randn(4096, D, device=DEVICE)
+        slots = torch.zeros_like(positions)
+        calls: dict[str, Callable[[], object]] = {
+            "norm": lambda: table.rms_norm(x, weight, 1e-6),  # noqa: B023
+            "add+norm": lambda: table.add_rms_norm(x, x, weight, 1e-6),  # noqa: B023
+            "silu*up": lambda: table.silu_mul(gate_up),  # noqa: B023
+            "rope+store": lambda: table.rope_store(
+                qkv, positions, slots, cos_sin, None, None, 1e-6, k, v, blocks  # noqa: B023
+            ),
+        }  # fmt: skip
+        line = f"{rows:4} rows, us:"
+        for name, call in calls.items():
+            line += f" {name} {graph_microseconds([call] * 20):.1f};"
+        if rows == 1:
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(200):
+                    call()
+                line += f" host {name} {(time.perf_counter() - start) * 5e3:.0f};"
+        print(line, flush=True)
+
+
+VARIANTS = (
+    Tiling(),
+    Tiling(num_stages=2),
+    Tiling(most=16),
+    Tiling(most=32),
+    Tiling(step=32),
+    Tiling(num_warps=8),
+    Tiling(programs=6),
+    Tiling(split_rows=1),
+    Tiling(split_rows=512),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = {
+        "small": small,
+        "sampling": sampling,
+        "attention": lambda: attention(VARIANTS),
+        "products": products,
+    }
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
+    wanted = parser.parse_args().parts or parts
+    print(torch.cuda.get_device_name(), torch.__version__)
+    with torch.inference_mode():
+        for name, run in parts.items():
+            if name in wanted:
+                start = time.perf_counter()
+                try:
+                    run()
+                except Exception:
+                    traceback.print_exc(limit=-4)
+                print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Paged attention in Triton, an `AttentionBackend` without a look at the host, so that it may stand in a CUDA graph.
+
+Keys are gone through in chunks at fixed absolute positions, each from nothing, and a row's chunks are added first to
+last. Neighbouring rows of one slot and the heads of a group form a tile that reads each key once. Few rows: chunks
+are dealt out over the whole device and added by a second kernel. Many rows: a tile adds its chunks up itself. Both
+give the same bits, so the choice may look at the batch.
+Shapes: T rows, S slots, B blocks per slot, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from draftproof.kernels.gpu.attention_kernels import combine_kernel, loop_kernel, split_kernel, tiles_kernel
+from draftproof.kernels.gpu.launch import dense, num_processors, on, power_of_two
+
+CHUNK = 256  # keys
+SCRATCH_BYTES = 512 << 20  # more than this, and they are not
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the work is cut. Bits depend on CHUNK and on `step`, and on no other setting."""
+
+    num_warps: int = 4
+    num_stages: int = 3
+    step: int = 64  # keys a step; half as many where vectors are long
+    most: int = 64  # rows times heads of a tile
+    programs: int = 3  # a multiprocessor
+    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Constants of one call."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    window: int
+    tile: int  # rows times heads
+    chunks: int  # bound
+    step: int
+    split: bool
+
+    @property
+    def group2(self) -> int:
+        return power_of_two(self.heads // self.kv_heads)
+
+    def constants(self) -> dict[str, int]:
+        return {
+            "HEADS": self.heads,
+            "D": self.dim,
+            "DP": max(power_of_two(self.dim), 16),
+            "CHUNK": CHUNK,
+            "WINDOWED": bool(self.window),
+        }
+
+
+class TritonAttention:
+    """An `AttentionBackend`. `begin` gives one whose calls share what depends on a pass's rows only."""
+
+    def __init__(self, tiling: Tiling | None = None) -> None:
+        self._tiling = tiling or Tiling()
+
+    def begin(self) -> AttentionPass:
+        return AttentionPass(self._tiling)
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table_SB: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        attend = self.begin()
+        return attend(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
+
+
+class AttentionPass:
+    """Attention for the layers of one pass, whose rows must stay as they are: they are cut into tiles once."""
+
+    def __init__(self, tiling: Tiling) -> None:
+        self._tiling = tiling
+        self._plans: dict[tuple[int, int, bool], Tensor] = {}
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table_SB: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        """See `AttentionBackend`."""
+        rows, heads, dim = q_THD.shape
+        out_TX = q_THD.new_empty(rows, heads * dim)
+        if rows == 0:
+            return out_TX
+        assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_table_SB.is_contiguous()
+        shape = self._shape(q_THD, k_cache, block_table_SB, window)
+        q_THD, scale = dense(q_THD), scale * math.log2(math.e)
+        inputs = (q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T)
+        with on(q_THD):
+            plan = self._plan(shape, slots_T, ends_T)
+            if shape.split:
+                self._split(shape, inputs, plan, out_TX, scale)
+            else:
+                self._loop(shape, inputs, plan, out_TX, scale)
+        return out_TX
+
+    def _shape(self, q_THD: Tensor, k_cache: Tensor, block_table_SB: Tensor, window: int) -> _Shape:
+        rows, heads, dim = q_THD.shape
+        _, kv_heads, block_size, _ = k_cache.shape
+        group2 = power_of_two(heads // kv_heads)
+        wide = q_THD.dtype == torch.float32
+        most = min(self._tiling.most, 32) if wide else self._tiling.most
+        chunks = triton.cdiv(block_table_SB.shape[1] * block_size, CHUNK)
+        scratch = rows * heads * chunks * (dim + 2) * 4
+        return _Shape(
+            rows=rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            block_size=block_size,
+            window=window,
+            tile=max(min(power_of_two(rows * group2), most), group2, 16),
+            chunks=chunks,
+            step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
+            split=rows <= self._tiling.split_rows and scratch <= SCRATCH_BYTES,
+        )
+
+    def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
+        """int32 [2 + rows + 1 + rows], see `tiles_kernel`."""
+        per_tile = shape.tile // shape.group2
+        key = (per_tile, shape.window, shape.split)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = slots_T.new_empty(2 * shape.rows + 3, dtype=torch.int32)
+            tiles_kernel[(1,)](
+                *(slots_T, ends_T, plan, shape.rows, shape.window),
+                CHUNK=CHUNK,
+                ROWS=per_tile,
+                WINDOWED=bool(shape.window),
+                COUNT_CHUNKS=shape.split,
+                BLOCK=self._tiling.split_rows if shape.split else 1024,
+                num_warps=4,
+            )
+            self._plans[key] = plan
+        return plan
+
+    def _split(
+        self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
+    ) -> None:
+        q, width, ends_T = inputs[0], inputs[3].shape[1], inputs[5]
+        size = (shape.rows, shape.heads, shape.chunks)
+        acc = torch.empty(*size, shape.dim, dtype=torch.float32, device=q.device)
+        ml = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
+        most = shape.rows * shape.chunks * shape.kv_heads
+        programs = min(self._tiling.programs * num_processors(q.device), most)
+        split_kernel[(programs,)](
+            *(*inputs, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
+            **self._tile_constants(shape),
+            TILES=self._tiling.split_rows,
+        )
+        combine_kernel[(shape.rows, shape.heads)](
+            *(acc, ml, ends_T, out_TX, shape.chunks, shape.window),
+            **shape.constants(),
+            BLOCK=128,
+            UNROLL=8,
+            num_warps=1,
+        )
+
+    def _loop(
+        self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
+    ) -> None:
+        loop_kernel[(shape.rows, shape.kv_heads)](
+            *(*inputs, plan, out_TX, inputs[3].shape[1], shape.window, scale),
+            **self._tile_constants(shape),
+        )
+
+    def _tile_constants(self, shape: _Shape) -> dict[str, int]:
+        return {
+            **shape.constants(),
+            "M": shape.tile,
+            "N": shape.step,
+            "KV_HEADS": shape.kv_heads,
+            "GROUP": shape.heads // shape.kv_heads,
+            "GROUP2": shape.group2,
+            "BLOCK_SIZE": shape.block_size,
+            "num_warps": self._tiling.num_warps,
+            "num_stages": self._tiling.num_stages,
+            # Multiply-adds are fused where the source says so only: the masked and the plain steps must agree.
+            "enable_fp_fusion": False,
+        }

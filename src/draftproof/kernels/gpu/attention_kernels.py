@@ -1,0 +1,302 @@
+"""The Triton kernels of paged attention. How they play together is told in `attention.py`.
+
+The maximum that a softmax is shifted by is rounded up to an integer (scores are in units of log 2): then every
+rescaling is by a power of two and exact, so a row's sum over chunks rounds alike in whatever kernel it is formed.
+Row sums come from a matrix product as the values do, since a reduction's order depends on the tile.
+Shapes: M tile rows (rows x heads of a group), N keys of a step, D head size, T rows, C chunks.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FAR = tl.constexpr(1 << 30)  # past every position
+ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["rows", "window"], do_not_specialize_on_alignment=["slots", "ends"])
+def tiles_kernel(
+    slots, ends, plan, rows, window,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, COUNT_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut the pass into tiles of up to ROWS neighbouring rows of one slot; one program.
+
+    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each].
+    """
+    carried, tiles = 0, 0
+    for base in range(0, rows, BLOCK):
+        t = base + tl.arange(0, BLOCK)
+        inside, follows = t < rows, (t < rows) & (t > 0)
+        slot, end = tl.load(slots + t, mask=inside, other=-1), tl.load(ends + t, mask=inside, other=0)
+        slot_before = tl.load(slots + t - 1, mask=follows, other=-2)
+        end_before = tl.load(ends + t - 1, mask=follows, other=0)
+        breaks = (slot != slot_before) | (end == 0) | (end_before == 0)
+        start = tl.maximum(tl.associative_scan(tl.where(breaks, t, 0), 0, _larger), carried)
+        leads = inside & ((t - start) % ROWS == 0)
+        index = tiles + tl.cumsum(leads.to(tl.int32), axis=0) - 1
+        tl.store(plan + 2 + index, t, mask=leads)
+        carried = tl.max(start, axis=0)
+        tiles += tl.sum(leads.to(tl.int32), axis=0)
+    tl.store(plan + 2 + tiles, rows)
+    tl.store(plan, tiles)
+    if COUNT_CHUNKS:
+        tl.debug_barrier()  # what was stored above is read below by other threads
+        i = tl.arange(0, BLOCK)
+        first = tl.load(plan + 2 + i, mask=i < tiles, other=0)
+        after = tl.load(plan + 3 + i, mask=i < tiles, other=0)
+        r = first[:, None] + tl.arange(0, ROWS)[None, :]
+        end = tl.load(ends + r, mask=r < after[:, None], other=0).to(tl.int32)
+        low = tl.zeros((BLOCK,), tl.int32)
+        if WINDOWED:
+            starts = tl.where(end > 0, tl.maximum(end - window, 0), FAR)
+            low = tl.min(starts, axis=1) // CHUNK
+        last = tl.max(end, axis=1)
+        chunks = tl.where(last > 0, (last + CHUNK - 1) // CHUNK - low, 0)
+        tl.store(plan + 3 + rows + i, tl.cumsum(chunks, axis=0) - chunks, mask=i < tiles)
+        tl.store(plan + 1, tl.sum(chunks, axis=0))
+
+
+@triton.jit
+def power(x):
+    """2 to the integer `x` <= 0, exactly; 0 below the normal numbers."""
+    return ((tl.maximum(x, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_tile(
+    q, slots, ends, plan, tile, head, window, M: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP2: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """(q_MD, row of each tile row, head of each, whether it is one, its end, its first key, slot)."""
+    first = tl.load(plan + 2 + tile)
+    count = tl.load(plan + 3 + tile) - first
+    m = tl.arange(0, M)
+    r, g, d = m // GROUP2, m % GROUP2, tl.arange(0, DP)
+    valid_M = (r < count) & (g < GROUP)
+    t_M = (first + r).to(tl.int64)
+    head_M = head * GROUP + g
+    end_M = tl.load(ends + t_M, mask=valid_M, other=0).to(tl.int32)
+    low_M = tl.zeros((M,), tl.int32)
+    if WINDOWED:
+        low_M = tl.maximum(end_M - window, 0)
+    slot = tl.load(slots + first)
+    at_M = (t_M * HEADS + head_M) * D
+    q_MD = tl.load(q + at_M[:, None] + d[None, :], mask=valid_M[:, None] & (d < D)[None, :], other=0.0)
+    return q_MD, t_M, head_M, valid_M, end_M, low_M, slot
+
+
+@triton.jit
+def _keys(
+    row_table, positions_N, visible_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
+):
+    """Offsets of the cached vectors of these positions."""
+    block_N = tl.load(row_table + positions_N // BLOCK_SIZE, mask=visible_N, other=0).to(tl.int64)
+    return ((block_N * KV_HEADS + head) * BLOCK_SIZE + positions_N % BLOCK_SIZE) * D
+
+
+@triton.jit
+def _softmax(s_MN, m_M, l_MO, acc_MD):
+    """Shift to the new maximum: (weights, maximum, and the sums so far rescaled)."""
+    m_new = tl.maximum(m_M, tl.ceil(tl.max(s_MN, axis=1)))
+    p_MN = tl.exp2(s_MN - tl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
+    a_M = power(m_M - m_new)
+    return p_MN, m_new, l_MO * a_M[:, None], acc_MD * a_M[:, None]
+
+
+@triton.jit
+def _masked_steps(
+    q_MD, k, v, row_table, head, start, j0, j1, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Steps j0..j1 of a chunk, of whose keys some rows of the tile see only a part."""
+    d = tl.arange(0, DP)
+    for j in tl.range(j0, j1, num_stages=1):
+        n = start + j * N + tl.arange(0, N)
+        loaded = (n >= bottom) & (n < limit)
+        at = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)
+        at_ND, mask_ND = at[:, None] + d[None, :], loaded[:, None] & (d < D)[None, :]
+        k_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
+        v_ND = tl.load(v + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
+        seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+        s_MN = tl.where(seen_MN, s_MN, -float("inf"))
+        p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
+        # A weight of 0 does not silence a value that is no number: it is taken out, and put on those who see it.
+        broken_ND = ~(tl.abs(v_ND.to(tl.float32)) < float("inf"))
+        broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
+        broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
+        v_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
+        p_MN = p_MN.to(v_ND.dtype)
+        l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
+        acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
+        acc_MD = tl.where(broken_M[:, None], float("nan"), acc_MD)
+    return m_M, l_MO, acc_MD
+
+
+@triton.jit
+def _chunk(
+    q_MD, k, v, row_table, head, start, end_M, low_M, valid_M, scale,
+    M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Keys start..start+CHUNK-1 for a tile, from nothing: (maximum_M, sum [M, ONES], weighted values_MD).
+
+    The chunk is gone through whole whatever the rows see of it; steps that all rows see whole take no masks.
+    """
+    m_M = tl.full((M,), -float("inf"), tl.float32)
+    l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
+    limit, d = tl.max(end_M, axis=0), tl.arange(0, DP)
+    j0, bottom = 0, 0
+    j1 = tl.minimum(tl.maximum((tl.min(tl.where(valid_M, end_M, FAR), axis=0) - start) // N, 0), CHUNK // N)
+    if WINDOWED:
+        bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
+        j0 = tl.maximum((tl.max(tl.where(valid_M, low_M, 0), axis=0) - start + N - 1) // N, 0)
+        j0 = tl.minimum(j0, CHUNK // N)
+        j1 = tl.maximum(j0, j1)
+        m_M, l_MO, acc_MD = _masked_steps(
+            q_MD, k, v, row_table, head, start, 0, j0, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+            KV_HEADS, BLOCK_SIZE, D, DP, N,
+        )  # fmt: skip
+    for j in range(j0, j1):
+        n = start + j * N + tl.arange(0, N)
+        at_ND = _keys(row_table, n, n >= 0, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
+        if D == DP:
+            k_ND, v_ND = tl.load(k + at_ND), tl.load(v + at_ND)
+        else:
+            k_ND = tl.load(k + at_ND, mask=(d < D)[None, :], other=0.0)
+            v_ND = tl.load(v + at_ND, mask=(d < D)[None, :], other=0.0)
+        k_ND, v_ND = k_ND.to(q_MD.dtype), v_ND.to(q_MD.dtype)
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+        p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
+        p_MN = p_MN.to(v_ND.dtype)
+        l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
+        acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
+    return _masked_steps(
+        q_MD, k, v, row_table, head, start, j1, CHUNK // N, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+        KV_HEADS, BLOCK_SIZE, D, DP, N,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["rows", "width", "chunks", "window"],
+    do_not_specialize_on_alignment=["table", "slots", "ends", "plan"],
+)
+def split_kernel(
+    q, k, v, table, slots, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOWED: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Chunks of all tiles and heads, dealt out among the programs; each chunk's result goes to memory.
+
+    acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
+    """
+    tiles, total = tl.load(plan), tl.load(plan + 1)
+    i, d = tl.arange(0, TILES), tl.arange(0, DP)
+    before_I = tl.load(plan + 3 + rows + i, mask=i < tiles, other=FAR)
+    for item in range(tl.program_id(0), total * KV_HEADS, tl.num_programs(0)):
+        work, head = item // KV_HEADS, item % KV_HEADS
+        tile = tl.max(tl.where(before_I <= work, i, 0), axis=0)
+        before = tl.max(tl.where(before_I <= work, before_I, 0), axis=0)
+        q_MD, t_M, head_M, valid_M, end_M, low_M, slot = _load_tile(
+            q, slots, ends, plan, tile, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+        )
+        chunk = work - before
+        if WINDOWED:
+            chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
+        start = chunk * CHUNK
+        m_M, l_MO, acc_MD = _chunk(
+            q_MD, k, v, table + slot * width, head, start, end_M, low_M, valid_M, scale,
+            M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N,
+        )  # fmt: skip
+        seen_M = valid_M & (start < end_M) & (start + CHUNK > low_M)
+        at_M = (t_M * HEADS + head_M) * chunks + chunk
+        tl.store(ml_out + at_M * 2, m_M, mask=seen_M)
+        tl.store(ml_out + at_M * 2 + 1, tl.max(l_MO, axis=1), mask=seen_M)
+        mask_MD = seen_M[:, None] & (d < D)[None, :]
+        tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_MD, mask=mask_MD)
+
+
+@triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends"])
+def combine_kernel(
+    acc, ml, ends, out, chunks, window,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """A row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    end = tl.load(ends + row).to(tl.int32)
+    d = tl.arange(0, DP)
+    first, last = 0, (end + CHUNK - 1) // CHUNK
+    if WINDOWED:
+        first = tl.maximum(end - window, 0) // CHUNK
+    at = (row * HEADS + head) * chunks
+    top_C = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for base in range(first, last, BLOCK):
+        c = base + tl.arange(0, BLOCK)
+        top_C = tl.maximum(top_C, tl.load(ml + (at + c) * 2, mask=c < last, other=-float("inf")))
+    top = tl.max(top_C, axis=0)
+    total_D, total = tl.zeros((DP,), tl.float32), 0.0
+    for base in range(first, last, UNROLL):
+        for j in tl.static_range(UNROLL):
+            c = base + j
+            here = c < last
+            weight = power(tl.load(ml + (at + c) * 2, mask=here, other=-float("inf")) - top)
+            part = tl.load(ml + (at + c) * 2 + 1, mask=here, other=0.0)
+            part_D = tl.load(acc + (at + c) * D + d, mask=here & (d < D), other=0.0)
+            total = tl.where(here, total + part * weight, total)
+            total_D = tl.where(here, total_D + part_D * weight, total_D)
+    y_D = tl.where(end > 0, tl.math.div_rn(total_D, tl.where(end > 0, total, 1.0)), 0.0)
+    tl.store(out + (row * HEADS + head) * D + d, y_D.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(
+    do_not_specialize=["width", "window"],
+    do_not_specialize_on_alignment=["table", "slots", "ends", "plan"],
+)
+def loop_kernel(
+    q, k, v, table, slots, ends, plan, out, width, window, scale,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """A tile and head, all its chunks: the same chunks, added in the same order, as the two kernels above."""
+    tile, head = tl.load(plan) - 1 - tl.program_id(0), tl.program_id(1)  # a prompt's last tiles see most keys
+    if tile < 0:
+        return
+    d = tl.arange(0, DP)
+    q_MD, t_M, head_M, valid_M, end_M, low_M, slot = _load_tile(
+        q, slots, ends, plan, tile, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+    )
+    first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
+    if WINDOWED:
+        first = tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
+    m_M = tl.full((M,), -float("inf"), tl.float32)
+    l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
+    for chunk in range(first, last):
+        start = chunk * CHUNK
+        m_C, l_C, acc_C = _chunk(
+            q_MD, k, v, table + slot * width, head, start, end_M, low_M, valid_M, scale,
+            M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N,
+        )  # fmt: skip
+        seen_M = (start < end_M) & (start + CHUNK > low_M)
+        m_new = tl.where(seen_M, tl.maximum(m_M, m_C), m_M)
+        old_M, new_M = power(m_M - m_new), power(m_C - m_new)
+        l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
+        acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
+        m_M = m_new
+    l_M = tl.max(l_MO, axis=1)
+    live_M = end_M > 0
+    y_MD = tl.math.div_rn(acc_MD, tl.where(live_M, l_M, 1.0)[:, None])
+    y_MD = tl.where(live_M[:, None], y_MD, 0.0)
+    at_M = (t_M * HEADS + head_M) * D
+    mask_MD = valid_M[:, None] & (d < D)[None, :]
+    tl.store(out + at_M[:, None] + d[None, :], y_MD.to(out.dtype.element_ty), mask=mask_MD)

@@ -1,0 +1,36 @@
+"""What every kernel's caller needs: inputs whose layout never changes the compiled code, and the current device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; triton compiles other code, with other reduction orders, for pointers aligned less
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` itself if contiguous and aligned, else a copy: a row's bits must not hang on where it lies in memory."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def on(x: Tensor) -> AbstractContextManager[object]:
+    """Makes x's device current: triton launches on the current one."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of the device; 2 for a CPU, where kernels run in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,68 @@
+"""RMS norm in Triton, alone and after a residual addition: a program a row, launched by the width only.
+
+Shapes: T rows, H width.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftproof.kernels.gpu.launch import dense, on, power_of_two
+
+PER_WARP = 512  # elements of a row
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, total, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * H
+    h = tl.arange(0, BLOCK)
+    inside = h < H
+    x_H = tl.load(x + row + h, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x_H += tl.load(residual + row + h, mask=inside, other=0.0).to(tl.float32)
+        rounded_H = x_H.to(total.dtype.element_ty)
+        tl.store(total + row + h, rounded_H, mask=inside)
+        x_H = rounded_H.to(tl.float32)
+    mean = tl.sum(x_H * x_H, axis=0) * (1.0 / H)
+    weight_H = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    y_H = x_H * (1.0 / tl.sqrt_rn(mean + eps)) * weight_H
+    tl.store(out + row + h, y_H.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """See `ops.RMSNorm`."""
+    x_TH = dense(x_TH)
+    out_TH = torch.empty_like(x_TH)
+    _launch(x_TH, None, weight_H, out_TH, out_TH, eps)
+    return out_TH
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `ops.AddRMSNorm`."""
+    x_TH, residual_TH = dense(x_TH), dense(residual_TH)
+    out_TH, total_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+    _launch(x_TH, residual_TH, weight_H, out_TH, total_TH, eps)
+    return out_TH, total_TH
+
+
+def _launch(
+    x_TH: Tensor, residual_TH: Tensor | None, weight_H: Tensor, out_TH: Tensor, total_TH: Tensor, eps: float
+) -> None:
+    rows, width = x_TH.shape
+    if rows == 0:
+        return
+    block = power_of_two(width)
+    with on(x_TH):
+        _norm_kernel[(rows,)](
+            *(x_TH, x_TH if residual_TH is None else residual_TH, dense(weight_H), out_TH, total_TH, eps),
+            H=width,
+            BLOCK=block,
+            ADD=residual_TH is not None,
+            num_warps=min(max(block // PER_WARP, 1), 16),
+        )
