@@ -25,7 +25,9 @@ def main() -> None:
     given = parser.parse_args()
     root = given.models or assets.path("tiny").parent
     names = [n for n in ("tiny", "small") if (root / n).is_dir()]
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     figures = {}
     for section in given.only.split(","):
         for name in names:

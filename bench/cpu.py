@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from draftproof import LLM, RequestOutput, SamplingParams
-from draftproof.attention.base import PagedAttention, Rows
+from draftproof.kernels.graphs import Recorded
 
 Row = dict[str, Any]
 NUM_NEW, NUM_PROMPT = 96, 200
@@ -80,14 +80,22 @@ def plain(setup: Setup) -> Iterator[Row]:
                 start = time.perf_counter()
                 given = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
                 with torch.inference_mode():
-                    hf.generate(torch.tensor(prompts), attention_mask=torch.ones(len(prompts), NUM_PROMPT), **given)
+                    hf.generate(
+                        torch.tensor(prompts), attention_mask=torch.ones(len(prompts), NUM_PROMPT), **given
+                    )
                 return len(prompts) * NUM_NEW / (time.perf_counter() - start)
 
             def ours(prompts: list[list[int]] = prompts, llm: LLM = llm) -> float:
                 return speed(llm, prompts, params)
 
             us, them = interleaved([ours, theirs], setup.repeats)
-            yield {"dtype": dtype, "batch": batch, "tok_s": us, "transformers_tok_s": them, "ratio": us / them}
+            yield {
+                "dtype": dtype,
+                "batch": batch,
+                "tok_s": us,
+                "transformers_tok_s": them,
+                "ratio": us / them,
+            }
 
 
 def speculation(setup: Setup) -> Iterator[Row]:
@@ -104,14 +112,19 @@ def speculation(setup: Setup) -> Iterator[Row]:
     cases: list[tuple[str, dict[str, Any], list[list[int]]]] = []
     if Path(setup.path("-eagle3")).is_dir():
         head = {"model": setup.path("-eagle3")}
-        cases += [("eagle3 on code", {**head, "num_speculative_tokens": k, "policy": "fixed"}, code) for k in range(1, 6)]
+        cases += [
+            ("eagle3 on code", {**head, "num_speculative_tokens": k, "policy": "fixed"}, code)
+            for k in range(1, 6)
+        ]
         cases += [("eagle3 on code", {**head, "policy": "adaptive"}, code)]
     for policy in ("fixed", "adaptive"):
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "policy": policy}
         cases += [("ngram on code", ngram, code), ("ngram on random text", ngram, noise)]
     for what, config, prompts in cases:
         llm = setup.llm(speculative_config=config)
-        with_drafts, without = interleaved([one_by_one(llm, prompts), one_by_one(base, prompts)], setup.repeats)
+        with_drafts, without = interleaved(
+            [one_by_one(llm, prompts), one_by_one(base, prompts)], setup.repeats
+        )
         yield {
             "what": what,
             "k": config.get("num_speculative_tokens", "checkpoint's"),
@@ -134,79 +147,49 @@ def exactness(setup: Setup) -> Iterator[Row]:
         yield {"batch": batch, "exact_tok_s": a, "loose_tok_s": b, "cost": b / a - 1}
 
 
-class Stopwatch:
-    """Wraps callables and adds up the time spent in each group."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def wrap(self, group: str, function: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            self.seconds[group] = self.seconds.get(group, 0.0) + time.perf_counter() - start
-            return result
-
-        return timed
+PARTS = {
+    "products": ("dp_product",),
+    "attention": ("dp_attention", "dp_rope_store"),
+    "other_operators": ("dp_norm", "dp_silu_mul", "dp_gather"),
+}
 
 
 def passes(setup: Setup) -> Iterator[Row]:
-    """One target pass, logits included, by rows at context 300: time against one row, and where it goes."""
-    llm = setup.llm()
-    parts = llm._frontend.loaded.engine.parts
-    parts.state.block_table_SB[0, :32] = torch.arange(1, 33)
-    parts.state.block_table_SB[:, 32:] = 0
+    """One target pass, logits included, by rows at context 300: time against one row, and where it goes.
 
-    def run(rows: int, ops: Any, backend: Any) -> float:
+    The parts are measured by running only the calls of some operators of the recorded pass; what is left is Python
+    and torch around it. Without the compiled operators nothing is recorded, and the parts are left out.
+    """
+    llm = setup.llm()
+    engine = llm._frontend.loaded.engine
+    parts = engine.parts
+    parts.state.block_table_SB[0, :32] = torch.arange(1, 33)
+
+    def run(rows: int, target: Callable[..., Any]) -> float:
         positions = torch.arange(300, 300 + rows)
-        attn = PagedAttention(ops, backend, parts.cache, Rows.causal(positions, torch.zeros_like(positions)))
+        inputs = (positions, positions, torch.zeros_like(positions), positions + 1, torch.arange(rows))
         start = time.perf_counter()
         for _ in range(20):
-            parts.target.logits(parts.target(torch.arange(rows) + 300, attn).hidden_TH)
+            parts.graphs.run(("target", rows, rows), target, inputs)
+        return (time.perf_counter() - start) / 20 * 1e6
+
+    def part(program: Any) -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            program()
         return (time.perf_counter() - start) / 20 * 1e6
 
     counts = (1, 2, 4, 6, 8)
-    times = interleaved([lambda n=n: run(n, parts.ops, parts.backend) for n in counts], 5 * setup.repeats)
+    times = interleaved([lambda n=n: run(n, engine._target) for n in counts], 8 * setup.repeats)
     for rows, micros in zip(counts, times, strict=True):
-        split = _split(llm, lambda rows=rows: run(rows, parts.ops, parts.backend))
-        yield {"rows": rows, "us": micros, "against_1_row": micros / times[0], **split}
-
-
-def _split(llm: LLM, run: Callable[[], float]) -> Row:
-    """Shares of a pass: products, attention (with its rope and store), other operators; the rest is Python.
-
-    The watch is put into the pieces themselves, and taken out again.
-    """
-    target, watch = llm._frontend.loaded.engine.parts.target, Stopwatch()
-    undo: list[tuple[Any, str, Any]] = []
-
-    def put(owner: Any, name: str, group: str) -> None:
-        undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, watch.wrap(group, getattr(owner, name)))
-
-    for layer in target._layers:
-        put(layer.attention, "qkv", "products")
-        put(layer.attention, "out", "products")
-        put(layer.mlp, "gate_up", "products")
-        put(layer.mlp, "down", "products")
-        put(layer.mlp, "_silu_mul", "other_operators")
-        put(layer.post_norm, "_add_rms_norm", "other_operators")
-    for norm in target._norms:
-        put(norm, "_rms_norm", "other_operators")
-        put(norm, "_add_rms_norm", "other_operators")
-    put(target, "_head", "products")
-    call = PagedAttention.__call__
-    PagedAttention.__call__ = watch.wrap("attention", call)  # type: ignore[method-assign]
-    try:
-        run()
-        watch.seconds.clear()
-        total = sum(run() for _ in range(10)) * 20 / 1e6
-    finally:
-        PagedAttention.__call__ = call  # type: ignore[method-assign]
-        for owner, name, value in reversed(undo):
-            setattr(owner, name, value)
-    shares = {group: seconds / total for group, seconds in watch.seconds.items()}
-    return {**shares, "python": 1 - sum(shares.values()), "outside_products": 1 - shares["products"]}
+        row = {"rows": rows, "us": micros, "against_1_row": micros / times[0]}
+        program = parts.graphs.program(("target", rows, rows)) if isinstance(parts.graphs, Recorded) else None
+        if program is not None:
+            pieces = [lambda p=program.part(names): part(p) for names in PARTS.values()]
+            whole, *split = interleaved([lambda n=rows: run(n, engine._target), *pieces], 8 * setup.repeats)
+            row |= {f"{name}_us": value for name, value in zip(PARTS, split, strict=True)}
+            row |= {"python_us": whole - sum(split), "outside_products": 1 - split[0] / whole}
+        yield row
 
 
 def steps(setup: Setup) -> Iterator[Row]:
@@ -248,7 +231,9 @@ def startup(setup: Setup) -> Iterator[Row]:
         return [float(x) for x in done.stdout.split()]
 
     measure()
-    torch_import, own_import, first = (statistics.median(c) for c in zip(*(measure() for _ in range(3)), strict=True))
+    torch_import, own_import, first = (
+        statistics.median(c) for c in zip(*(measure() for _ in range(3)), strict=True)
+    )
     yield {"import_torch_s": torch_import, "import_draftproof_s": own_import, "first_token_s": first}
 
 

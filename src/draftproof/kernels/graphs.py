@@ -83,6 +83,11 @@ class Recorded:
         entry.program()
         return entry.outputs
 
+    def program(self, key: Hashable) -> Program | None:
+        """What was recorded under `key`, for measuring."""
+        entry = self._entries.get((key, torch.get_num_threads()))
+        return None if entry is None else entry.program
+
     def _record(self, function: Function, inputs: tuple[Tensor, ...]) -> _Entry:
         static = tuple(t.clone() for t in inputs)
         with self._library.record() as recorder, _Watch() as watch:
@@ -95,7 +100,7 @@ class _Watch(TorchDispatchMode):
     """Notes every torch operator that computes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.others: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,7 +75,7 @@ class Library:
         def run(args: bytes, *outputs: Any) -> None:
             function(args)
             if self._recorder is not None:
-                self._recorder.calls.append((address or 0, args))
+                self._recorder.calls.append((name, address or 0, args))
                 self._recorder.outputs += outputs
 
         return run, struct.Struct(fields).pack
@@ -95,7 +95,7 @@ class Recorder:
     """Calls written down. `incomplete`: something else happened too."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
-        self.calls: list[tuple[int, bytes]] = []
+        self.calls: list[tuple[str, int, bytes]] = []
         self.outputs: list[Any] = []
         self.incomplete = False
         self._dll = dll
@@ -107,17 +107,22 @@ class Recorder:
 class Program:
     """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
 
-    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[int, bytes]], outputs: list[Any]) -> None:
-        self._kept = (calls, outputs)
+    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
+        self._dll, self._calls, self._outputs = dll, calls, outputs
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._replay.restype = None
-        pairs = [x for address, args in calls for x in (address, ctypes.cast(args, ctypes.c_void_p).value)]
-        self._calls = (ctypes.c_void_p * len(pairs))(*pairs)
-        self._count = len(calls)
+        # c_char_p keeps a pointer into the bytes object itself, which `_calls` keeps alive
+        at = [ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value for _, _, args in calls]
+        pairs = [x for (_, address, _), where in zip(calls, at, strict=True) for x in (address, where)]
+        self._table = (ctypes.c_void_p * len(pairs))(*pairs)
 
     def __call__(self) -> None:
-        self._replay(self._calls, self._count)
+        self._replay(self._table, len(self._calls))
+
+    def part(self, names: Sequence[str]) -> Program:
+        """Only the calls of some C functions, for measuring."""
+        return Program(self._dll, [call for call in self._calls if call[0] in names], self._outputs)
 
 
 def default_cache_dir() -> Path:
