@@ -185,7 +185,8 @@ def passes(setup: Setup) -> Iterator[Row]:
         row = {"rows": rows, "us": micros, "against_1_row": micros / times[0]}
         program = parts.graphs.program(("target", rows, rows)) if isinstance(parts.graphs, Recorded) else None
         if program is not None:
-            pieces = [lambda p=program.part(names): part(p) for names in PARTS.values()]
+            programs = [program.part(names) for names in PARTS.values()]
+            pieces = [lambda p=p: part(p) for p in programs]
             whole, *split = interleaved([lambda n=rows: run(n, engine._target), *pieces], 8 * setup.repeats)
             row |= {f"{name}_us": value for name, value in zip(PARTS, split, strict=True)}
             row |= {"python_us": whole - sum(split), "outside_products": 1 - split[0] / whole}
@@ -221,10 +222,10 @@ def startup(setup: Setup) -> Iterator[Row]:
     """A new process to its first token, caches warm; and what importing the package adds to importing torch."""
     script = (
         "import time; t = time.perf_counter(); import torch; a = time.perf_counter(); import draftproof;"
-        "from draftproof import LLM, SamplingParams; b = time.perf_counter(); llm = LLM({!r});"
+        f"from draftproof import LLM, SamplingParams; b = time.perf_counter(); llm = LLM({setup.path()!r});"
         "next(iter(llm.stream('def', SamplingParams(temperature=0, max_tokens=4)))); c = time.perf_counter();"
         "print(a - t, b - a, c - t)"
-    ).format(setup.path())
+    )
 
     def measure() -> list[float]:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

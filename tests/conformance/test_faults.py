@@ -62,7 +62,7 @@ def _verified(k_R: list[int]) -> Verified:
         next_R=torch.zeros(n, dtype=torch.int64),
         k_R=torch.tensor(k_R),
         taps=(),
-        draw=lambda logits, rows, positions, ids=None: torch.zeros(len(rows), dtype=torch.int64),
+        draw=None,  # type: ignore[arg-type]
         num_rows_R=[1] * n,
         history=lambda r: torch.zeros(1, dtype=torch.int32),
     )
@@ -76,15 +76,6 @@ class _Fixed:
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         return self.proposal
-
-
-def test_a_proposal_is_cut_at_the_first_bad_id_and_at_what_was_asked_for() -> None:
-    drafter = _Fixed([[1, 2, 3], [1, 99, 3], [4, 5, -1], [6, 7, 8]], [3, 3, 2, 3])
-    guard = Guard(drafter, vocab_size=10, trusted=True, max_faults=9, time_limit=None)
-    guarded = guard.propose(_verified([3, 3, 3, 1]), 3)
-    assert guarded.proposal.count_R.tolist() == [3, 1, 2, 1]
-    assert guarded.broken_R.tolist() == [0, 1, 0, 0]
-    assert int(guarded.proposal.tokens_RK.max()) < 10 and int(guarded.proposal.tokens_RK.min()) >= 0
 
 
 def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import native
-from draftproof.kernels.step import TORCH_STEP, CompiledStep, DraftRows, Layout, SlotState, StepOps
+from draftproof.kernels.step import TORCH_STEP, DraftRows, Layout, SlotState, StepOps
+from draftproof.kernels.step_compiled import CompiledStep
 
 MASK = 99
 LIBRARY = native.load()
@@ -31,6 +32,8 @@ def build(
         slots_R=torch.tensor([3, 1]),
         live_R=torch.tensor([2, 3]),
         next_R=torch.tensor([77, 23]),
+        k_R=torch.tensor([3, 0]),
+        num_drafts=3,
     )
 
 
@@ -45,7 +48,8 @@ def test_shifted_context_reads_the_row_of_the_newest_token(ops: StepOps) -> None
     rows = build(ops, context="all", shift=1)
     assert live(rows) == [(3, 16, 5, 0), (3, 77, 6, 1), (1, 21, 0, 4), (1, 22, 1, 5), (1, 23, 2, 6)]
     assert rows.tokens_N[rows.read_RJ[:, 0]].tolist() == [77, 23]
-    assert rows.anchor_position_R.tolist() == [7, 3]
+    assert rows.drawn_KR.tolist() == [[8, 4], [9, 5], [10, 6]]
+    assert rows.positions_KR.tolist() == [[6, -1], [7, -1], [8, -1]]
     assert len(rows.tokens_N) == 7
 
 
@@ -168,6 +172,8 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
         torch.randperm(8)[: len(counts)],
         torch.tensor([rng.randrange(1, n + 1) for n in counts]),
         torch.arange(len(counts)) + 70,
+        torch.tensor([rng.randrange(4) for _ in counts]),
+        3,
     )
     assert COMPILED is not None
     one, other = TORCH_STEP.draft_rows(layout, *given), COMPILED.draft_rows(layout, *given)
@@ -175,3 +181,16 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
         if name in ("tokens_N", "source_N"):  # of padding rows nobody reads them
             a, b = a[one.positions_N >= 0], b[one.positions_N >= 0]
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("ops", STEPS)
+def test_drafts_are_cut_at_the_first_bad_id_and_at_what_was_asked_for(ops: StepOps) -> None:
+    slots = state(random.Random(0), 6)
+    tokens = torch.tensor([[1, 2, 3], [1, 99, 3], [4, 5, -1], [6, 7, 8], [1, 1, 1]])
+    slots_R, k_R = torch.tensor([4, 1, 0, 5, 2]), torch.tensor([3, 3, 3, 1, 3])
+    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 2, 3, -4]), k_R, 10)
+    assert count_R.tolist() == [3, 1, 2, 1, 0]
+    assert cut_R.tolist() == [0, 1, 0, 0, 0]
+    assert slots.draft_count_S[slots_R].tolist() == count_R.tolist()
+    stored = [slots.tokens_SL[s, slots.length_S[s] :][:3].tolist() for s in slots_R.tolist()]
+    assert stored == [[1, 2, 3], [1, 9, 3], [4, 5, 0], [6, 7, 8], [1, 1, 1]]

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from draftproof.cache.pool import KVShape
+from draftproof.sampling.sampler import Draw as Draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +43,6 @@ class DraftSpec:
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
     feedback: bool = False  # the head's output is the next row's feature
     host_tokens: bool = False  # reads Verified.history
-
-
-class Draw(Protocol):
-    def __call__(
-        self, logits_MV: Tensor, rows_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
-    ) -> Tensor:
-        """Token for each row of draft logits, under the request's temperature and the engine's shared noise.
-
-        rows_M: int64 index of the request in this round (0..R-1); positions_M: int64 position of the drafted token;
-        ids_V: int64 target id of each column where the draft vocabulary is reduced. Returns int64 target ids.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

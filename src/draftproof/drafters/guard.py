@@ -14,18 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, Proposal, Verified
-
-BAD_IDS = 1  # seen on the device, so counted when the host hears of it
-RAISED = 2  # counted already
+from draftproof.drafters.base import Drafter, Draw, Proposal, Verified
 
 
 @dataclass(slots=True)
 class Guarded:
-    """A clean proposal. `broken_R` (int64): what broke a request's draft state, 0 = nothing."""
+    """A proposal of the right form; its ids and counts are still to be cut. `raised`: there is none, and every
+    request's draft state is suspect."""
 
     proposal: Proposal
-    broken_R: Tensor
+    raised: bool = False
 
 
 class Guard:
@@ -47,31 +45,25 @@ class Guard:
         self._time_limit = time_limit
 
     def propose(self, verified: Verified, num_drafts: int) -> Guarded:
-        """Never raises for the drafter's sake. Counts are trimmed to k_R and cut at the first id out of range."""
-        num_requests = len(verified.num_rows_R)
+        """Never raises for the drafter's sake."""
         if self.off:
-            return no_proposal(verified)
+            return Guarded(no_proposal(verified))
         start = time.perf_counter()
         try:
             given = verified if self._trusted else _copy(verified)
             proposal = self.drafter.propose(given, num_drafts)
-            _check_form(proposal, num_requests)
+            if not self._trusted:
+                _check_form(proposal, len(verified.num_rows_R))
         except Exception as error:
             self._count(f"{type(error).__name__}: {error}")
-            return no_proposal(verified, RAISED)
+            return Guarded(no_proposal(verified), raised=True)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
-        tokens_RK = proposal.tokens_RK[:, :num_drafts].long()
-        claimed_R = torch.minimum(proposal.count_R.long(), verified.k_R).clamp_(0, tokens_RK.shape[1])
-        claimed_RK = torch.arange(tokens_RK.shape[1], device=tokens_RK.device) < claimed_R[:, None]
-        valid_RK = (tokens_RK >= 0) & (tokens_RK < self._vocab_size) & claimed_RK
-        count_R = valid_RK.long().cumprod(1).sum(1)
-        broken_R = (count_R < claimed_R).long() * BAD_IDS
-        return Guarded(Proposal(tokens_RK.clamp(0, self._vocab_size - 1), count_R), broken_R)
+        return Guarded(Proposal(proposal.tokens_RK[:, :num_drafts].long(), proposal.count_R.long()))
 
     def count_bad_ids(self, num_requests: int) -> None:
-        """A round in which so many requests turned out to be broken by BAD_IDS."""
+        """A round in which so many requests' drafts had to be cut at an id."""
         self._count(
             f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {num_requests} requests"
         )
@@ -115,11 +107,10 @@ def _check_form(proposal: object, num_requests: int) -> None:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
 
 
-def no_proposal(verified: Verified, broken: int = 0) -> Guarded:
+def no_proposal(verified: Verified) -> Proposal:
     """Nothing for anybody."""
     k_R = verified.k_R
-    nothing = Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
-    return Guarded(nothing, torch.full_like(k_R, broken))
+    return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
 
 
 def _copy(verified: Verified) -> Verified:
@@ -136,7 +127,26 @@ def _copy(verified: Verified) -> Verified:
         taps=tuple(t.clone() for t in verified.taps),
         num_rows_R=tuple(verified.num_rows_R),
         history=lambda r: torch.as_tensor(history(r)).clone(),
-        draw=lambda logits, rows, positions, ids=None: draw(
-            logits.clone(), rows.clone(), positions.clone(), None if ids is None else ids.clone()
-        ).clone(),
+        draw=_CopyingDraw(draw),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyingDraw:
+    """A draw that hands out nothing of ours."""
+
+    draw: Draw
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in self.draw.inputs)
+
+    def over(self, inputs: tuple[Tensor, ...]) -> Draw:
+        return _CopyingDraw(self.draw.over(inputs))
+
+    def __call__(
+        self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        rows_M = None if rows_M is None else rows_M.clone()
+        ids_V = None if ids_V is None else ids_V.clone()
+        return self.draw(logits_MV.clone(), rows_M, positions_M.clone(), ids_V).clone()

@@ -6,14 +6,14 @@ Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F featur
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import DraftSpec, Draw, Proposal, Verified
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.step import Layout
@@ -50,6 +50,21 @@ class DraftMemory:
     graphs: Graphs
 
 
+class DraftInputs(NamedTuple):
+    """The buffers of a draft pass: `kernels.step.DraftRows` and the requests' slots."""
+
+    tokens_N: Tensor
+    source_N: Tensor
+    positions_N: Tensor
+    ends_N: Tensor
+    slots_N: Tensor
+    read_R: Tensor
+    slots_R: Tensor
+    drawn_KR: Tensor
+    positions_KR: Tensor
+    ends_KR: Tensor
+
+
 class HeadDrafter:
     """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
 
@@ -73,7 +88,8 @@ class HeadDrafter:
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, one row a step.
 
-        The row of step j sits at the read row's position + j; its draw is for position anchor + 1 + j.
+        The row of step j sits at the read row's position + j. All of it is one function of buffers, so it can be run
+        again without Python.
         """
         fed = self._bound.ops.step.draft_rows(
             self._layout,
@@ -84,62 +100,41 @@ class HeadDrafter:
             verified.slots_R,
             verified.live_R,
             verified.next_R,
+            verified.k_R,
+            num_drafts,
         )
-        read_R = fed.read_RJ[:, 0].contiguous()
+        draw, read_R = verified.draw, fed.read_RJ[:, 0].contiguous()
         inputs = (
-            fed.tokens_N,
-            fed.source_N,
-            fed.positions_N,
-            fed.positions_N + 1,
-            fed.slots_N,
-            read_R,
-            *verified.taps,
+            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N, read_R),
+            *(verified.slots_R, fed.drawn_KR, fed.positions_KR, fed.ends_KR),
+            *(*draw.inputs, *verified.taps),
         )
-        out = self._bound.graphs.run(("feed", self, len(fed.tokens_N), len(read_R)), self._feed, inputs)
 
-        k_R, slots_R = verified.k_R, verified.slots_R
-        tokens_RK = fed.tokens_N.new_zeros((len(read_R), num_drafts))
-        position_R = fed.positions_N.index_select(0, read_R)
-        all_R = torch.arange(len(read_R), device=read_R.device)
-        for step in range(num_drafts):
-            drawn_R = verified.draw(out[0], all_R, fed.anchor_position_R + 1 + step, self._head.ids_V)
-            tokens_RK[:, step] = drawn_R
-            if step + 1 == num_drafts:
-                break
-            position_R = position_R + 1
-            live_R = position_R.masked_fill(k_R <= step + 1, -1)
-            # -1 says "no number here": the guard drops it, but it must not reach the embedding
-            inputs = (drawn_R.clamp(min=0), live_R, live_R + 1, slots_R, *out[1:])
-            out = self._bound.graphs.run(("step", self, len(read_R)), self._step, inputs)
-        return Proposal(tokens_RK, k_R)
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            split = 10 + len(draw.inputs)
+            return self._draft(DraftInputs(*given[:10]), draw.over(given[10:split]), given[split:])
 
-    def _feed(
-        self,
-        tokens_N: Tensor,
-        source_N: Tensor,
-        positions_N: Tensor,
-        ends_N: Tensor,
-        slots_N: Tensor,
-        read_R: Tensor,
-        *taps: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """The verified rows: (logits, feedback if any) of those that are read."""
+        key = ("draft", self, len(fed.tokens_N), len(read_R), num_drafts)
+        drawn = self._bound.graphs.run(key, run, inputs)
+        tokens_RK = torch.stack(drawn, 1) if drawn else read_R.new_zeros((len(read_R), 0))
+        return Proposal(tokens_RK, verified.k_R)
+
+    def _draft(self, given: DraftInputs, draw: Draw, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The whole draft pass: the verified rows, then one drafted row a request and step. K tensors of R tokens."""
+        gather, logits = self._bound.ops.gather, self._head.logits
         features_TF = self._head.features(taps)
-        gather = self._bound.ops.gather
-        features_NF = None if features_TF is None else gather(features_TF, source_N)
-        attn = self._attention(positions_N, slots_N, ends_N)
-        hidden_NH, feedback_NF = self._head(tokens_N, features_NF, attn)
-        logits_RV = self._head.logits(gather(hidden_NH, read_R))
-        return (logits_RV,) if feedback_NF is None else (logits_RV, gather(feedback_NF, read_R))
-
-    def _step(
-        self, tokens_R: Tensor, positions_R: Tensor, ends_R: Tensor, slots_R: Tensor, *feedback: Tensor
-    ) -> tuple[Tensor, ...]:
-        """One drafted row per request: (logits, feedback if any)."""
-        attn = self._attention(positions_R, slots_R, ends_R)
-        hidden_RH, feedback_RF = self._head(tokens_R, feedback[0] if feedback else None, attn)
-        logits_RV = self._head.logits(hidden_RH)
-        return (logits_RV,) if feedback_RF is None else (logits_RV, feedback_RF)
+        features_NF = None if features_TF is None else gather(features_TF, given.source_N)
+        attn = self._attention(given.positions_N, given.slots_N, given.ends_N)
+        hidden_NH, feedback_NF = self._head(given.tokens_N, features_NF, attn)
+        hidden_RH = gather(hidden_NH, given.read_R)
+        feedback_RF = None if feedback_NF is None else gather(feedback_NF, given.read_R)
+        drawn: list[Tensor] = []
+        for step in range(len(given.drawn_KR)):
+            if step:
+                attn = self._attention(given.positions_KR[step], given.slots_R, given.ends_KR[step])
+                hidden_RH, feedback_RF = self._head(drawn[-1], feedback_RF, attn)
+            drawn.append(draw(logits(hidden_RH), None, given.drawn_KR[step], self._head.ids_V))
+        return tuple(drawn)
 
     @property
     def _bound(self) -> DraftMemory:

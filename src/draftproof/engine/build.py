@@ -247,15 +247,7 @@ def _assemble(
 ) -> Loaded:
     config, device = base.config, base.device
     spec = drafter.spec if drafter else DraftSpec()
-    max_blocks = -(-base.max_model_len // config.block_size)
-    state = State(
-        base.ops.step,
-        num_slots=config.max_num_seqs,
-        max_len=base.max_model_len,
-        max_blocks=max_blocks + 1 + num_drafts // config.block_size,
-        num_drafts=num_drafts,
-        device=device,
-    )
+    state = _state(base, num_drafts)
     num_blocks = config.num_kv_blocks or memory.num_blocks(
         [*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device
     )
@@ -302,6 +294,19 @@ def _assemble(
         model=base.model,
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
+    )
+
+
+def _state(base: _Base, num_drafts: int) -> State:
+    block_size = base.config.block_size
+    return State(
+        base.ops.step,
+        num_slots=base.config.max_num_seqs,
+        max_len=base.max_model_len,
+        # rows and drafts past a sequence's limit find entries that point at the scrap page
+        max_blocks=-(-base.max_model_len // block_size) + 1 + num_drafts // block_size,
+        num_drafts=num_drafts,
+        device=base.device,
     )
 
 

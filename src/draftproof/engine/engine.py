@@ -16,7 +16,7 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Verified
-from draftproof.drafters.guard import BAD_IDS, Guard, Guarded, no_proposal
+from draftproof.drafters.guard import Guard, Guarded, no_proposal
 from draftproof.engine.outbox import Emission, Flight, Outbox
 from draftproof.engine.policy import Policy
 from draftproof.engine.scheduler import Plan, Scheduler
@@ -101,13 +101,14 @@ class Engine:
         verified = p.state.commit(batch, verdict, tuple(taps), p.verifier.drawer, wanted)
         middle = time.perf_counter()
         guarded = self._propose(verified, max(wanted))
-        p.state.store_drafts(batch.verify.slots_R, guarded.proposal)
+        proposed_R, broken_R = p.state.store_drafts(verified, guarded.proposal, p.target.config.vocab_size)
         end = time.perf_counter()
-        result_RX = p.state.pack(batch, verdict, guarded)
+        result_RX = p.state.pack(batch, verdict, proposed_R, broken_R)
         self._flights.append(Flight(plan, result_RX, logits_MV, hidden_TH))
         for work, number in zip(plan.work, wanted, strict=True):
             s = work.sequence
             s.num_drafts = number
+            s.draft_broken |= guarded.raised and bool(p.spec.kv)
             if work.num_sampled:
                 s.num_pending += work.num_sampled
             else:
@@ -142,10 +143,9 @@ class Engine:
                 self._account(emission)
                 if emission.finish_reason is not None:
                     self.finish(emission.sequence)
-            num_bad = sum(by == BAD_IDS for _, by in broken)
-            if num_bad and p.guard is not None:
-                p.guard.count_bad_ids(num_bad)
-            for s, _ in broken:
+            if broken and p.guard is not None:
+                p.guard.count_bad_ids(len(broken))
+            for s in broken:
                 s.draft_broken = bool(p.spec.kv)
             emissions += arrived
         if p.guard is not None:
@@ -188,7 +188,7 @@ class Engine:
 
     def _propose(self, verified: Verified, num_drafts: int) -> Guarded:
         guard = self.parts.guard
-        return no_proposal(verified) if guard is None else guard.propose(verified, num_drafts)
+        return Guarded(no_proposal(verified)) if guard is None else guard.propose(verified, num_drafts)
 
     def _account(self, emission: Emission) -> None:
         self.stats.num_generated_tokens += len(emission.token_ids)

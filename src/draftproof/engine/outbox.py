@@ -48,16 +48,16 @@ class Outbox:
         self._target = target
         self._sampler = sampler
 
-    def deliver(self, flight: Flight) -> tuple[list[Emission], list[tuple[Sequence, int]]]:
-        """Apply a pass to its sequences: what each emitted, and those whose draft state broke, with what broke it.
+    def deliver(self, flight: Flight) -> tuple[list[Emission], list[Sequence]]:
+        """Apply a pass to its sequences: what each emitted, and those whose drafts a bad id cut short.
 
         Sequences that emitted nothing are left out, and so are those that ended while the pass was in flight.
         """
         emissions: list[Emission] = []
-        broken: list[tuple[Sequence, int]] = []
+        broken: list[Sequence] = []
         first_row = first_sampled = 0
         for work, row in zip(flight.plan.work, flight.result_RX.tolist(), strict=True):
-            *tokens, emitted, drafted, proposed, broken_by = row
+            *tokens, emitted, drafted, proposed, is_broken = row
             s = work.sequence
             if s.finish_reason is None and s.slot >= 0:
                 if s.wants_prompt_logprobs:
@@ -67,8 +67,8 @@ class Outbox:
                     emissions.append(self._emit(work, tokens[:emitted], drafted, logits_WV))
                 if s.num_pending == 0:
                     s.num_drafts = proposed
-                if broken_by:
-                    broken.append((s, broken_by))
+                if is_broken:
+                    broken.append(s)
             first_row += work.num_rows
             first_sampled += work.num_sampled
         return emissions, broken
@@ -76,27 +76,23 @@ class Outbox:
     def _emit(self, work: Work, token_ids: list[int], num_drafted: int, logits_WV: Tensor) -> Emission:
         s = work.sequence
         s.num_pending -= work.num_sampled
-        if token_ids[-1] < 0:  # by law 1 only the last can be: a draft never equals it
-            return self._fail(s, token_ids[:-1], num_drafted)
-        is_round = s.num_outputs > 0
+        num_accepted, is_round = len(token_ids) - 1, s.num_outputs > 0
         if is_round:
-            s.speculation.record(num_drafted, len(token_ids) - 1)
-        verdict = s.checker.push(token_ids)
-        num_accepted = min(len(token_ids) - 1, verdict.kept)
-        kept = token_ids[: verdict.kept]
+            s.speculation.record(num_drafted, num_accepted)
+        failed = (
+            token_ids[-1] < 0
+        )  # the row held no number; by law 1 only the last can: a draft never equals it
+        verdict = s.checker.push(token_ids[:-1] if failed else token_ids)
+        kept, text, reason = token_ids[: verdict.kept], verdict.text, verdict.finish_reason
+        if failed and reason is None:
+            text, reason = text + s.checker.flush(), "error"
         if s.params.logprobs is not None:
             s.logprobs += self._score(logits_WV[: len(kept)], kept, s.params.logprobs)
         s.tokens += kept
         s.num_computed = len(s.tokens) - 1
-        s.finish_reason = verdict.finish_reason
-        reason, stop = verdict.finish_reason, verdict.stop_reason
-        return Emission(s, kept, verdict.text, num_drafted, num_accepted, is_round, reason, stop)
-
-    def _fail(self, s: Sequence, token_ids: list[int], num_drafted: int) -> Emission:
-        """The target's logits hold no number: the tokens before stand, then the sequence ends."""
-        s.tokens += token_ids
-        s.finish_reason = "error"
-        return Emission(s, token_ids, s.checker.flush(), num_drafted, len(token_ids), False, "error", None)
+        s.finish_reason = reason
+        num_accepted = min(num_accepted, verdict.kept)
+        return Emission(s, kept, text, num_drafted, num_accepted, is_round, reason, verdict.stop_reason)
 
     def _score(self, logits_MV: Tensor, token_ids: list[int], num: int) -> list[LogprobRow]:
         if not token_ids:

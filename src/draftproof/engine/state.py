@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
-from draftproof.drafters.guard import Guarded
 from draftproof.engine.scheduler import Plan
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.sampling.verifier import Verdict, VerifyRows
@@ -123,25 +122,17 @@ class State:
             history=lambda r: self.history(int(slots_R[r])),
         )
 
-    def pack(self, batch: Batch, verdict: Verdict, guarded: Guarded) -> Tensor:
+    def pack(self, batch: Batch, verdict: Verdict, proposed_R: Tensor, broken_R: Tensor) -> Tensor:
         """What the host wants to know of a pass, as `outbox.Flight` describes it, int64 [R, W + 4]."""
-        columns = (
-            verdict.num_emitted_R,
-            batch.verify.draft_count_R,
-            guarded.proposal.count_R,
-            guarded.broken_R,
-        )
+        columns = (verdict.num_emitted_R, batch.verify.draft_count_R, proposed_R, broken_R)
         return torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
 
     def history(self, slot: int) -> Tensor:
         """The slot's known tokens (int32, on the device; free to read on a CPU)."""
         return self.slots.tokens_SL[slot, : int(self.slots.length_S[slot])]
 
-    def store_drafts(self, slots_R: Tensor, proposal: Proposal) -> None:
-        """Drafts go behind the known tokens."""
-        width = proposal.tokens_RK.shape[1]
-        if width:
-            s = self.slots
-            at_RK = s.length_S[slots_R][:, None] + torch.arange(width, device=self.device)
-            s.tokens_SL[slots_R[:, None], at_RK] = proposal.tokens_RK.int()
-            s.draft_count_S[slots_R] = proposal.count_R
+    def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""
+        return self._ops.store_drafts(
+            self.slots, verified.slots_R, proposal.tokens_RK, proposal.count_R, verified.k_R, vocab_size
+        )

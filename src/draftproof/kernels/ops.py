@@ -9,14 +9,16 @@ Shapes: T rows, H width, I intermediate, V vocabulary, S slots, B blocks per slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftproof.kernels import activation, logits, native, norm, rope, sample, step
+from draftproof.kernels import activation, gpu, logits, native, norm, rope, rows, sample, step
 from draftproof.kernels.step import StepOps
+from draftproof.kernels.step_compiled import CompiledStep
 
 
 class RMSNorm(Protocol):
@@ -57,6 +59,18 @@ class SiluMul(Protocol):
         ...
 
 
+class Gather(Protocol):
+    def __call__(self, table_VH: Tensor, index_T: Tensor) -> Tensor:
+        """table[index]: [T, H]; index int64, a negative one (no token) reads row 0."""
+        ...
+
+
+class Concat(Protocol):
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        """Matrices of equally many rows side by side."""
+        ...
+
+
 class Sample(Protocol):
     def __call__(
         self,
@@ -88,6 +102,8 @@ class Ops:
     add_rms_norm: AddRMSNorm
     rope_store: RopeStore
     silu_mul: SiluMul
+    gather: Gather
+    concat: Concat
     sample: Sample
     log_normalizer: LogNormalizer
     step: StepOps
@@ -99,6 +115,8 @@ TORCH = Ops(
     add_rms_norm=norm.add_rms_norm_torch,
     rope_store=rope.rope_store_torch,
     silu_mul=activation.silu_mul_torch,
+    gather=rows.gather_torch,
+    concat=rows.concat_torch,
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
     step=step.TORCH_STEP,
@@ -107,6 +125,8 @@ TORCH = Ops(
 
 def select(device: torch.device, library: native.Library | None) -> Ops:
     """The fastest exact operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
+    if gpu.available(device):
+        return triton_ops()
     if device.type != "cpu" or library is None:
         return TORCH
     return Ops(
@@ -115,7 +135,25 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         add_rms_norm=norm.AddRMSNormCompiled(library),
         rope_store=rope.RopeStoreCompiled(library),
         silu_mul=activation.SiluMulCompiled(library),
+        gather=rows.GatherCompiled(library),
+        concat=rows.ConcatCompiled(library),
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
-        step=step.CompiledStep(library),
+        step=CompiledStep(library),
+    )
+
+
+def triton_ops() -> Ops:
+    """The operators in Triton; needs triton. Those that copy or count keep to torch, which is exact there."""
+    from draftproof.kernels.gpu import activation, logits, norm, rope, sample
+
+    return replace(
+        TORCH,
+        name="triton",
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        rope_store=rope.rope_store,
+        silu_mul=activation.silu_mul,
+        sample=sample.sample,
+        log_normalizer=logits.log_normalizer,
     )

@@ -14,8 +14,8 @@ from draftproof.kernels.native import Library
 
 
 def gather_torch(table_VH: Tensor, index_T: Tensor) -> Tensor:
-    """table[index], [T, H]; index int64."""
-    return table_VH.index_select(0, index_T)
+    """table[index], [T, H]; index int64, a negative one (no token) reads row 0."""
+    return table_VH.index_select(0, index_T.clamp(min=0))
 
 
 def concat_torch(parts: Sequence[Tensor]) -> Tensor:

@@ -105,7 +105,7 @@ class SampleCompiled:
     """`ops.Sample` in C++: rows in parallel, noise in vectors, logarithms only for tokens that can still win."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.function("dp_sample", "pppppppppiii")
+        self._run, self._pack = library.packed("dp_sample", "9P3q")
 
     def __call__(
         self,
@@ -126,9 +126,10 @@ class SampleCompiled:
         ids_V = None if ids_V is None else ids_V.long().contiguous()
         rows, width = logits_MV.shape
         tokens_M = seeds_M.new_empty(rows)
-        self._run(
+        args = self._pack(
             *(logits_MV.data_ptr(), *[x.data_ptr() for x in columns]),
-            *(None if ids_V is None else ids_V.data_ptr(), tokens_M.data_ptr()),
+            *(0 if ids_V is None else ids_V.data_ptr(), tokens_M.data_ptr()),
             *(rows, width, torch.get_num_threads()),
         )
+        self._run(args, tokens_M)
         return tokens_M

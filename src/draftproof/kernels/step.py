@@ -14,8 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftproof.kernels.native import Library
-
 
 class SlotState(NamedTuple):
     """What is known of every slot. Beyond `length` known tokens a row of `tokens_SL` holds drafts."""
@@ -59,8 +57,13 @@ class DraftRows(NamedTuple):
     positions_N: Tensor
     slots_N: Tensor
     source_N: Tensor  # the target row whose features the row takes; T for a mask row
+    ends_N: Tensor  # positions + 1
     read_RJ: Tensor  # rows whose outputs become drafts
-    anchor_position_R: Tensor  # position of the newest token
+    drawn_KR: Tensor  # position of each draft
+    positions_KR: (
+        Tensor  # of the row that draft k is read from; -1 where it is not wanted. Row 0 is among the N
+    )
+    ends_KR: Tensor  # positions + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ class StepOps(Protocol):
         slots_R: Tensor,
         live_R: Tensor,
         next_R: Tensor,
+        k_R: Tensor,
+        num_drafts: int,
     ) -> DraftRows:
         """Context rows, then the anchor, then masks; what is left of a request's share is padding.
 
@@ -133,6 +138,18 @@ class StepOps(Protocol):
           shift=1, masks=2        d6@5/h5  r7@6/h6  mask@7  mask@8  pad  pad    read r7, mask, mask
           anchor                  s5@5  d6@6  r7@7  pad  pad                    read row of r7
         """
+        ...
+
+    def store_drafts(
+        self,
+        state: SlotState,
+        slots_R: Tensor,
+        tokens_RK: Tensor,
+        count_R: Tensor,
+        k_R: Tensor,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Put drafts behind the known tokens, cut at k_R and at the first id that is none: (count_R, was cut so_R)."""
         ...
 
 
@@ -219,6 +236,8 @@ class TorchStep:
         slots_R: Tensor,
         live_R: Tensor,
         next_R: Tensor,
+        k_R: Tensor,
+        num_drafts: int,
     ) -> DraftRows:
         device, num_extra = tokens_T.device, layout.anchor + layout.masks
         share = [num_extra + (n if layout.context == 2 else layout.context) for n in num_rows_R]
@@ -247,7 +266,37 @@ class TorchStep:
 
         first_read_R = start_R + count_R + num_extra - layout.num_read
         read_RJ = first_read_R[:, None] + torch.arange(layout.num_read, device=device)
-        return DraftRows(tokens_N, positions_N, slots_R[owner_N], source_N, read_RJ, position_R + 1)
+        at_K1 = torch.arange(num_drafts, device=device)[:, None]
+        positions_KR = torch.where(at_K1 < k_R, positions_N[read_RJ[:, 0]] + at_K1, -1)
+        return DraftRows(
+            tokens_N=tokens_N,
+            positions_N=positions_N,
+            slots_N=slots_R[owner_N],
+            source_N=source_N,
+            ends_N=positions_N + 1,
+            read_RJ=read_RJ,
+            drawn_KR=position_R + 2 + at_K1,
+            positions_KR=positions_KR,
+            ends_KR=positions_KR + 1,
+        )
+
+    def store_drafts(
+        self,
+        state: SlotState,
+        slots_R: Tensor,
+        tokens_RK: Tensor,
+        count_R: Tensor,
+        k_R: Tensor,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        at_K = torch.arange(tokens_RK.shape[1], device=slots_R.device)
+        claimed_R = torch.minimum(count_R, k_R).clamp(0, tokens_RK.shape[1])
+        valid_RK = (tokens_RK >= 0) & (tokens_RK < vocab_size) & (at_K < claimed_R[:, None])
+        count_R = valid_RK.long().cumprod(1).sum(1)
+        at_RK = state.length_S[slots_R][:, None] + at_K
+        state.tokens_SL[slots_R[:, None], at_RK] = tokens_RK.clamp(0, vocab_size - 1).int()
+        state.draft_count_S[slots_R] = count_R
+        return count_R, (count_R < claimed_R).long()
 
 
 def _owners(count_R: Tensor, total: int) -> Tensor:
@@ -257,84 +306,3 @@ def _owners(count_R: Tensor, total: int) -> Tensor:
 
 
 TORCH_STEP = TorchStep()
-
-
-class CompiledStep:
-    """The same in C++: a step makes these calls once, and forty small torch operators would cost more than a layer."""
-
-    def __init__(self, library: Library) -> None:
-        self._fill, self._pack_fill = library.packed("dp_fill", "6P4q")
-        self._accept, self._pack_accept = library.packed("dp_accept", "8P3q")
-        self._commit, self._pack_commit = library.packed("dp_commit", "11P3q")
-        self._draft_rows, self._pack_draft_rows = library.packed("dp_draft_rows", "7P9q")
-
-    def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
-        num_requests = work_3R.shape[1]
-        T, M, R = num_rows, num_sampled, num_requests
-        sizes = [T, T, T, T, M, M, M, R + 1, R, R, R]
-        out = torch.empty(sum(sizes), dtype=torch.int64)
-        pointers = [
-            t.data_ptr() for t in (state.tokens_SL, state.length_S, state.computed_S, state.draft_count_S)
-        ]
-        columns = state.tokens_SL.shape[1]
-        self._fill(self._pack_fill(*pointers, work_3R.data_ptr(), out.data_ptr(), columns, T, M, R))
-        return PassRows(*out.split(sizes))
-
-    def accept(
-        self,
-        tokens_SL: Tensor,
-        slots_R: Tensor,
-        num_R: Tensor,
-        first_R: Tensor,
-        lengths_R: Tensor,
-        draft_count_R: Tensor,
-        sampled_M: Tensor,
-        width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        R = len(slots_R)
-        out = torch.empty(R * (width + 2), dtype=torch.int64)
-        tensors = (tokens_SL, slots_R, num_R, first_R, lengths_R, draft_count_R, sampled_M, out)
-        self._accept(self._pack_accept(*(t.data_ptr() for t in tensors), tokens_SL.shape[1], R, width))
-        tokens, emitted_R, accepted_R = out.split([R * width, R, R])
-        return tokens.view(R, width), emitted_R, accepted_R
-
-    def commit(
-        self,
-        state: SlotState,
-        work_3R: Tensor,
-        rows: PassRows,
-        tokens_RW: Tensor,
-        emitted_R: Tensor,
-        wanted_R: Tensor,
-    ) -> Committed:
-        R, width = tokens_RW.shape
-        out = torch.empty(4 * R, dtype=torch.int64)
-        tokens_RW, emitted_R = tokens_RW.contiguous(), emitted_R.contiguous()
-        tensors = (*state, work_3R, rows.lengths_R, tokens_RW, emitted_R, wanted_R, out)
-        self._commit(self._pack_commit(*(t.data_ptr() for t in tensors), state.tokens_SL.shape[1], R, width))
-        return Committed(*out.split(R))
-
-    def draft_rows(
-        self,
-        layout: Layout,
-        num_rows_R: Sequence[int],
-        cu_R1: Tensor,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        slots_R: Tensor,
-        live_R: Tensor,
-        next_R: Tensor,
-    ) -> DraftRows:
-        R, T, J = len(num_rows_R), len(tokens_T), layout.num_read
-        context = T if layout.context == 2 else R * layout.context
-        N = context + R * (layout.anchor + layout.masks)
-        out = torch.empty(4 * N + R * J + R, dtype=torch.int64)
-        tensors = (cu_R1, tokens_T, positions_T, slots_R, live_R, next_R, out)
-        self._draft_rows(
-            self._pack_draft_rows(
-                *(t.data_ptr() for t in tensors),
-                *(R, T, N, layout.context, layout.shift, layout.anchor, layout.masks, J, layout.mask_token),
-            )
-        )
-        tokens_N, positions_N, slots_N, source_N, read, anchor_position_R = out.split([N, N, N, N, R * J, R])
-        return DraftRows(tokens_N, positions_N, slots_N, source_N, read.view(R, J), anchor_position_R)

@@ -9,7 +9,7 @@ Shapes: M rows, R requests, K draft slots, W = K + 1, V vocabulary, S slots, L p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.kernels.sample import probabilities_torch
 from draftproof.sampling.noise import Domain, derive, exponential, token_bits, uniform
 from draftproof.sampling.params import RowParams
-from draftproof.sampling.sampler import Sampler
+from draftproof.sampling.sampler import Draw, Sampler
 from draftproof.sampling.verifier import Verdict, VerifyRows, drafts_of, row_index, verdict_of
 
 
@@ -104,7 +104,7 @@ class LossyVerifier:
             table.temperature_S.shape[0], num_drafts, table.vocab_size, table.device
         )
 
-    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
         """See `Verifier`."""
         return RecordingDraw(self._sampler, self.distribution, self._domains.draft, slots_R, lengths_R)
 
@@ -156,11 +156,21 @@ class RecordingDraw:
     slots_R: Tensor
     lengths_R: Tensor
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Nothing that could stand for all it depends on."""
+        return ()
+
+    def over(self, inputs: tuple[Tensor, ...]) -> RecordingDraw:
+        return self
+
     def __call__(
-        self, logits_MV: Tensor, rows_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
+        self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
-        """See `drafters.base.Draw`."""
-        slots_M, lengths_M = self.slots_R[rows_M], self.lengths_R[rows_M]
+        """See `sampler.Draw`."""
+        slots_M, lengths_M = self.slots_R, self.lengths_R
+        if rows_M is not None:
+            slots_M, lengths_M = slots_M[rows_M], lengths_M[rows_M]
         params = self.sampler.table.rows(slots_M)
         q_MV = _probabilities(logits_MV, params)
         seeds_M = derive(params.seeds_M, self.domain, lengths_M)

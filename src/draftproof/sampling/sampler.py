@@ -6,6 +6,7 @@ Shapes: M rows, V vocabulary, S slots, L positions, R requests of a round, N alt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class Sampler:
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor | None = None) -> RoundDraw:
         """`draw` for the requests of one round, as a drafter calls it: rows name requests, not slots."""
-        return RoundDraw(self, slots_R)
+        return RoundDraw(self.ops, self.table.rows(slots_R))
 
     def logprobs(
         self, logits_MV: Tensor, tokens_M: Tensor, num: int
@@ -85,25 +86,52 @@ class Sampler:
         )
 
 
-class RoundDraw:
-    """A drafter's `draw` for one round in exact mode. Lives for the round only."""
+class Draw(Protocol):
+    """`over(inputs)` is the same drawing with other `inputs`: what a recorded draft pass needs to be run again."""
 
-    def __init__(self, sampler: Sampler, slots_R: Tensor) -> None:
-        self._sampler = sampler
-        self._slots_R = slots_R
-        self._rows_M: Tensor | None = None
-        self._params: RowParams | None = None
+    @property
+    def inputs(self) -> tuple[Tensor, ...]: ...
+
+    def over(self, inputs: tuple[Tensor, ...]) -> Draw: ...
 
     def __call__(
-        self, logits_MV: Tensor, rows_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
+        self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
-        """See `drafters.base.Draw`."""
-        if (
-            self._params is None or rows_M is not self._rows_M
-        ):  # a recurrent head asks K times for the same rows
-            self._rows_M = rows_M
-            self._params = self._sampler.table.rows(self._slots_R[rows_M])
-        return self._sampler._choose(logits_MV, self._params, positions_M, ids_V)
+        """Token for each row of draft logits, under the request's temperature and the engine's shared noise.
+
+        rows_M: int64 index of the request in this round (0..R-1), None = each request once, in order.
+        positions_M: int64 position of the drafted token;
+        ids_V: int64 target id of each column where the draft vocabulary is reduced. Returns int64 target ids.
+        """
+        ...
+
+
+class RoundDraw:
+    """A drafter's `draw` for one round in exact mode: a pure function of its `inputs`."""
+
+    def __init__(self, ops: Ops, params: RowParams) -> None:
+        self._ops = ops
+        self._params = params
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        p = self._params
+        return (p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M)
+
+    def over(self, inputs: tuple[Tensor, ...]) -> RoundDraw:
+        """The same, of other inputs."""
+        return RoundDraw(self._ops, RowParams(*inputs))
+
+    def __call__(
+        self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        """See `Draw`."""
+        p = self._params
+        if rows_M is not None:
+            p = RowParams(*(column_R[rows_M] for column_R in self.inputs))
+        return self._ops.sample(
+            logits_MV, p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M, positions_M, ids_V
+        )
 
 
 def top_ids(logits_MV: Tensor, num: int) -> Tensor:

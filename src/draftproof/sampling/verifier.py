@@ -6,7 +6,7 @@ S slots, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.step import TORCH_STEP, StepOps
-from draftproof.sampling.sampler import Sampler
+from draftproof.sampling.sampler import Draw, Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Verifier(Protocol):
         """Raw logits of the sampled rows (left as they are) to emitted tokens."""
         ...
 
-    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
-        """The `draw` (see `drafters.base.Draw`) of the round after; lengths_R: known tokens, the newest included."""
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
+        """The `draw` (see `sampler.Draw`) of the round after; lengths_R: known tokens, the newest included."""
         ...
 
 
@@ -80,7 +80,7 @@ class ExactVerifier:
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         return accept_exact(sampled_M, rows, tokens_SL, self.sampler.ops.step)
 
-    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Callable[..., Tensor]:
+    def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
         """See `Verifier`."""
         return self.sampler.drawer(slots_R, lengths_R)
 

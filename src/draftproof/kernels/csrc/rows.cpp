@@ -10,8 +10,10 @@ struct GatherArgs {
 };
 
 extern "C" void dp_gather(const GatherArgs* a) {
-    for (int64_t r = 0; r < a->rows; r++)
-        std::memcpy(a->out + r * a->row_bytes, a->table + a->index[r] * a->row_bytes, a->row_bytes);
+    for (int64_t r = 0; r < a->rows; r++) {
+        int64_t from = a->index[r] < 0 ? 0 : a->index[r];
+        std::memcpy(a->out + r * a->row_bytes, a->table + from * a->row_bytes, a->row_bytes);
+    }
 }
 
 struct PlaceArgs {

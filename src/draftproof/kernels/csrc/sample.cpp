@@ -262,9 +262,19 @@ int64_t gumbel_max(const Row& row, float low, int64_t seed, int64_t position, Sc
 
 }  // namespace
 
-extern "C" void dp_sample(const float* logits, const float* temperature, const int64_t* top_k, const float* top_p,
-                          const float* min_p, const int64_t* seeds, const int64_t* positions, const int64_t* ids,
-                          int64_t* out, int64_t rows, int64_t width, int64_t threads) {
+struct SampleArgs {
+    const float *logits, *temperature;
+    const int64_t* top_k;
+    const float *top_p, *min_p;
+    const int64_t *seeds, *positions, *ids;
+    int64_t* out;
+    int64_t rows, width, threads;
+};
+
+extern "C" void dp_sample(const SampleArgs* a) {
+    const float *logits = a->logits, *temperature = a->temperature, *top_p = a->top_p, *min_p = a->min_p;
+    const int64_t *top_k = a->top_k, *seeds = a->seeds, *positions = a->positions, *ids = a->ids;
+    int64_t *out = a->out, rows = a->rows, width = a->width, threads = a->threads;
     int64_t members = rows > 1 ? team(threads, rows * width) : 1;
 #pragma omp parallel for num_threads(members) if (members > 1)
     for (int64_t r = 0; r < rows; r++) {

@@ -85,32 +85,62 @@ extern "C" void dp_commit(const CommitArgs* a) {
 }
 
 struct DraftRowsArgs {
-    const int64_t *cu, *tokens, *positions, *slots, *live, *next;
+    const int64_t *cu, *tokens, *positions, *slots, *live, *next, *k;
     int64_t* out;
-    int64_t requests, rows, draft_rows, context, shift, anchor, masks, num_read, mask_token;
+    int64_t requests, rows, draft_rows, context, shift, anchor, masks, num_read, mask_token, num_drafts;
 };
 
 extern "C" void dp_draft_rows(const DraftRowsArgs* a) {
-    int64_t R = a->requests, N = a->draft_rows, J = a->num_read, extra = a->anchor + a->masks;
+    int64_t R = a->requests, N = a->draft_rows, J = a->num_read, K = a->num_drafts, extra = a->anchor + a->masks;
     int64_t *tokens = a->out, *positions = tokens + N, *slots = positions + N, *source = slots + N;
-    int64_t *read = source + N, *anchor_position = read + R * J;
+    int64_t *ends = source + N, *read = ends + N;
+    int64_t *drawn = read + R * J, *read_positions = drawn + K * R, *read_ends = read_positions + K * R;
     int64_t n = 0;
     for (int64_t r = 0; r < R; r++) {
-        int64_t begin = a->cu[r], last = begin + a->live[r] - 1;
+        int64_t begin = a->cu[r], last = begin + a->live[r] - 1, newest = a->positions[last] + 1;
         int64_t count = a->context == 2 ? a->live[r] : a->context;
         int64_t share = extra + (a->context == 2 ? a->cu[r + 1] - begin : a->context);
-        for (int64_t j = 0; j < J; j++) read[r * J + j] = n + count + extra - J + j;
-        anchor_position[r] = a->positions[last] + 1;
+        int64_t first_read = n + count + extra - J;
+        for (int64_t j = 0; j < J; j++) read[r * J + j] = first_read + j;
         for (int64_t i = 0; i < share; i++, n++) {
             int64_t past = i - count;  // rows past the context count on from the last live target row
             int64_t from = past < 0 ? last + 1 - count + i : last, token_at = from + a->shift;
             bool is_next = past < 0 ? token_at > last : past == 0 && a->anchor;
             bool is_mask = a->masks && past >= a->anchor;
             slots[n] = a->slots[r];
-            positions[n] = past < 0 ? a->positions[from] : past < extra ? anchor_position[r] + past : -1;
+            positions[n] = past < 0 ? a->positions[from] : past < extra ? newest + past : -1;
+            ends[n] = positions[n] + 1;
             tokens[n] = is_mask ? a->mask_token
                                 : is_next ? a->next[r] : a->tokens[std::min(token_at, a->rows - 1)];
             source[n] = is_mask ? a->rows : from;
         }
+        for (int64_t k = 0; k < K; k++) {
+            drawn[k * R + r] = newest + 1 + k;
+            read_positions[k * R + r] = k < a->k[r] ? positions[first_read] + k : -1;
+            read_ends[k * R + r] = read_positions[k * R + r] + 1;
+        }
+    }
+}
+
+struct StoreArgs {
+    int32_t* tokens;
+    const int64_t* length;
+    int64_t* draft_count;
+    const int64_t *slots, *drafts, *count, *k;
+    int64_t* out;
+    int64_t columns, requests, num_drafts, vocab_size;
+};
+
+extern "C" void dp_store_drafts(const StoreArgs* a) {
+    for (int64_t r = 0; r < a->requests; r++) {
+        int64_t slot = a->slots[r], good = 0;
+        int64_t claimed = std::max<int64_t>(0, std::min({a->count[r], a->k[r], a->num_drafts}));
+        const int64_t* drafts = a->drafts + r * a->num_drafts;
+        int32_t* to = a->tokens + slot * a->columns + a->length[slot];
+        while (good < claimed && drafts[good] >= 0 && drafts[good] < a->vocab_size) good++;
+        for (int64_t i = 0; i < a->num_drafts; i++)
+            to[i] = (int32_t)std::max<int64_t>(0, std::min(drafts[i], a->vocab_size - 1));
+        a->draft_count[slot] = a->out[r] = good;
+        a->out[a->requests + r] = good < claimed;
     }
 }
