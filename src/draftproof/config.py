@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -39,6 +40,11 @@ class SpeculativeConfig:
                 "leave speculative_config out to decode plainly"
             )
         _check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
+        _check_at_least("speculative_config: max_faults", self.max_faults, 1)
+        for name, kinds in (("method", str), ("model", (str, os.PathLike)), ("time_limit", (int, float))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
@@ -48,6 +54,10 @@ class SpeculativeConfig:
         names = {f.name for f in dataclasses.fields(cls)} - {"options"}
         known = {k: v for k, v in raw.items() if k in names}
         if "drafters" in known:
+            if not isinstance(known["drafters"], (list, tuple)):
+                raise ValueError(
+                    f"speculative_config: drafters={known['drafters']!r}: must be a list of dicts"
+                )
             known["drafters"] = tuple(known["drafters"])
         return cls(**known, options={k: v for k, v in raw.items() if k not in names})
 
@@ -86,6 +96,14 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
+        for name in ("exact", "native", "enable_prefix_caching"):
+            _check_choice(name, getattr(self, name), (True, False))
+        for name in ("model", "tokenizer", "revision", "device", "attention_backend"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, os.PathLike)):
+                raise ValueError(f"{name}={value!r}: must be text")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r}: must be an integer")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -113,10 +131,11 @@ def parse_options(where: str, raw: Mapping[str, Any], into: type[T]) -> T:
     return into(**raw)
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(allowed)}"
+        names = [str(name) for name in allowed]
+        near = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(names)}"
         raise ValueError(f"{name}={value!r}: {hint}")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from draftproof.metrics import SpeculationStats
 
+INT32_MAX = 2**31 - 1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -48,8 +49,7 @@ class SamplingParams:
         _check_ranges(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
-        if any(not s for s in self.stop or ()):
-            raise ValueError(f"stop={self.stop!r}: a stop string must not be empty")
+        _check_lists(self)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -62,13 +62,13 @@ def _check_ranges(p: SamplingParams) -> None:
         ("n", 1, 1024, "an integer of at least 1"),
         ("presence_penalty", -2, 2, "between -2 and 2"),
         ("frequency_penalty", -2, 2, "between -2 and 2"),
-        ("repetition_penalty", 1e-6, math.inf, "greater than 0"),
-        ("temperature", 0, math.inf, "0 (greedy) or greater"),
+        ("repetition_penalty", 1e-6, 1e6, "greater than 0 and at most 1000000"),
+        ("temperature", 0, 1e6, "from 0 (greedy) to 1000000"),
         ("top_p", 1e-9, 1, "greater than 0 and at most 1"),
-        ("top_k", -1, math.inf, "at least 1, or 0 or -1 to switch it off"),
+        ("top_k", -1, INT32_MAX, f"from 1 to {INT32_MAX}, or 0 or -1 to switch it off"),
         ("min_p", 0, 1, "between 0 and 1"),
         ("max_tokens", 1, math.inf, "at least 1"),
-        ("min_tokens", 0, math.inf, "at least 0"),
+        ("min_tokens", 0, INT32_MAX, f"from 0 to {INT32_MAX}"),
         ("logprobs", 0, 1024, "between 0 and 1024"),
         ("prompt_logprobs", 0, 1024, "between 0 and 1024"),
     )
@@ -83,10 +83,29 @@ def _check_ranges(p: SamplingParams) -> None:
             raise ValueError(f"{name}={value!r}: must be an integer")
     if p.seed is not None and (not isinstance(p.seed, int) or isinstance(p.seed, bool)):
         raise ValueError(f"seed={p.seed!r}: must be an integer, or None")
-    if math.isinf(p.temperature):
-        raise ValueError(f"temperature={p.temperature!r}: must be finite")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise ValueError(f"min_tokens={p.min_tokens}: must not exceed max_tokens={p.max_tokens}")
+
+
+def _check_lists(p: SamplingParams) -> None:
+    """Raise ValueError for lists that are none, and for entries of another type."""
+    for name, kind in (
+        ("stop", str),
+        ("bad_words", str),
+        ("stop_token_ids", int),
+        ("allowed_token_ids", int),
+    ):
+        value = getattr(p, name)
+        if value is not None and (
+            isinstance(value, (str, bytes))
+            or not isinstance(value, Collection)
+            or any(not isinstance(x, kind) or isinstance(x, bool) or x == "" for x in value)
+        ):
+            what = "strings, none of them empty" if kind is str else "token ids"
+            raise ValueError(f"{name}={value!r:.80}: must be a list of {what}")
+    bias = {} if p.logit_bias is None else p.logit_bias
+    if not isinstance(bias, Mapping) or not all(isinstance(v, (int, float)) for v in bias.values()):
+        raise ValueError(f"logit_bias={bias!r:.80}: must be a dict of token ids and numbers from -100 to 100")
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def test_shifted_context_reads_the_row_of_the_newest_token(ops: StepOps) -> None
     rows = build(ops, context="all", shift=1)
     assert live(rows) == [(3, 16, 5, 0), (3, 77, 6, 1), (1, 21, 0, 4), (1, 22, 1, 5), (1, 23, 2, 6)]
     assert rows.tokens_N[rows.read_RJ[:, 0]].tolist() == [77, 23]
-    assert rows.drawn_KR.tolist() == [[8, 4], [9, 5], [10, 6]]
+    assert rows.drawn_KR.tolist() == [[8, -1], [9, -1], [10, -1]]  # the second wants none
     assert rows.positions_KR.tolist() == [[6, -1], [7, -1], [8, -1]]
     assert len(rows.tokens_N) == 7
 

@@ -181,6 +181,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1, -1], "token id -1 at position 1"),
     ([5] * 256, "256 tokens leave no room for an answer in max_model_len=256"),
     ({"prompt": "x"}, "must hold 'prompt_token_ids'"),
+    ({"prompt_token_ids": 5}, "must hold 'prompt_token_ids', a list"),
+    ({"prompt_token_ids": "abc"}, "must hold 'prompt_token_ids', a list"),
     ([3.5], "must be text, a list of token ids"),
 ]
 
@@ -199,7 +201,7 @@ def test_a_bad_prompt_among_others_does_not_stop_them(llm: LLM) -> None:
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -1}, "temperature=-1: must be 0"),
+    ({"temperature": -1}, "temperature=-1: must be from 0"),
     ({"temperature": math.nan}, "temperature=nan"),
     ({"top_p": 0}, "top_p=0: must be greater than 0"),
     ({"top_k": -2}, "top_k=-2"),
@@ -212,6 +214,20 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -3}, "logprobs=-3"),
     ({"repetition_penalty": 0}, "repetition_penalty=0"),
     ({"seed": "x"}, "seed='x'"),
+    ({"temperature": "0.5"}, "temperature='0.5'"),
+    ({"temperature": math.inf}, "temperature=inf"),
+    ({"temperature": 1e300}, "temperature=1e[+]300"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty=inf"),
+    ({"top_k": 2**63}, "top_k=9223372036854775808"),
+    ({"min_tokens": 2**63, "max_tokens": None}, "min_tokens=9223372036854775808"),
+    ({"stop": ["a", 5]}, "stop=.*must be a list of strings"),
+    ({"stop": 5}, "stop=5: must be a list of strings"),
+    ({"bad_words": "abc"}, "bad_words='abc': must be a list of strings"),
+    ({"stop_token_ids": 5}, "stop_token_ids=5: must be a list of token ids"),
+    ({"stop_token_ids": [1, "2"]}, "stop_token_ids=.*must be a list of token ids"),
+    ({"allowed_token_ids": ["7"]}, "allowed_token_ids=.*must be a list of token ids"),
+    ({"logit_bias": [5]}, "logit_bias=.*must be a dict"),
+    ({"logit_bias": {5: "1"}}, "logit_bias=.*must be a dict"),
 ]
 
 
@@ -254,6 +270,21 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "no.such.Drafter"}}, "cannot be imported"),
     ({"speculative_config": {"method": "collections.OrderedDict"}}, "OrderedDict"),
     ({"speculative_config": {"model": "nowhere"}}, "no such directory"),
+    ({"speculative_config": {"model": 5}}, "model=5"),
+    ({"speculative_config": {"method": 5}}, "method=5"),
+    ({"speculative_config": {"method": "ngram", "max_faults": 0}}, "max_faults=0"),
+    ({"speculative_config": {"method": "ngram", "time_limit": "1"}}, "time_limit='1'"),
+    ({"speculative_config": {"method": "ngram", "prompt_lookup_max": "5"}}, "prompt_lookup_max='5'"),
+    ({"speculative_config": {"method": "chain", "drafters": 5}}, "drafters=5: must be a list"),
+    ({"speculative_config": {"method": "chain", "drafters": ["ngram"]}}, "must be a dict"),
+    (
+        {"speculative_config": {"method": "chain", "drafters": [{"method": "ngram"}], "polcy": "fixed"}},
+        "did you mean 'policy'",
+    ),
+    ({"exact": "no"}, "exact='no'"),
+    ({"seed": None}, "seed=None: must be an integer"),
+    ({"tokenizer": 5}, "tokenizer=5"),
+    ({"device": 0}, "device=0"),
 ]
 
 
@@ -286,10 +317,53 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
         LLM(speculative_config={"model": str(tmp_path / "draft")})
 
 
+def test_parameters_that_are_none_are_refused(llm: LLM) -> None:
+    for wrong in ({"temperature": 0}, ["greedy"], 5):
+        with pytest.raises(ValueError, match=r"sampling_params=.*must be one SamplingParams"):
+            generate(llm, [PROMPT], wrong)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"architectures": 5},
+        {"layer_types": 5},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2, "attention_factor": []}},
+    ],
+)
+def test_a_config_of_wrong_types_is_refused_by_name(tmp_path: Any, keys: dict[str, Any]) -> None:
+    import json
+
+    raw = json.loads((assets.path("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"speculators_config": 5},
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 1000}]}},
+        {"eagle_aux_hidden_state_layer_ids": 5},
+        {"transformer_layer_config": 5},
+    ],
+)
+def test_a_head_of_wrong_types_is_refused_by_name(tmp_path: Any, keys: dict[str, Any]) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(HEAD, tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        LLM(speculative_config={"model": str(tmp_path / "head")})
+
+
 def test_draft_needs_a_drafter_and_a_sensible_k(llm: LLM, drafting: LLM) -> None:
     with pytest.raises(ValueError, match="no drafter"):
         llm.draft([1, 2, 3], 2)
-    with pytest.raises(ValueError, match="k=6: must be from 1 to num_speculative_tokens=5"):
+    with pytest.raises(ValueError, match="k=6: must be an integer from 1 to num_speculative_tokens=5"):
         drafting.draft([1, 2, 3], 6)
 
 

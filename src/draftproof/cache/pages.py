@@ -32,8 +32,12 @@ class PageAllocator:
         self.num_blocks = num_blocks
         self._sharing = sharing
         self._lookahead = lookahead
-        self._ref_count = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # oldest first
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free and hold nothing."""
+        self._ref_count = [0] * self.num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks))  # oldest first
         self._block_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
         self._node_of: dict[int, int] = {}  # registered block -> its id in chains

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftproof.checkpoints import language_model, safeailab, speculators
 from draftproof.drafters.build import DraftCheckpoint
-from draftproof.models.config import read_json
+from draftproof.models.config import read_json, reading
 
 _READERS = (speculators, safeailab, language_model)  # the first that matches reads
 
@@ -16,7 +16,8 @@ def read(directory: Path) -> DraftCheckpoint:
     raw = read_json(directory / "config.json")
     for reader in _READERS:
         if reader.matches(raw):
-            return reader.read(directory, raw)
+            with reading(directory / "config.json"):
+                return reader.read(directory, raw)
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
         "(speculators_model_type), nor a flat EAGLE-3 head (draft_vocab_size), nor a language model (model_type)"

@@ -31,17 +31,22 @@ def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
         settings=_SETTINGS[kind](raw, where),
         weights=Weights.open(directory),
         directory=directory,
-        num_drafts=_num_drafts(envelope),
+        num_drafts=_num_drafts(envelope, where),
         target=(envelope.get("verifier") or {}).get("name_or_path") or None,
     )
 
 
-def _num_drafts(envelope: Mapping[str, Any]) -> int | None:
+def _num_drafts(envelope: Mapping[str, Any], where: str) -> int | None:
     """`speculative_tokens` of the default proposal method, else of the first."""
     methods = envelope.get("proposal_methods") or []
     default = [m for m in methods if m.get("proposal_type") == envelope.get("default_proposal_method")]
     chosen = (default or methods or [{}])[0]
-    return chosen.get("speculative_tokens")
+    number = chosen.get("speculative_tokens")
+    if number is not None and (not isinstance(number, int) or not 1 <= number <= 64):
+        raise ValueError(
+            f"{where}: speculative_tokens={number!r}: must be an integer from 1 to 64; correct it"
+        )
+    return number
 
 
 def _eagle3(raw: Mapping[str, Any], where: str) -> Eagle3Settings:

@@ -54,13 +54,14 @@ class Guard:
             proposal = self.drafter.propose(given, num_drafts)
             if not self._trusted:
                 _check_form(proposal, len(verified.num_rows_R))
+            proposal = Proposal(proposal.tokens_RK[:, :num_drafts].long(), proposal.count_R.long())
         except Exception as error:
             self._count(f"{type(error).__name__}: {error}")
             return Guarded(no_proposal(verified), raised=True)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
-        return Guarded(Proposal(proposal.tokens_RK[:, :num_drafts].long(), proposal.count_R.long()))
+        return Guarded(proposal)
 
     def count_bad_ids(self, num_requests: int) -> None:
         """A round in which so many requests' drafts had to be cut at an id."""

@@ -18,10 +18,11 @@ class NgramOptions:
     prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        whole = isinstance(self.prompt_lookup_min, int) and isinstance(self.prompt_lookup_max, int)
+        if not whole or not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ValueError(
-                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min}, "
-                f"prompt_lookup_max={self.prompt_lookup_max}: must satisfy 1 <= min <= max"
+                f"speculative_config: prompt_lookup_min={self.prompt_lookup_min!r}, "
+                f"prompt_lookup_max={self.prompt_lookup_max!r}: must be integers with 1 <= min <= max"
             )
 
 

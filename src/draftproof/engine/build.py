@@ -15,7 +15,7 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import EngineConfig, SpeculativeConfig, reject_unknown_keys
 from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftSpec
 from draftproof.drafters.build import DraftBuild, DraftCheckpoint
@@ -72,6 +72,7 @@ class _Base:
     max_model_len: int
 
 
+@torch.inference_mode(False)  # what is made here is written to later, in whatever mode
 def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
     config, directory = _locate(config)
@@ -169,6 +170,8 @@ def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
             raise ValueError(
                 "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
             )
+        names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
+        reject_unknown_keys("speculative_config", settings.options, names)
         members = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
         return [plan for member in members for plan in _draft_plans(member)]
     if settings.drafters:

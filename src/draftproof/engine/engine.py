@@ -71,8 +71,22 @@ class Engine:
         scheduler = self.parts.scheduler
         return bool(scheduler.running or scheduler.waiting or self._flights)
 
+    @torch.inference_mode(False)  # buffers outlive the call, so they must not take on a caller's mode
     def step(self) -> list[Emission]:
         """One pass over what the scheduler plans; what the passes that came back added to their sequences."""
+        try:
+            return self._step()
+        except BaseException:
+            self.restart()
+            raise
+
+    def restart(self) -> None:
+        """A step broke off halfway (Ctrl-C, no memory): trust nothing computed, compute everybody again."""
+        self._flights.clear()
+        for slot in self.parts.scheduler.restart():
+            self._vacate(slot)
+
+    def _step(self) -> list[Emission]:
         start, emissions = time.perf_counter(), []
         plan = self.parts.scheduler.plan()
         if plan.stalled:
@@ -85,6 +99,7 @@ class Engine:
         self.stats.step_seconds += time.perf_counter() - start
         return emissions
 
+    @torch.inference_mode(False)
     def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p, start = self.parts, time.perf_counter()
@@ -124,6 +139,7 @@ class Engine:
         out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
         return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), out.hidden_TH, *out.taps)
 
+    @torch.inference_mode(False)
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, finished or aborted. What is in flight for it is dropped when it arrives."""
         slot = self.parts.scheduler.finish(sequence)

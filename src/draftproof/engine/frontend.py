@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded
@@ -135,10 +136,11 @@ class Frontend:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt_token_ids"}
-            if unknown or "prompt_token_ids" not in prompt:
+            if set(prompt) != {"prompt_token_ids"} or not isinstance(
+                prompt["prompt_token_ids"], (list, tuple)
+            ):
                 raise ValueError(
-                    f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids' and nothing else"
+                    f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids', a list of ids, and nothing else"
                 )
             return None, list(prompt["prompt_token_ids"])
         if isinstance(prompt, str):
@@ -255,6 +257,11 @@ def one_each(params: SamplingParams | Seq[SamplingParams], count: int) -> list[S
     """One SamplingParams for all prompts, or one for each."""
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count:
-        raise ValueError(f"sampling_params: {len(params)} given for {count} prompts; give one, or one each")
-    return list(params)
+    listed: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    if not all(isinstance(p, SamplingParams) for p in listed):
+        raise ValueError(
+            f"sampling_params={params!r:.80}: must be one SamplingParams, or a list with one each"
+        )
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: {len(listed)} given for {count} prompts; give one, or one each")
+    return listed

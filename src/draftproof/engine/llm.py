@@ -77,17 +77,18 @@ class LLM:
         """
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))
-        entries = [self._admit(p, s, alone=len(listed) == 1) for p, s in zip(listed, params, strict=True)]
-        running = [e for e in entries if isinstance(e, Request)]
-        bar = _bar(len(running)) if use_tqdm else None
+        entries: list[Request | RequestOutput] = []
+        bar = _bar(len(listed)) if use_tqdm else None
         try:
-            self._run(running, bar)
+            for prompt, given in zip(listed, params, strict=True):
+                entries.append(self._admit(prompt, given, alone=len(listed) == 1))
+            self._run([e for e in entries if isinstance(e, Request)], bar)
             return [self._frontend.output(e) if isinstance(e, Request) else e for e in entries]
         finally:
             if bar is not None:
                 bar.close()
-            for request in running:
-                self._frontend.close(request.request_id)
+            for entry in entries:
+                self._frontend.close(entry.request_id)
 
     def chat(
         self,
@@ -143,8 +144,8 @@ class LLM:
         if not most:
             raise ValueError("draft: no drafter; give speculative_config to LLM")
         k = most if k is None else k
-        if not 1 <= k <= most:
-            raise ValueError(f"k={k}: must be from 1 to num_speculative_tokens={most}")
+        if not isinstance(k, int) or not 1 <= k <= most:
+            raise ValueError(f"k={k!r}: must be an integer from 1 to num_speculative_tokens={most}")
         token_ids = list(prompt_token_ids)
         if next_token is None:
             greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -163,6 +164,8 @@ class LLM:
 
     def _run(self, requests: list[Request], bar: Any) -> None:
         left = requests
+        if bar is not None:
+            bar.update(bar.total - len(left))  # refused ones
         while left:
             self._frontend.step()
             still = [r for r in left if not r.finished]

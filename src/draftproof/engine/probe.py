@@ -14,7 +14,9 @@ def draft(engine: Engine, sequence: Sequence, k: int) -> list[int]:
     token of a chunk is. Asking for drafts there is all that differs from an ordinary chunk.
     """
     p = engine.parts
-    assert p.guard is not None and not engine.has_work
+    assert p.guard is not None
+    if engine.has_work:
+        raise ValueError("draft: other requests are running; finish or close their streams first")
     engine.add(sequence)
     try:
         while True:

@@ -54,6 +54,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.fresh_blocks: list[int] = []  # handed out since somebody last took this list: to be cleared
+        self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._budget = max_num_batched_tokens
         self._num_lookahead = num_lookahead
@@ -88,9 +89,21 @@ class Scheduler:
         if slot >= 0:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
         return slot
+
+    def restart(self) -> list[int]:
+        """Everybody waits again with nothing computed, and nothing is cached; the slots that were in use."""
+        slots = [s.slot for s in self.running]
+        going_on = [s for s in (*self.running, *self.waiting) if s.finish_reason is None]
+        self.waiting = deque(dict.fromkeys(going_on))
+        self.running, self.fresh_blocks = [], []
+        for sequence in self.waiting:
+            _reset(sequence)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        self.pages.clear()
+        return slots
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> bool:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
@@ -152,18 +165,15 @@ class Scheduler:
         if victim in plan.admitted:
             plan.admitted.remove(victim)
         plan.preempted.append((victim.slot, victim))
+        self.waiting.appendleft(victim)
         self.running.remove(victim)
         self._release(victim)
         victim.num_preemptions += 1
-        self.waiting.appendleft(victim)
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.blocks)
         self._free_slots.append(sequence.slot)
-        sequence.slot = -1
-        sequence.blocks = []
-        sequence.num_computed = sequence.num_pending = sequence.num_drafts = sequence.num_registered = 0
-        sequence.draft_broken = False
+        _reset(sequence)
 
     def _register_pages(self, sequence: Sequence) -> None:
         """Full pages become shareable; not where a drafter's fault left a hole in the draft layers."""
@@ -177,3 +187,10 @@ class Scheduler:
             sequence.node = self.pages.register(sequence.blocks[page], sequence.node, sequence.tokens, page)
             sequence.num_registered += 1
             page_end += self.pages.block_size
+
+
+def _reset(sequence: Sequence) -> None:
+    sequence.slot = -1
+    sequence.blocks = []
+    sequence.num_computed = sequence.num_pending = sequence.num_drafts = sequence.num_registered = 0
+    sequence.draft_broken = False

@@ -61,6 +61,7 @@ class State:
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
         """A sequence takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
+        self.release(slot)
         s = self.slots
         s.tokens_SL[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         s.length_S[slot] = len(tokens)

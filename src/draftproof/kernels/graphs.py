@@ -18,6 +18,7 @@ from draftproof.kernels.native import Library, Program
 
 Function = Callable[..., tuple[Tensor, ...]]
 MOST_PROGRAMS = 256
+MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
 # What may stand between recorded operators: making room, and looking at it otherwise.
 _HARMLESS = {
     "empty",
@@ -67,12 +68,13 @@ class Recorded:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._entries: dict[Hashable, _Entry] = {}
+        self._num_bytes = 0
 
     def run(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         key = (key, torch.get_num_threads())
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= MOST_PROGRAMS:
+            if len(self._entries) >= MOST_PROGRAMS or self._num_bytes >= MOST_BYTES:
                 return function(*inputs)
             entry = self._entries[key] = self._record(function, inputs)
             return entry.outputs
@@ -93,6 +95,8 @@ class Recorded:
         with self._library.record() as recorder, _Watch() as watch:
             outputs = function(*static)
         whole = not watch.others and not recorder.incomplete
+        if whole:
+            self._num_bytes += sum(t.nbytes for t in recorder.outputs)
         return _Entry(static, outputs, recorder.program() if whole else None)
 
 

@@ -59,7 +59,7 @@ class DraftRows(NamedTuple):
     source_N: Tensor  # the target row whose features the row takes; T for a mask row
     ends_N: Tensor  # positions + 1
     read_RJ: Tensor  # rows whose outputs become drafts
-    drawn_KR: Tensor  # position of each draft
+    drawn_KR: Tensor  # position of each draft; -1 where it is not wanted
     positions_KR: (
         Tensor  # of the row that draft k is read from; -1 where it is not wanted. Row 0 is among the N
     )
@@ -275,7 +275,7 @@ class TorchStep:
             source_N=source_N,
             ends_N=positions_N + 1,
             read_RJ=read_RJ,
-            drawn_KR=position_R + 2 + at_K1,
+            drawn_KR=(position_R + 2 + at_K1).masked_fill(at_K1 >= k_R, -1),
             positions_KR=positions_KR,
             ends_KR=positions_KR + 1,
         )

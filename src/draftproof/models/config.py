@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ class ModelConfig:
     dtype: torch.dtype | None = None
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Values of a type nobody thought of end as a ValueError that names the file."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path}: a key holds something of the wrong type ({type(error).__name__}: {error}); correct the file or "
+            "download it again"
+        ) from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError names the file where it is missing or broken."""
     try:
@@ -107,10 +120,12 @@ def read_config(directory: Path, families: Mapping[str, Family] = FAMILIES) -> M
     """The config of a language model in `directory`. ValueError names the file, the key and the fix."""
     path = directory / "config.json"
     raw = read_json(path)
-    config = parse(raw, families, where=str(path))
-    known = families[config.model_type].architectures
-    given = raw.get("architectures") or known
-    if not set(given) & set(known):
+    with reading(path):
+        config = parse(raw, families, where=str(path))
+        known = families[config.model_type].architectures
+        given = raw.get("architectures") or known
+        fits = bool(set(given) & set(known))
+    if not fits:
         raise ValueError(
             f"{path}: architectures={given!r}: not a language model of type {config.model_type!r}; "
             f"must name {' or '.join(known)} (a draft head goes into speculative_config)"

@@ -16,6 +16,7 @@ from draftproof.sampling.noise import Domain
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import VerifyRows, accept_exact
+from draftproof.types import SamplingParams
 from tests.unit.sampling.trials import KINDS, MODES, START, Mode, N, Trials, V, one_round, p_value, setting
 
 
@@ -223,3 +224,19 @@ def test_a_reduced_draft_vocabulary_is_scattered_to_target_ids() -> None:
     )
     other_RKV = verifier.distribution.of(later, table.seed_S[:1], torch.tensor([[token]]))
     assert other_RKV[0, 0].tolist() == torch.eye(V)[token].tolist()  # another round's record does not count
+
+
+def test_what_was_drawn_for_no_position_is_no_record() -> None:
+    """In a chain another drafter's token may be proposed in its place: that one was not drawn, even if it is equal."""
+    table = SamplingTable(1, V)
+    table.admit(0, SamplingParams(temperature=1.0), 5, 1)
+    verifier = LossyVerifier(Sampler(table, TORCH), "rejection", 2)
+    slots_R, lengths_R = torch.tensor([0]), torch.tensor([3])
+    for position, certain in ((-1, True), (3, False)):
+        drawn_R = verifier.drawer(slots_R, lengths_R)(torch.zeros(1, V), None, torch.tensor([position]))
+        one = torch.ones_like(slots_R)
+        rows = VerifyRows(
+            first_R=0 * one, num_R=2 * one, slots_R=slots_R, lengths_R=lengths_R, draft_count_R=one, width=2
+        )
+        q_RKV = verifier.distribution.of(rows, table.seed_S[slots_R], drawn_R[:, None])
+        assert (float(q_RKV.max()) == 1) == certain

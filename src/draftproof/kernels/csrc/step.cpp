@@ -115,7 +115,7 @@ extern "C" void dp_draft_rows(const DraftRowsArgs* a) {
             source[n] = is_mask ? a->rows : from;
         }
         for (int64_t k = 0; k < K; k++) {
-            drawn[k * R + r] = newest + 1 + k;
+            drawn[k * R + r] = k < a->k[r] ? newest + 1 + k : -1;
             read_positions[k * R + r] = k < a->k[r] ? positions[first_read] + k : -1;
             read_ends[k * R + r] = read_positions[k * R + r] + 1;
         }

@@ -1,0 +1,94 @@
+"""Whatever breaks off a call, the engine stays usable, and nobody else's output moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from draftproof import LLM, SamplingParams, assets
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = "def add(a, b):\n    return"
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    config = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
+    return LLM(dtype="float32", max_model_len=256, speculative_config=config)
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> Any:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "part", ["verifier.verify", "state.commit", "state.pack", "state.fill", "outbox.deliver"]
+)
+def test_after_a_step_that_broke_off_everything_goes_on(
+    drafting: LLM, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Ctrl-C in `generate` while a stream is open: the stream's text is as if nothing had been."""
+    expected = generate(drafting, [PROMPT, "import os"], LONG)
+    stream = drafting.stream(PROMPT, LONG)
+    text = next(stream).text
+    parts, (name, verb) = drafting._frontend.loaded.engine.parts, part.split(".")
+    cls = type(getattr(parts, name))
+    original, calls = getattr(cls, verb), []
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        found = original(*args, **kwargs) if verb != "deliver" else None
+        if len(calls) == 3 or verb == "deliver":
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cls, verb, breaks)
+        generate(drafting, "import os", LONG)
+    assert list(drafting._frontend.requests) and len(drafting._frontend.requests) == 1
+    assert generate(drafting, "import os", LONG)[0].outputs[0].token_ids == expected[1].outputs[0].token_ids
+    text += "".join(d.text for d in stream)
+    assert text == expected[0].outputs[0].text
+    pages = parts.scheduler.pages
+    pages.check_integrity()
+    assert pages.num_free == pages.num_blocks - 1 and not drafting._frontend.requests
+
+
+def test_a_break_while_prompts_are_taken_in_leaves_none_behind(
+    drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = drafting._frontend.add, []
+
+    def add(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(drafting._frontend, "add", add)
+        generate(drafting, [PROMPT] * 3)
+    assert not drafting._frontend.requests and not drafting._frontend.loaded.engine.has_work
+
+
+def test_draft_does_not_get_in_the_way_of_a_stream(drafting: LLM) -> None:
+    stream = drafting.stream(PROMPT, GREEDY)
+    next(stream)
+    with pytest.raises(ValueError, match="other requests are running"):
+        drafting.draft([1, 2, 3], 2)
+    assert list(stream)[-1].finish_reason is not None
+
+
+def test_inference_mode_may_come_and_go(drafting: LLM) -> None:
+    expected = generate(drafting, PROMPT)[0].outputs[0].token_ids
+    with torch.inference_mode():
+        fresh = LLM(dtype="float32", max_model_len=256, speculative_config={"method": "ngram"})
+        assert generate(fresh, PROMPT)[0].outputs[0].token_ids == expected
+        assert generate(drafting, [PROMPT, "import os"])[0].outputs[0].token_ids == expected
+    assert generate(fresh, PROMPT)[0].outputs[0].token_ids == expected
+    assert generate(drafting, [PROMPT, "import os"])[0].outputs[0].token_ids == expected
