@@ -1,4 +1,4 @@
-"""GPU kernels beside their rooflines: `python bench/gpu_kernels.py [products attention sampling small]`.
+"""GPU kernels beside their rooflines: `python bench/gpu_kernels.py`.
 
 Shapes of Llama-3.1-8B, bf16; device time of calls inside one CUDA graph, weights and caches not in the L2 cache.
 """
@@ -30,7 +30,10 @@ PRODUCTS = {
     "logits": (128256, 4096, 1, torch.float32),
 }
 ROWS = (1, 2, 4, 6, 8, 16, 32, 64)
-CONTEXTS = (1024, 8192, 32768)
+CASES = tuple(
+    (rows, batch, context) for rows in (1, 6) for batch in (1, 16, 64) for context in (1024, 8192, 32768)
+)
+FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32768, 131072, 65536, 524288))
 
 
 def products() -> None:
@@ -41,7 +44,7 @@ def products() -> None:
     }
     x = {(rows, k): torch.randn(rows, k, device=DEVICE).to(BF16) for rows in ROWS for k in (4096, 14336)}
     for name, (outputs, inputs, copies, out_dtype) in PRODUCTS.items():
-        shape, ways = Shape(outputs, inputs, BF16, out_dtype, False), linear.ways(BF16)
+        shape, ways = Shape(outputs, inputs, BF16, out_dtype, False), linear.ways(DEVICE, BF16)
         start = time.perf_counter()
         certified = certify.certify(shape, ways, 512, DEVICE)
         middle = time.perf_counter()
@@ -101,22 +104,22 @@ class Cache:
         return found
 
 
-def attention(variants: Sequence[Tiling]) -> None:
+def attention(
+    variants: Sequence[Tiling], prompts: Sequence[Tiling], cases: Sequence[tuple[int, int, int]]
+) -> None:
     """Decode and verify rows; then a prompt."""
     cache = Cache()
     print("attention, us a layer: rows x batch at context: roof | " + " | ".join(map(_short, variants)))
-    for rows in (1, 6):
-        for batch in (1, 16, 64):
-            for context in CONTEXTS:
-                roof = batch * context * KV_HEADS * D * 4 / BANDWIDTH
-                found = [_timed(cache, v, batch, rows, context) for v in variants]
-                print(f"  {rows} x {batch:2} at {context:5}: {roof:7.1f} | " + " | ".join(found), flush=True)
+    for rows, batch, context in cases:
+        roof = batch * context * KV_HEADS * D * 4 / BANDWIDTH
+        found = [_timed(cache, v, batch, rows, context) for v in variants]
+        print(f"  {rows} x {batch:2} at {context:5}: {roof:7.1f} | " + " | ".join(found), flush=True)
     bound = _timed(cache, Tiling(), 1, 1, 1024, 131072)
     print(f"  1 x 1 at 1024, table of 131072: {bound}")
     for rows, context in ((2048, 2048), (512, 8192)):
         q = torch.randn(1, HEADS, rows, D, device=DEVICE, dtype=BF16)
         k, v = (torch.randn(1, KV_HEADS, context, D, device=DEVICE, dtype=BF16) for _ in range(2))
-        found = [_timed(cache, t, 1, rows, context) for t in variants]
+        found = [_timed(cache, t, 1, rows, context) for t in prompts]
         torch_us = graph_microseconds(
             [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]  # noqa: B023
         )
@@ -126,7 +129,8 @@ def attention(variants: Sequence[Tiling]) -> None:
 
 
 def _short(t: Tiling) -> str:
-    return f"w{t.num_warps} s{t.num_stages} n{t.step} m{t.most} p{t.programs} r{t.split_rows}"
+    tile = f"m{t.most}/{t.most_prompt} n{t.step}"
+    return f"{tile} w{t.num_warps} s{t.num_stages} r{t.registers} p{t.programs} t{t.split_rows}"
 
 
 def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bound: int = 0) -> str:
@@ -198,15 +202,13 @@ def small() -> None:
 
 VARIANTS = (
     Tiling(),
-    Tiling(num_stages=2),
     Tiling(most=16),
-    Tiling(most=32),
-    Tiling(step=32),
-    Tiling(num_warps=8),
-    Tiling(programs=6),
-    Tiling(split_rows=1),
-    Tiling(split_rows=512),
+    Tiling(registers=128, num_stages=3, programs=8),
+    Tiling(registers=168, num_stages=4),
+    Tiling(num_stages=5),
+    Tiling(most=16, registers=128, programs=8),
 )
+PROMPTS = (Tiling(), Tiling(most_prompt=128, num_warps=8, num_stages=5))
 
 
 def main() -> None:
@@ -214,11 +216,12 @@ def main() -> None:
     parts = {
         "small": small,
         "sampling": sampling,
-        "attention": lambda: attention(VARIANTS),
+        "attention": lambda: attention(VARIANTS[:1], PROMPTS[:1], CASES),
+        "tilings": lambda: attention(VARIANTS, PROMPTS, FEW_CASES),
         "products": products,
     }
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="default: all")
-    wanted = parser.parse_args().parts or parts
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all but tilings")
+    wanted = parser.parse_args().parts or [name for name in parts if name != "tilings"]
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.inference_mode():
         for name, run in parts.items():

@@ -88,7 +88,16 @@ def test_prefill_verify_and_decode_rows_agree(cuda: torch.device, window: int) -
 
 @pytest.mark.parametrize(
     "settings",
-    [{"most": 16}, {"most": 32}, {"num_warps": 8}, {"num_stages": 2}, {"programs": 1}, {"split_rows": 1}],
+    [
+        {"most": 16},
+        {"most": 64},
+        {"most": 64, "num_warps": 8},
+        {"num_stages": 2},
+        {"registers": 128},
+        {"programs": 1},
+        {"split_rows": 1},
+        {"split_rows": 1, "prompt_rows": 1},
+    ],
     ids=str,
 )
 def test_tiling_changes_no_bit(cuda: torch.device, settings: dict[str, int]) -> None:
@@ -150,11 +159,11 @@ def test_sampling_does_not_wait_for_the_device(cuda: torch.device) -> None:
 
 
 def test_an_attention_chunk_taken_from_the_batch_is_caught(cuda: torch.device) -> None:
-    rows = checks.place(attention.mixed(attention.Shape(), torch.bfloat16), cuda)
+    rows = checks.place(attention.mixed(attention.Shape(), torch.float32), cuda)
 
     def wrong(q: Tensor, *others: object) -> Tensor:
-        """Keys a step, which bits depend on, from the number of rows."""
-        backend = TritonAttention(Tiling(step=32 if len(q) > 8 else 64))
+        """Keys are added up in chunks whose size depends on the number of rows."""
+        backend = TritonAttention(Tiling(chunk=64 if len(q) > 8 else 256))
         return backend(q, *others)  # type: ignore[arg-type]
 
     with pytest.raises(AssertionError):

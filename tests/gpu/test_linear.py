@@ -81,7 +81,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 def test_a_product_split_over_k_gets_no_certificate(cuda: torch.device, tmp_path: Path) -> None:
     def find(*_: object) -> list[Way]:
-        return [*gpu_linear.ways(BF16)[:3], Way("split", split_k)]
+        return [*gpu_linear.ways(torch.device("cuda"), BF16)[:3], Way("split", split_k)]
 
     shape = Shape(256, 4096, BF16, BF16, False)
     assert certify.certify(shape, find(), 64, cuda)["split"] == ()
@@ -118,7 +118,7 @@ def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, t
 
         return run
 
-    slow = dataclasses.replace(gpu_linear.ways(BF16)[0], name="slow", make=_twice)
+    slow = dataclasses.replace(gpu_linear.ways(torch.device("cuda"), BF16)[0], name="slow", make=_twice)
     made = planner(cuda, tmp_path, lambda *_: [slow, Way("sometimes", sometimes)])
     _, weight = certify.cancelling(1, Shape(256, 4096, BF16, BF16, False), seed=5)
     product = made.pack(weight.to(cuda))

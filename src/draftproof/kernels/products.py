@@ -42,7 +42,7 @@ def ways(
     if gpu.available(device):
         from draftproof.kernels.gpu import linear
 
-        return linear.ways(dtype)
+        return linear.ways(device, dtype)
     found = []
     if device.type == "cpu" and library is not None and {dtype, out_dtype} <= DTYPE_CODES.keys():
         wide = bool(library.function("dp_product_is_wide", "", "i")())

@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.launch import dense, on
+from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.launch import dense, early, on
 
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # noqa: E741
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
@@ -34,5 +36,7 @@ def silu_mul(gate_up_TI2: Tensor) -> Tensor:
     if rows:
         with on(out_TI):
             grid = (rows, triton.cdiv(width // 2, BLOCK))
-            _silu_mul_kernel[grid](gate_up_TI2, out_TI, I=width // 2, BLOCK=BLOCK, num_warps=4)
+            _silu_mul_kernel[grid](
+                gate_up_TI2, out_TI, I=width // 2, BLOCK=BLOCK, **early(out_TI), num_warps=4
+            )
     return out_TI

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftproof.kernels.gpu.early import begin
+
 FAR = tl.constexpr(1 << 30)  # past every position
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
 
@@ -25,12 +27,13 @@ def _larger(a, b):
 def tiles_kernel(
     slots, ends, plan, rows, window,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, COUNT_CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Cut the pass into tiles of up to ROWS neighbouring rows of one slot; one program.
 
     plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each].
     """
+    begin(EARLY)
     carried, tiles = 0, 0
     for base in range(0, rows, BLOCK):
         t = base + tl.arange(0, BLOCK)
@@ -193,12 +196,13 @@ def split_kernel(
     q, k, v, table, slots, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, TILES: tl.constexpr,
+    WINDOWED: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Chunks of all tiles and heads, dealt out among the programs; each chunk's result goes to memory.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
+    begin(EARLY)
     tiles, total = tl.load(plan), tl.load(plan + 1)
     i, d = tl.arange(0, TILES), tl.arange(0, DP)
     before_I = tl.load(plan + 3 + rows + i, mask=i < tiles, other=FAR)
@@ -229,9 +233,10 @@ def split_kernel(
 def combine_kernel(
     acc, ml, ends, out, chunks, window,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero."""
+    begin(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(ends + row).to(tl.int32)
     d = tl.arange(0, DP)
@@ -266,9 +271,10 @@ def loop_kernel(
     q, k, v, table, slots, ends, plan, out, width, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile and head, all its chunks: the same chunks, added in the same order, as the two kernels above."""
+    begin(EARLY)
     tile, head = tl.load(plan) - 1 - tl.program_id(0), tl.program_id(1)  # a prompt's last tiles see most keys
     if tile < 0:
         return

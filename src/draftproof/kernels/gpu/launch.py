@@ -31,6 +31,26 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type != "cuda":
+        return 1 << 20
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10))
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it in the stream has ended, and wait for it inside."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(x: Tensor) -> dict[str, bool]:
+    """Arguments of a kernel that may start early."""
+    yes = starts_early(x.device)
+    return {"EARLY": yes, "launch_pdl": yes}

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from draftproof.kernels.gpu.launch import dense, on
+from draftproof.kernels.gpu.launch import dense, early, on, shared_bytes
 from draftproof.kernels.products import Form, Way
 
 SWIZZLE = 8  # row tiles that share a visit to the weight
+LINES = 16  # cache lines of 128 bytes that are fetched of each row of the weight before the input is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class Tile:
         side = " swapped" if self.swap else ""
         return f"triton {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}{side}"
 
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether its buffers have room in shared memory."""
+        step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
+        return step * self.stages <= shared_bytes(device)
+
     def suits(self, rows: int) -> bool:
         """Whether it is worth a try at so many rows: neither mostly empty nor mostly passes over the weight."""
         least = 0 if self.rows == 16 else self.rows // 2
@@ -51,6 +58,13 @@ TILES_HALF = (
     *(Tile(16, 128, 128, 4, 4, True), Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 5, 4)),
     *(Tile(32, 64, 128, 5, 4, True), Tile(32, 128, 128, 4, 4, True), Tile(64, 32, 128, 5, 4)),
     *(Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4, True), Tile(64, 128, 64, 5, 4, True)),
+    *(
+        Tile(16, 32, 256, 6, 4),
+        Tile(16, 16, 256, 6, 4),
+        Tile(16, 64, 256, 5, 4, True),
+        Tile(16, 32, 128, 10, 4),
+    ),
+    *(Tile(16, 32, 512, 3, 4), Tile(32, 32, 256, 6, 4), Tile(32, 32, 128, 10, 4), Tile(64, 32, 256, 4, 4)),
     *(Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)),
 )
 TILES_WIDE = (
@@ -59,11 +73,22 @@ TILES_WIDE = (
 )
 
 
+@triton.jit
+def _prefetch(weight, n, outputs, inputs, LINES: tl.constexpr):
+    """Have the first LINES cache lines of these rows of the weight brought to the L2 cache."""
+    per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    line = tl.minimum(tl.arange(0, LINES) * per_line, inputs - 1)
+    at = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
     x, weight, bias, out, rows, outputs, inputs,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SWIZZLE: tl.constexpr,
+    EVEN: tl.constexpr, SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs. EVEN: K is a multiple of BK."""
     tiles_n, tiles_m = tl.cdiv(outputs, BN), tl.cdiv(rows, BM)
@@ -74,18 +99,28 @@ def _product_kernel(
     tile_m, tile_n = first_m + within % height, within // height
     m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     mask_m, mask_n = m < rows, n < outputs
-    # A row or output past the end reads the last one: what it computes is not stored.
-    at_x = x + (tl.minimum(m, rows - 1).to(tl.int64) * inputs)[:, None] + k[None, :]
+    if EARLY:
+        # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
+        gdc_launch_dependents()
+        if tiles_m == 1:
+            _prefetch(weight, n, outputs, inputs, LINES)
+        gdc_wait()
+    # An output past the end reads the last one: what it computes is not stored. A few rows padded that way would all
+    # ask for one line of memory at once, so there they are masked.
+    m_read = tl.minimum(m, rows - 1) if BM >= 64 else m
+    at_x = x + m_read.to(tl.int64)[:, None] * inputs + k[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + k[None, :]
     if SWAP:  # noqa: SIM108  the two differ in shape
         sums = tl.zeros((BN, BM), tl.float32)
     else:
         sums = tl.zeros((BM, BN), tl.float32)
     for start in range(0, inputs, BK):
-        if EVEN:
+        if EVEN and BM >= 64:
             x_MK, w_NK = tl.load(at_x), tl.load(at_w)
+        elif EVEN:
+            x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
         else:
-            x_MK = tl.load(at_x, mask=(start + k < inputs)[None, :], other=0.0)
+            x_MK = tl.load(at_x, mask=mask_m[:, None] & (start + k < inputs)[None, :], other=0.0)
             w_NK = tl.load(at_w, mask=(start + k < inputs)[None, :], other=0.0)
         if SWAP:
             sums = tl.dot(w_NK, tl.trans(x_MK), sums, input_precision="ieee")
@@ -134,6 +169,8 @@ class OrderedForm:
                 BIAS=self._bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
                 SWIZZLE=SWIZZLE,
+                LINES=LINES,
+                **early(x_TK),
                 num_stages=tile.stages,
                 num_warps=tile.warps,
             )
@@ -161,9 +198,9 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return TILES_WIDE if dtype == torch.float32 else TILES_HALF
 
 
-def ways(dtype: torch.dtype) -> list[Way]:
+def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
     """The reference first, cuBLAS last."""
     # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    return [*(_ordered(tile) for tile in tiles(dtype)), Way("cublas", cublas)]
+    return [*(_ordered(tile) for tile in tiles(dtype) if tile.fits(dtype, device)), Way("cublas", cublas)]

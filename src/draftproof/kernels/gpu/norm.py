@@ -11,15 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.launch import dense, on, power_of_two
+from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
 
 PER_WARP = 512  # elements of a row
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, total, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x, residual, weight, out, total, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
@@ -64,5 +67,6 @@ def _launch(
             H=width,
             BLOCK=block,
             ADD=residual_TH is not None,
+            **early(x_TH),
             num_warps=min(max(block // PER_WARP, 1), 16),
         )

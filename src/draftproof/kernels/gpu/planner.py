@@ -18,8 +18,8 @@ from draftproof.kernels.gpu.linear import tiles
 from draftproof.kernels.products import Form, Way
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-COLD_BYTES = 192 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
-REPLAYS = 5
+COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
+REPLAYS = 10
 SWITCH = 1.02  # a way must be this much faster than the one of the bucket below to take its place
 
 

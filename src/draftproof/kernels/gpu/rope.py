@@ -1,4 +1,4 @@
-"""Norm and rotation of q and k and the write of k and v to the paged cache, in Triton: a program a row and head.
+"""Norm and rotation of q and k and the write of k and v to the paged cache, in Triton: a few heads of a row a program.
 
 Shapes: T rows, N heads (q, k and v together), D head size, P positions of the table, S slots, B blocks per slot.
 """
@@ -10,38 +10,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.launch import dense, on, power_of_two
+from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+
+HEADS_EACH = 8  # heads of a program
 
 
 @triton.jit
-def _rotated(x, norm, cos_sin, eps, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-             NORM: tl.constexpr):  # fmt: skip
-    """The three parts of one head, normed and rotated: the pairs' first and second elements, and what is left."""
+def _parts(
+    x, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr
+):
+    """Offsets and masks of `count` heads from `x` on: each pair's first element and what does not rotate."""
+    h, i, j = tl.arange(0, HB)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST)[None, :]
+    return x + h * D + i, (h < count) & (i < HALF), x + h * D + 2 * HALF + j, (h < count) & (j < D - 2 * HALF)
+
+
+@triton.jit
+def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+             REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """The three parts of `count` heads, normed and rotated: the pairs' first and second elements, and what is left."""
     i, j = tl.arange(0, PAIRS), tl.arange(0, REST)
     pair, rest = i < HALF, j < D - 2 * HALF
-    low = tl.load(x + i, mask=pair, other=0.0).to(tl.float32)
-    high = tl.load(x + HALF + i, mask=pair, other=0.0).to(tl.float32)
-    tail = tl.load(x + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)
+    at, mask, at_rest, mask_rest = _parts(x, count, D, HALF, PAIRS, REST, HB)
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    tail = tl.load(at_rest, mask=mask_rest, other=0.0).to(tl.float32)
     if NORM:
-        squares = tl.sum(low * low + high * high, axis=0) + tl.sum(tail * tail, axis=0)
-        factor = 1.0 / tl.sqrt_rn(squares * (1.0 / D) + eps)
-        low = low * factor * tl.load(norm + i, mask=pair, other=0.0).to(tl.float32)
-        high = high * factor * tl.load(norm + HALF + i, mask=pair, other=0.0).to(tl.float32)
-        tail = tail * factor * tl.load(norm + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)
-    cos = tl.load(cos_sin + i, mask=pair, other=1.0)
-    sin = tl.load(cos_sin + HALF + i, mask=pair, other=0.0)
+        squares = tl.sum(low * low + high * high, axis=1) + tl.sum(tail * tail, axis=1)
+        factor = (1.0 / tl.sqrt_rn(squares * (1.0 / D) + eps))[:, None]
+        low = low * factor * tl.load(norm + i, mask=pair, other=0.0).to(tl.float32)[None, :]
+        high = high * factor * tl.load(norm + HALF + i, mask=pair, other=0.0).to(tl.float32)[None, :]
+        tail = tail * factor * tl.load(norm + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_sin + i, mask=pair, other=1.0)[None, :]
+    sin = tl.load(cos_sin + HALF + i, mask=pair, other=0.0)[None, :]
     return low * cos - high * sin, high * cos + low * sin, tail
 
 
 @triton.jit
-def _store(
-    out, low, high, tail, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
-):
-    i, j = tl.arange(0, PAIRS), tl.arange(0, REST)
+def _store(out, stride, low, high, tail, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+           REST: tl.constexpr, HB: tl.constexpr):  # fmt: skip
+    """Heads lie `stride` elements apart."""
+    h, i, j = tl.arange(0, HB)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST)[None, :]
     dtype = out.dtype.element_ty
-    tl.store(out + i, low.to(dtype), mask=i < HALF)
-    tl.store(out + HALF + i, high.to(dtype), mask=i < HALF)
-    tl.store(out + 2 * HALF + j, tail.to(dtype), mask=j < D - 2 * HALF)
+    pair = (h < count) & (i < HALF)
+    tl.store(out + h * stride + i, low.to(dtype), mask=pair)
+    tl.store(out + h * stride + HALF + i, high.to(dtype), mask=pair)
+    tl.store(out + h * stride + 2 * HALF + j, tail.to(dtype), mask=(h < count) & (j < D - 2 * HALF))
 
 
 @triton.jit(
@@ -51,31 +65,43 @@ def _store(
 def _rope_store_kernel(
     qkv, positions, slots, cos_sin, q_norm, k_norm, eps, q_out, k_cache, v_cache, table, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr, REST: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * D
+    """HB heads of one row; first come the programs of q, then k's, then v's."""
+    begin(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS, HB)
+    x = qkv + row * (HEADS + 2 * KV_HEADS) * D
     position = tl.load(positions + row)
     angles = cos_sin + tl.maximum(position, 0) * 2 * HALF
-    if head < HEADS:
-        low, high, tail = _rotated(x, q_norm, angles, eps, D, HALF, PAIRS, REST, Q_NORM)
+    if part < q_parts:
+        head = part * HB
+        low, high, tail = _rotated(
+            x + head * D, q_norm, angles, eps, HEADS - head, D, HALF, PAIRS, REST, HB, Q_NORM
+        )
         live = position >= 0
         low, high, tail = tl.where(live, low, 0.0), tl.where(live, high, 0.0), tl.where(live, tail, 0.0)
-        _store(q_out + (row * HEADS + head) * D, low, high, tail, D, HALF, PAIRS, REST)
+        _store(q_out + (row * HEADS + head) * D, D, low, high, tail, HEADS - head, D, HALF, PAIRS, REST, HB)
     elif position >= 0:
         slot = tl.load(slots + row)
         block = tl.load(table + slot * width + position // BLOCK_SIZE).to(tl.int64)
-        offset = position % BLOCK_SIZE
-        if head < HEADS + KV_HEADS:
-            low, high, tail = _rotated(x, k_norm, angles, eps, D, HALF, PAIRS, REST, K_NORM)
-            at = ((block * KV_HEADS + head - HEADS) * BLOCK_SIZE + offset) * D
-            _store(k_cache + at, low, high, tail, D, HALF, PAIRS, REST)
+        head = (part - q_parts) % kv_parts * HB
+        at = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * D
+        if part < q_parts + kv_parts:
+            low, high, tail = _rotated(
+                x + (HEADS + head) * D, k_norm, angles, eps, KV_HEADS - head, D, HALF, PAIRS, REST, HB, K_NORM
+            )
+            _store(k_cache + at, BLOCK_SIZE * D, low, high, tail, KV_HEADS - head, D, HALF, PAIRS, REST, HB)
         else:
-            i, j = tl.arange(0, PAIRS), tl.arange(0, REST)
-            v_low, v_high = tl.load(x + i, mask=i < HALF), tl.load(x + HALF + i, mask=i < HALF)
-            v_tail = tl.load(x + 2 * HALF + j, mask=j < D - 2 * HALF)
-            at = ((block * KV_HEADS + head - HEADS - KV_HEADS) * BLOCK_SIZE + offset) * D
-            _store(v_cache + at, v_low, v_high, v_tail, D, HALF, PAIRS, REST)
+            v_at, mask, rest_at, mask_rest = _parts(
+                x + (HEADS + KV_HEADS + head) * D, KV_HEADS - head, D, HALF, PAIRS, REST, HB
+            )
+            v_low, v_high = tl.load(v_at, mask=mask), tl.load(v_at + HALF, mask=mask)
+            v_tail = tl.load(rest_at, mask=mask_rest)
+            _store(
+                v_cache + at, BLOCK_SIZE * D, v_low, v_high, v_tail, KV_HEADS - head, D, HALF, PAIRS, REST, HB
+            )
 
 
 def rope_store(
@@ -100,7 +126,8 @@ def rope_store(
     qkv_TX = dense(qkv_TX)
     half = cos_sin_PD.shape[1] // 2
     with on(qkv_TX):
-        _rope_store_kernel[(rows, heads + 2 * kv_heads)](
+        parts = triton.cdiv(heads, HEADS_EACH) + 2 * triton.cdiv(kv_heads, HEADS_EACH)
+        _rope_store_kernel[(rows, parts)](
             *(qkv_TX, positions_T.contiguous(), slots_T.contiguous(), dense(cos_sin_PD)),
             *(
                 qkv_TX if q_norm_D is None else dense(q_norm_D),
@@ -114,8 +141,10 @@ def rope_store(
             BLOCK_SIZE=block_size,
             PAIRS=power_of_two(half),
             REST=power_of_two(max(dim - 2 * half, 1)),
+            HB=HEADS_EACH,
             Q_NORM=q_norm_D is not None,
             K_NORM=k_norm_D is not None,
-            num_warps=1,
+            **early(qkv_TX),
+            num_warps=4,
         )
     return q_THD

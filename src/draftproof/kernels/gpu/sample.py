@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.kernels.gpu.launch import dense, on, power_of_two
-from draftproof.kernels.gpu.threshold import CANDIDATES, threshold_kernel
+from draftproof.kernels.gpu.threshold import limits
 
 PIECE, BLOCK = 4096, 1024
 WIDEST = 1 << 18  # columns; masses are summed in 64 bits
@@ -131,19 +131,14 @@ def sample(
     logits_MV = dense(logits_MV.float())
     pieces = triton.cdiv(width, PIECE)
     tops, scores = logits_MV.new_empty(rows, pieces), logits_MV.new_empty(rows, pieces)
-    ids, limits = tokens_M.new_empty(rows, pieces), tokens_M.new_empty(rows, dtype=torch.int32)
-    spare = logits_MV.new_empty(rows, CANDIDATES)
+    ids = tokens_M.new_empty(rows, pieces)
+    filters = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M)]
     size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}
     with on(logits_MV):
         _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, num_warps=8)
-        threshold_kernel[(rows,)](
-            *(logits_MV, tops, temperature_M.contiguous(), top_k_M.contiguous(), top_p_M.contiguous()),
-            *(min_p_M.contiguous(), limits, spare),
-            **size,
-            num_warps=32,
-        )
+        limits_M = limits(logits_MV, tops, filters, pieces, PIECE)
         _draw_kernel[(rows, pieces)](
-            *(logits_MV, tops, temperature_M.contiguous(), limits, seeds_M.contiguous()),
+            *(logits_MV, tops, filters[0], limits_M, seeds_M.contiguous()),
             *(positions_M.long().contiguous(), seeds_M if ids_V is None else ids_V.long().contiguous()),
             *(scores, ids),
             **size,

@@ -8,45 +8,53 @@ go over them alone, or over the whole row where they do not decide.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from draftproof.kernels.gpu.launch import power_of_two
 
 CANDIDATES = tl.constexpr(8192)  # also the columns of one step
-BINS = tl.constexpr(1024)
-BINS_PER_UNIT = tl.constexpr(32.0)  # so the bins reach 32 below the maximum, past which no mass is
+BINS = tl.constexpr(128)
+BINS_PER_UNIT = tl.constexpr(8.0)
 ONE = tl.constexpr(2.0**44)  # mass of the likeliest token
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity: everything is kept
 
 
 @triton.jit
-def _distance(x, top, temperature):
-    """|d| of logits; -inf gives infinity."""
+def _distances(row, start, top, temperature, V: tl.constexpr):
+    """|d| of the columns from `start` on; infinite past the last, as for a logit of -inf."""
+    v = start + tl.arange(0, CANDIDATES)
+    x = tl.load(row + v, mask=v < V, other=-float("inf"))
     return tl.abs(tl.math.div_rn(x - top, temperature))
 
 
 @triton.jit
-def _mass(distance):
-    return (tl.exp(-distance) * ONE).to(tl.int64)
+def _weights(distance, limit, MASS: tl.constexpr):
+    """What each token counts for within `limit`: its mass, or one."""
+    kept = distance.to(tl.int32, bitcast=True) <= limit
+    if MASS:
+        return tl.where(kept, (tl.exp(-distance) * ONE).to(tl.int64), 0)
+    else:  # noqa: RET505  what is returned differs in type
+        return kept.to(tl.int32)
 
 
 @triton.jit
-def _smallest(source, count, top, temperature, limit, wanted, MASS: tl.constexpr):
+def _bin(distance):
+    return tl.minimum(distance * BINS_PER_UNIT, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _search_few(distance, limit, wanted, MASS: tl.constexpr):
     """The least bits U such that tokens with bits <= U (and <= limit) number `wanted`, or have that mass."""
-    v = tl.arange(0, CANDIDATES)
+    bits, weight = distance.to(tl.int32, bitcast=True), _weights(distance, limit, MASS)
     low, high = tl.full((), 0, tl.int32), tl.full((), INFINITE, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
-        bound = tl.minimum(middle, limit)
-        total = tl.full((), 0, tl.int64)
-        for start in range(0, count, CANDIDATES):
-            x = tl.load(source + start + v, mask=start + v < count, other=-float("inf"))
-            distance = _distance(x, top, temperature)
-            kept = (distance.to(tl.int32, bitcast=True) <= bound) & (start + v < count)
-            if MASS:
-                total += tl.sum(tl.where(kept, _mass(distance), 0), axis=0)
-            else:
-                total += tl.sum(kept.to(tl.int32), axis=0).to(tl.int64)
-        if total.to(tl.float64) >= wanted:
+        if tl.sum(tl.where(bits <= middle, weight, 0), axis=0).to(tl.float64) >= wanted:
             high = middle
         else:
             low = middle + 1
@@ -54,74 +62,139 @@ def _smallest(source, count, top, temperature, limit, wanted, MASS: tl.constexpr
 
 
 @triton.jit
-def _set_aside(row, spare, top, temperature, limit, V: tl.constexpr):
-    """Copy the likeliest tokens' logits to `spare`: (their number, their mass, the whole row's), within `limit`."""
-    v, b = tl.arange(0, CANDIDATES), tl.arange(0, BINS)
-    counts_B, mass = tl.zeros((BINS,), tl.int32), tl.full((), 0, tl.int64)
+def _total(row, top, temperature, limit, V: tl.constexpr, MASS: tl.constexpr):
+    """The weight of a whole row's tokens within `limit`."""
+    total = tl.full((), 0, tl.int64)
     for start in range(0, V, CANDIDATES):
-        x = tl.load(row + start + v, mask=start + v < V, other=-float("inf"))
-        distance = _distance(x, top, temperature)
-        bin_V = tl.minimum(distance * BINS_PER_UNIT, BINS - 1.0).to(tl.int32)
-        counts_B += tl.histogram(bin_V, BINS, mask=start + v < V)
-        kept = distance.to(tl.int32, bitcast=True) <= limit
-        mass += tl.sum(tl.where(kept, _mass(distance), 0), axis=0)
-    fits = (tl.cumsum(counts_B, axis=0) <= CANDIDATES) & (b < BINS - 1)
-    bins = tl.sum(fits.to(tl.int32), axis=0)  # those below this one are set aside
-    number, mass_aside = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
-    for start in range(0, V, CANDIDATES):
-        x = tl.load(row + start + v, mask=start + v < V, other=-float("inf"))
-        distance = _distance(x, top, temperature)
-        aside = (tl.minimum(distance * BINS_PER_UNIT, BINS - 1.0).to(tl.int32) < bins) & (start + v < V)
-        at = number + tl.cumsum(aside.to(tl.int32), axis=0) - 1
-        tl.store(spare + at, x, mask=aside)
-        kept = aside & (distance.to(tl.int32, bitcast=True) <= limit)
-        number += tl.sum(aside.to(tl.int32), axis=0)
-        mass_aside += tl.sum(tl.where(kept, _mass(distance), 0), axis=0)
-    tl.debug_barrier()  # other threads read what was stored
-    return number, mass_aside, mass
+        weight = _weights(_distances(row, start, top, temperature, V), limit, MASS)
+        total += tl.sum(weight, axis=0).to(tl.int64)
+    return total
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"],
-)
+@triton.jit
+def _search_row(row, top, temperature, limit, wanted, V: tl.constexpr, MASS: tl.constexpr):
+    """`_search_few` over all columns of a row."""
+    low, high = tl.full((), 0, tl.int32), tl.full((), INFINITE, tl.int32)
+    while low < high:
+        middle = low + (high - low) // 2
+        if _total(row, top, temperature, tl.minimum(middle, limit), V, MASS).to(tl.float64) >= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
+def _settings(
+    tops, temperatures, top_ks, top_ps, min_ps, m, V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr
+):
+    """(whether row m needs a search, its largest logit, its limit by min-p)."""
+    temperature, top_k, top_p = tl.load(temperatures + m), tl.load(top_ks + m), tl.load(top_ps + m)
+    lowest = tl.log(tl.load(min_ps + m).to(tl.float64)).to(tl.float32)
+    p = tl.arange(0, POW)
+    top = tl.max(tl.load(tops + m * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
+    filtered = ((top_k > 0) & (top_k < V)) | (top_p < 1.0)
+    active = (temperature > 0) & filtered & (tl.abs(top) < float("inf"))
+    return active, top, tl.abs(lowest).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _piece(row, piece, top, temperature, V: tl.constexpr, PIECE: tl.constexpr):
+    """|d| of one piece's columns, and which of them exist."""
+    v = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(row + v, mask=v < V, other=-float("inf"))
+    return tl.abs(tl.math.div_rn(x - top, temperature)), v < V
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
+def counts_kernel(
+    logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses,
+    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Of each piece: how many tokens lie in each bin of distance, and their mass within min-p."""
+    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
+    if active:
+        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m), V, PIECE)
+        at = m * PIECES + piece
+        counts_B = tl.histogram(_bin(distance), BINS, mask=exists)
+        tl.store(counts + at * BINS + tl.arange(0, BINS), counts_B)
+        tl.store(masses + at, tl.sum(_weights(distance, limit, True), axis=0))
+
+
+@triton.jit
+def _fitting(counts, m, before, PIECES: tl.constexpr, POW: tl.constexpr):
+    """(bins whose tokens all fit among the candidates, the number of such tokens in pieces below `before`)."""
+    p, b = tl.arange(0, POW), tl.arange(0, BINS)
+    at = (m * PIECES + p)[:, None] * BINS + b[None, :]
+    counts_PB = tl.load(counts + at, mask=(p < PIECES)[:, None], other=0)
+    fits_B = (tl.cumsum(tl.sum(counts_PB, axis=0), axis=0) <= CANDIDATES) & (b < BINS - 1)
+    number = tl.sum(tl.sum(tl.where((p < before)[:, None] & fits_B[None, :], counts_PB, 0), axis=1), axis=0)
+    return tl.sum(fits_B.to(tl.int32), axis=0), number
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
+def aside_kernel(
+    logits, tops, temperatures, top_ks, top_ps, min_ps, counts, spare,
+    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The distances of the likeliest tokens of each piece, behind those of the pieces before it."""
+    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    active, top, _ = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
+    if active:
+        bins, first = _fitting(counts, m, piece, PIECES, POW)
+        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m), V, PIECE)
+        aside = exists & (_bin(distance) < bins)
+        at = first + tl.cumsum(aside.to(tl.int32), axis=0) - 1
+        tl.store(spare + m * CANDIDATES + at, distance, mask=aside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
 def threshold_kernel(
-    logits, tops, temperatures, top_ks, top_ps, min_ps, limits, spare,
+    logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses, spare, limits,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr,
 ):  # fmt: skip
     """The bits of the largest |d| that stays, for each row: min-p, then top-k, then top-p over what is left."""
     m = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = tl.load(temperatures + m), tl.load(top_ks + m), tl.load(top_ps + m)
-    lowest = tl.log(tl.load(min_ps + m).to(tl.float64)).to(tl.float32)
-    limit = tl.abs(lowest).to(tl.int32, bitcast=True)
-    p = tl.arange(0, POW)
-    top = tl.max(tl.load(tops + m * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
-    use_k, use_p = (top_k > 0) & (top_k < V), top_p < 1.0
-    if (temperature > 0) & (use_k | use_p) & (tl.abs(top) < float("inf")):
-        row, aside = logits + m * V, spare + m * CANDIDATES
-        number, mass_aside, mass = _set_aside(row, aside, top, temperature, limit, V)
-        decides = tl.where(use_k, top_k <= number, mass_aside.to(tl.float64) >= mass.to(tl.float64) * top_p)
-        source, count = row, tl.full((), V, tl.int32)
-        if decides:
-            source, count = aside, number
-        if use_k:
-            of_k = _smallest(source, count, top, temperature, INFINITE, top_k.to(tl.float64), False)
-            limit = tl.minimum(limit, of_k)
-        if use_p:
+    active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
+    if active:
+        temperature, top_k, share = (
+            tl.load(temperatures + m),
+            tl.load(top_ks + m),
+            tl.load(top_ps + m).to(tl.float64),
+        )
+        use_k, use_p, wanted_k = (top_k > 0) & (top_k < V), share < 1.0, top_k.to(tl.float64)
+        row, c, p = logits + m * V, tl.arange(0, CANDIDATES), tl.arange(0, POW)
+        mass = tl.sum(tl.load(masses + m * PIECES + p, mask=p < PIECES, other=0), axis=0)
+        _, number = _fitting(counts, m, PIECES, PIECES, POW)
+        few = tl.load(spare + m * CANDIDATES + c, mask=c < number, other=float("inf"))
+        mass_few = tl.sum(_weights(few, limit, True), axis=0)
+        if tl.where(use_k, top_k <= number, mass_few.to(tl.float64) >= mass.to(tl.float64) * share):
             if use_k:
-                mass = _total(source, count, top, temperature, limit)
-            wanted = mass.to(tl.float64) * top_p.to(tl.float64)
-            of_p = _smallest(source, count, top, temperature, limit, wanted, True)
-            limit = tl.minimum(limit, of_p)
+                limit = tl.minimum(limit, _search_few(few, INFINITE, wanted_k, False))
+                mass = tl.sum(_weights(few, limit, True), axis=0)
+            if use_p:
+                limit = tl.minimum(limit, _search_few(few, limit, mass.to(tl.float64) * share, True))
+        else:
+            if use_k:
+                limit = tl.minimum(limit, _search_row(row, top, temperature, INFINITE, wanted_k, V, False))
+                mass = _total(row, top, temperature, limit, V, True)
+            if use_p:
+                wanted = mass.to(tl.float64) * share
+                limit = tl.minimum(limit, _search_row(row, top, temperature, limit, wanted, V, True))
     tl.store(limits + m, limit)
 
 
-@triton.jit
-def _total(source, count, top, temperature, limit):
-    """The mass within `limit`."""
-    v, mass = tl.arange(0, CANDIDATES), tl.full((), 0, tl.int64)
-    for start in range(0, count, CANDIDATES):
-        x = tl.load(source + start + v, mask=start + v < count, other=-float("inf"))
-        distance = _distance(x, top, temperature)
-        kept = (distance.to(tl.int32, bitcast=True) <= limit) & (start + v < count)
-        mass += tl.sum(tl.where(kept, _mass(distance), 0), axis=0)
-    return mass
+def limits(logits_MV: Tensor, tops: Tensor, filters: Sequence[Tensor], pieces: int, piece: int) -> Tensor:
+    """int32 [M]. `filters`: temperature, top-k, top-p, min-p of each row; `tops` [M, pieces]: largest logits."""
+    rows, width = logits_MV.shape
+    counts = tops.new_empty(rows, pieces, BINS.value, dtype=torch.int32)
+    masses = tops.new_empty(rows, pieces, dtype=torch.int64)
+    spare = tops.new_empty(rows, CANDIDATES.value)
+    out_M = tops.new_empty(rows, dtype=torch.int32)
+    given = (logits_MV, tops, *filters)
+    size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}
+    counts_kernel[(rows, pieces)](*given, counts, masses, **size, PIECE=piece, num_warps=8)
+    aside_kernel[(rows, pieces)](*given, counts, spare, **size, PIECE=piece, num_warps=8)
+    threshold_kernel[(rows,)](*given, counts, masses, spare, out_M, **size, num_warps=32)
+    return out_M

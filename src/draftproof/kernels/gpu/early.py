@@ -1,0 +1,20 @@
+"""Starting a kernel before the one ahead of it has ended: the device half. `launch.starts_early` says where.
+
+A kernel launched with `launch_pdl` may start while its predecessor runs, and must wait before it reads or writes
+anything that another kernel does. The predecessor is complete after the wait, and so is all before it.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """The first line of a kernel that starts early."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
