@@ -256,7 +256,14 @@ class LinearPlanner:
             if item[0].startswith(("ONEDNN", "DNNL", "MKL", "ATEN", "OMP"))
         )
         facts = (
-            *(name, torch.__version__, gpu.version(self._device), torch.get_num_threads(), code.hexdigest(), settings),
+            *(
+                name,
+                torch.__version__,
+                gpu.version(self._device),
+                torch.get_num_threads(),
+                code.hexdigest(),
+                settings,
+            ),
             *(certify.buckets_up_to(self._max_rows), self._library and self._library.build_key),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
