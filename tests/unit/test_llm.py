@@ -144,6 +144,8 @@ def test_chat_applies_the_template(llm: LLM) -> None:
         "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert len(llm.chat([[message], [message]], GREEDY, use_tqdm=False)) == 2
+    with pytest.raises(ValueError, match="messages: the chat template"):
+        llm.chat("hi", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_draft_says_what_would_be_proposed(drafting: LLM) -> None:
@@ -184,6 +186,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": 5}, "must hold 'prompt_token_ids', a list"),
     ({"prompt_token_ids": "abc"}, "must hold 'prompt_token_ids', a list"),
     ([3.5], "must be text, a list of token ids"),
+    (None, "prompts=None: must be text"),
+    (b"abc", "prompts=b'abc': must be text"),
 ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from draftproof.config import EngineConfig
@@ -29,7 +30,7 @@ class LLM:
         self, model: str | None = None, *, progress: Progress | None = None, **settings: Any
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
-        loaded = build(self.config, progress)
+        loaded = build(self.config, progress or _show_progress)
         self._defaults = read_generation_config(loaded.directory)
         self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
         self.max_model_len = loaded.max_model_len
@@ -180,6 +181,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of ids is one prompt; a list of anything else is several."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts={prompts!r:.80}: must be text, a list of token ids, or a list of such prompts"
+        )
     listed: list[Any] = list(prompts)
     return [listed] if listed and all(isinstance(p, int) for p in listed) else listed
 
@@ -194,6 +199,14 @@ def _refused(prompt: Prompt, error: str) -> RequestOutput:
         metrics=RequestMetrics(SpeculationStats()),
         error=error,
     )
+
+
+def _show_progress(what: str, done: int, total: int) -> None:
+    """A line on standard error while something is done that is done once on a machine."""
+    if sys.stderr.isatty():
+        print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done == 0:
+        print(f"{what}, once for this machine: {total} to do", file=sys.stderr, flush=True)
 
 
 def _bar(total: int) -> Any:
