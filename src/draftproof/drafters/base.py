@@ -26,7 +26,7 @@ class Taps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLayout:
-    """The rows a head is fed after a target pass; `rows.build` has a worked example."""
+    """The rows a head is fed after a target pass; `kernels.step.StepOps.draft_rows` has a worked example."""
 
     context: Literal["all", "last", "none"]
     shift: Literal[0, 1] = 0  # 1: the row at position p carries token p + 1 (EAGLE, MTP)

@@ -1,0 +1,48 @@
+"""Recorded programs: the same bits as the function, nothing recorded that cannot be, and no end of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.kernels import graphs, native
+from draftproof.kernels.graphs import Recorded
+from draftproof.kernels.ops import select
+
+
+def rows(seed: int, count: int = 3) -> Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_program_computes_what_was_recorded_on_what_it_is_given(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def function(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(ops.concat((x_TH, x_TH))),)
+
+    for seed in range(3):
+        (out,) = recorded.run("key", function, (rows(seed),))
+        assert torch.equal(out, function(rows(seed))[0])
+    assert recorded.program("key") is not None
+
+
+def test_a_function_that_computes_by_other_means_runs_as_it_is(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def function(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(x_TH) + x_TH.sum(),)
+
+    for seed in range(3):
+        assert torch.equal(recorded.run("key", function, (rows(seed),))[0], function(rows(seed))[0])
+    assert recorded.program("key") is None
+
+
+def test_programs_stop_at_a_bound_on_memory(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    monkeypatch.setattr(graphs, "MOST_BYTES", 1)
+    for count in (2, 3, 3):
+        given = rows(0, count)
+        (out,) = recorded.run(count, lambda x_TH: (ops.silu_mul(x_TH),), (given,))
+        assert torch.equal(out, ops.silu_mul(given))
+    assert recorded.program(2) is not None and recorded.program(3) is None
