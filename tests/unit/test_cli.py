@@ -266,6 +266,7 @@ class TestDraft:
         out = capsys.readouterr().out
         assert out.splitlines()[-1] == "2 of 4 drafts would be accepted"
         assert "77" in out
+        assert engines[0].engine["speculative_config"]["num_speculative_tokens"] == 4
 
     def test_json(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["draft", "def f", "-k", "2", "--json"]) == 0

@@ -44,6 +44,7 @@ def command(
     engine = options.with_drafter(engine)
     if "speculative_config" not in engine:
         raise ValueError("--speculative-config: name the drafter, such as ngram or a directory")
+    engine["speculative_config"] = {"num_speculative_tokens": count, **engine["speculative_config"]}
     asked = read_prompts(prompt, prompt_file, 1)[0]
     llm = options.make_llm(engine)
     ids = asked.token_ids(llm.tokenizer, chat)
