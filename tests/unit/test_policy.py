@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftproof.engine.policy import FIRST_PROBES, AdaptivePolicy, FixedPolicy, Line
+from draftproof.engine.policy import FIRST_PROBES, AdaptivePolicy, Costs, FixedPolicy
 from tests.unit.test_scheduler import sequence
 
 
@@ -67,10 +67,16 @@ def test_a_fixed_policy_is_fixed() -> None:
     assert FixedPolicy(3).choose([sequence(4), sequence(4, 1)]) == [3, 3]
 
 
-def test_a_line_recovers_offset_and_slope_and_shrugs_off_an_outlier() -> None:
-    line = Line()
+def test_costs_recover_offset_and_slope_and_shrug_off_slow_runs() -> None:
+    costs = Costs()
+    for x in (1, 2, 6):
+        costs.add(x, 1000.0)  # the first run
     for _ in range(40):
-        for x in (1.0, 2.0, 6.0):
-            line.add(x, 3 + 0.5 * x)
-    line.add(2.0, 1000.0)
-    assert line.at(4.0) == pytest.approx(5, rel=0.1) and line.slope == pytest.approx(0.5, rel=0.15)
+        for x in (1, 2, 6):
+            costs.add(x, 3 + 0.5 * x)
+    costs.add(6, 1000.0)
+    costs.add(6, 6.0)
+    assert costs.at(2) == pytest.approx(4, rel=0.01)
+    for _ in range(8):
+        costs.add(6, 6.0)
+    assert costs.at(4) == pytest.approx(5, rel=0.1) and costs.slope == pytest.approx(0.5, rel=0.15)

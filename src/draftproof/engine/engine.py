@@ -216,6 +216,6 @@ class Engine:
     def _clock(self, plan: Plan, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
         self.stats.target_seconds += target_seconds
         self.stats.draft_seconds += draft_seconds
-        if all(w.num_sampled for w in plan.work):  # a chunk of a prompt says nothing about decoding
+        if all(w.num_rows == w.num_sampled for w in plan.work):  # prompts say nothing about decoding
             num_rows = sum(w.num_rows for w in plan.work)
             self.parts.policy.timed(num_rows, num_drafts, target_seconds, draft_seconds)

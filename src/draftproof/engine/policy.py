@@ -47,33 +47,37 @@ class FixedPolicy:
 
 
 @dataclass(slots=True)
-class Line:
-    """Seconds as a + b * x, fitted to recent points by exponentially weighted least squares; b is never negative."""
+class Costs:
+    """Seconds by size, learnt from noisy clocks: what is quicker than known is believed sooner than what is slower,
+    because a pass may be slow for many reasons (another process) and quick for none. The first run of a size, which
+    also sets things up, does not count."""
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    seconds: dict[int, float] = field(default_factory=dict)
+    _met: set[int] = field(default_factory=set)
 
-    def add(self, x: float, y: float, memory: float = 0.98) -> None:
-        # one slow pass (a page fault, another process) must not bend the line
-        if self.weight > 5:
-            y = min(y, 3 * self.at(x))
-        self.weight = memory * self.weight + 1
-        rate = 1 / self.weight
-        self.x += rate * (x - self.x)
-        self.y += rate * (y - self.y)
-        self.xx += rate * (x * x - self.xx)
-        self.xy += rate * (x * y - self.xy)
+    def add(self, size: int, seconds: float) -> None:
+        if size not in self._met:
+            self._met.add(size)
+            return
+        known = self.seconds.setdefault(size, seconds)
+        self.seconds[size] = known + (0.5 if seconds < known else 0.03) * (seconds - known)
 
     @property
     def slope(self) -> float:
-        spread = self.xx - self.x * self.x
-        return max(0.0, (self.xy - self.x * self.y) / spread) if spread > 1e-9 else 0.0
+        """Seconds per unit of size, by least squares; never negative."""
+        num = len(self.seconds)
+        if num < 2:
+            return 0.0
+        mean_x, mean_y = sum(self.seconds) / num, sum(self.seconds.values()) / num
+        spread = sum((x - mean_x) ** 2 for x in self.seconds)
+        return max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in self.seconds.items()) / spread)
 
-    def at(self, x: float) -> float:
-        return max(1e-9, self.y + self.slope * (x - self.x))
+    def at(self, size: int) -> float:
+        """What is known of this size, else of the nearest, moved along the slope."""
+        if not self.seconds:
+            return 1e-9
+        nearest = min(self.seconds, key=lambda x: abs(x - size))
+        return max(1e-9, self.seconds[nearest] + self.slope * (size - nearest))
 
 
 @dataclass(slots=True)
@@ -81,12 +85,12 @@ class AdaptivePolicy:
     """The number of drafts that makes tokens per second largest, from measured costs and acceptance.
 
     A sequence whose drafts are accepted at rate a gets 1 + a + a^2 + .. + a^k tokens from k drafts. The cost of a
-    pass is a line in its rows, the cost of drafting a line in its steps.
+    pass depends on its rows, the cost of drafting on its steps.
     """
 
     num_drafts: int
-    target: Line = field(default_factory=Line)
-    draft: Line = field(default_factory=Line)
+    target: Costs = field(default_factory=Costs)
+    draft: Costs = field(default_factory=Costs)
     overall: float = FIRST_GUESS
     _rounds: int = 0
     _probes: int = -1
@@ -109,7 +113,7 @@ class AdaptivePolicy:
         return chosen
 
     def _next_probe(self) -> int:
-        """All, a third, two thirds, none: a line needs points apart, and what is off must be tried again."""
+        """All, a third, two thirds, none: costs must be known apart, and what is off must be tried again."""
         self._probes += 1
         return self.num_drafts * (3, 1, 2, 0)[self._probes % 4] // 3
 

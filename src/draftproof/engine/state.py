@@ -129,8 +129,8 @@ class State:
         return torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
 
     def history(self, slot: int) -> Tensor:
-        """The slot's known tokens (int32, on the device; free to read on a CPU)."""
-        return self.slots.tokens_SL[slot, : int(self.slots.length_S[slot])]
+        """The slot's known tokens, int32, on the host: free on a CPU, a wait for the device elsewhere."""
+        return self.slots.tokens_SL[slot, : int(self.slots.length_S[slot])].cpu()
 
     def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""
