@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 Verification = Literal["exact", "rejection", "block"]
 T = TypeVar("T")
+MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("verification", self.verification, ("exact", "rejection", "block"))
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)):
-            _check_at_least(name, getattr(self, name), low)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _check_at_least(name, getattr(self, name), 1)
+        if self.max_num_seqs > MOST_SEQUENCES:
+            raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at most {MOST_SEQUENCES}")
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)

@@ -46,7 +46,9 @@ def main() -> int:
                 start = time.perf_counter()
                 try:
                     if model not in plain:
-                        plain[model], _ = run(dtype=dtype, max_num_seqs=1, enable_prefix_caching=False, **chosen)
+                        plain[model], _ = run(
+                            dtype=dtype, max_num_seqs=1, enable_prefix_caching=False, **chosen
+                        )
                     speculative = {**config, "num_speculative_tokens": 5, "policy": "fixed"}
                     outputs, llm = run(dtype=dtype, speculative_config=speculative, **settings, **chosen)
                     differences = compare(plain[model], outputs)

@@ -256,6 +256,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 0}, "max_num_seqs=0"),
     ({"max_model_len": 100_000}, "max_model_len=100000.*max_position_embeddings=4096"),
     ({"num_kv_blocks": 2, "max_model_len": 64}, "num_kv_blocks=2.*raise num_kv_blocks to 5"),
+    ({"num_kv_blocks": 10**12}, "num_kv_blocks=1000000000000: needs .* GiB"),
+    ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000: must be at most"),
     ({"verification": "fast"}, "verification='fast'"),
     ({"attention_backend": "sdpaa"}, "did you mean 'sdpa'"),
     ({"speculative_config": "ngram"}, "must be a dict"),

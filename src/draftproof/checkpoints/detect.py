@@ -35,7 +35,10 @@ def target_of(checkpoint: DraftCheckpoint) -> str | None:
     name = checkpoint.target
     if name is None:
         return None
-    for candidate in (Path(name), checkpoint.directory / name, checkpoint.directory.parent / name):
+    for candidate in (
+        checkpoint.directory / name,
+        checkpoint.directory.parent / name,
+    ):  # absolute names stay so
         if candidate.is_dir():
             return str(candidate.resolve())
     return name

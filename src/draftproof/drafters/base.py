@@ -41,8 +41,7 @@ class DraftSpec:
     taps: Taps = field(default_factory=Taps)
     layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
-    feedback: bool = False  # the head's output is the next row's feature
-    host_tokens: bool = False  # reads Verified.history
+    host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +63,8 @@ class Verified:
     taps: tuple[Tensor, ...]  # [T, H] each, as declared
     draw: Draw
     num_rows_R: Sequence[int]  # host copy of cu's differences
-    history: Callable[
-        [int], Tensor
-    ]  # request -> its known tokens, the next included (int32; needs host_tokens)
+    # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
+    history: Callable[[int], Tensor]
 
 
 @dataclass(slots=True)
@@ -80,7 +78,7 @@ class Proposal:
 class Drafter(Protocol):
     """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
 
-    bind(target, pool) once at start; admit(slot, tokens, num_cached) when a request takes a slot; release(slot) when
+    bind(memory) once at start, for drafters that declare kv; admit(slot, tokens, num_cached) when a request takes a slot; release(slot) when
     it leaves, finished or preempted.
     """
 

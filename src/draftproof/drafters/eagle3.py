@@ -48,7 +48,6 @@ class Eagle3Head:
             kv=tuple(
                 KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=w) for w in config.windows
             ),
-            feedback=True,
         )
         target_hidden = given.target.config.hidden_size
         self._input_norm = (

@@ -54,7 +54,8 @@ class Guard:
             proposal = self.drafter.propose(given, num_drafts)
             if not self._trusted:
                 _check_form(proposal, len(verified.num_rows_R))
-            proposal = Proposal(proposal.tokens_RK[:, :num_drafts].long(), proposal.count_R.long())
+            k_R = verified.k_R  # a user's code may well think on the host
+            proposal = Proposal(proposal.tokens_RK[:, :num_drafts].to(k_R), proposal.count_R.to(k_R))
         except Exception as error:
             self._count(f"{type(error).__name__}: {error}")
             return Guarded(no_proposal(verified), raised=True)

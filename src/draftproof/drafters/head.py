@@ -32,7 +32,7 @@ class DraftHead(Protocol):
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """-> hidden_NH for `logits`, and the next row's features where spec.feedback."""
+        """-> hidden_NH for `logits`, and the next row's features, None where rows have none."""
         ...
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class HeadDrafter:
             split = 10 + len(draw.inputs)
             return self._draft(DraftInputs(*given[:10]), draw.over(given[10:split]), given[split:])
 
-        key = ("draft", self, len(fed.tokens_N), len(read_R), num_drafts)
+        key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), len(read_R), num_drafts)
         drawn = self._bound.graphs.run(key, run, inputs)
         tokens_RK = torch.stack(drawn, 1) if drawn else read_R.new_zeros((len(read_R), 0))
         return Proposal(tokens_RK, verified.k_R)

@@ -251,15 +251,13 @@ def _assemble(
     config, device = base.config, base.device
     spec = drafter.spec if drafter else DraftSpec()
     state = _state(base, num_drafts)
-    num_blocks = config.num_kv_blocks or memory.num_blocks(
-        [*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device
-    )
+    num_blocks = memory.num_blocks([*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device)
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
 
     draft_cache = cache(spec.kv)
-    if drafter is not None and (bind := getattr(drafter, "bind", None)) is not None:
+    if spec.kv and (bind := getattr(drafter, "bind", None)) is not None:
         bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=base.graphs))
     pages = PageAllocator(
         num_blocks,

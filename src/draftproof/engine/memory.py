@@ -50,11 +50,22 @@ def num_blocks(
     max_model_len: int,
     device: torch.device,
 ) -> int:
-    """Blocks for every sequence at its longest, or as many as the free memory allows; ValueError if not even one's."""
+    """What the config says; else blocks for every sequence at its longest, or as many as the free memory allows.
+
+    ValueError if there is no room for that, or not even for one sequence.
+    """
     per_block = config.block_size * sum(shape.bytes_per_token(dtype) for shape in shapes)
     per_sequence = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * per_sequence + 1
     affordable = int(free_bytes(device) * CACHE_SHARE) // per_block
+    given = config.num_kv_blocks
+    if given is not None and given * per_block > free_bytes(device):
+        raise ValueError(
+            f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, and {free_bytes(device) / 2**30:.2f} GiB "
+            "are free; lower it, or leave it out"
+        )
+    if given is not None:
+        return given
     if affordable < per_sequence + 1:
         raise ValueError(
             f"max_model_len={max_model_len}: its keys and values need {per_sequence * per_block / 2**30:.2f} GiB, and "
