@@ -9,7 +9,7 @@ FLAVOUR := $(if $(filter-out 0,$(GPU)),gpu,cpu)
 RUN_STAMP := $(VENV)/.ready-run-$(FLAVOUR)
 DEV_STAMP := $(VENV)/.ready-dev-$(FLAVOUR)
 EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev demo test lint format bench structure clean

@@ -68,7 +68,8 @@ class EngineConfig:
     """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
 
     `num_kv_blocks` None: sized from free memory. `exact=False` lets products and attention use whatever is fastest,
-    for comparison: rows may then depend on their batch. `native=False` keeps to torch operators (slower, as exact).
+    for comparison: rows may then depend on their batch. `native=False` keeps to torch operators (slower, as exact);
+    `enforce_eager=True` runs every pass afresh instead of recording it.
     """
 
     model: str | None = None
@@ -87,6 +88,7 @@ class EngineConfig:
     exact: bool = True
     verification: Verification = "exact"
     native: bool = True
+    enforce_eager: bool = False
     attention_backend: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
-        for name in ("exact", "native", "enable_prefix_caching"):
+        for name in ("exact", "native", "enforce_eager", "enable_prefix_caching"):
             _check_choice(name, getattr(self, name), (True, False))
         for name in ("model", "tokenizer", "revision", "device", "attention_backend"):
             value = getattr(self, name)

@@ -43,6 +43,6 @@ def test_programs_stop_at_a_bound_on_memory(library: native.Library, monkeypatch
     monkeypatch.setattr(graphs, "MOST_BYTES", 1)
     for count in (2, 3, 3):
         given = rows(0, count)
-        (out,) = recorded.run(count, lambda x_TH: (ops.silu_mul(x_TH),), (given,))
+        (out,) = recorded.run(("rows", count), lambda x_TH: (ops.silu_mul(x_TH),), (given,))
         assert torch.equal(out, ops.silu_mul(given))
-    assert recorded.program(2) is not None and recorded.program(3) is None
+    assert recorded.program(("rows", 2)) is not None and recorded.program(("rows", 3)) is None

@@ -40,6 +40,7 @@ ENGINE_HELP = {
     "seed": "Engine seed: requests without a seed of their own follow from it.",
     "exact": "Make every row independent of its batch, bit for bit.",
     "verification": "exact (bit-equal output), or rejection or block (equal in distribution only).",
+    "enforce_eager": "Run every pass afresh: no recordings, no CUDA graphs.",
     "native": "Use compiled operators where a compiler is found.",
     "attention_backend": "Attention implementation. Left out: the fastest exact one here.",
 }

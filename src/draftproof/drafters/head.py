@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Draw, Proposal, Verified
-from draftproof.kernels.graphs import Graphs
+from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.step import Layout
 
@@ -115,7 +115,8 @@ class HeadDrafter:
             return self._draft(DraftInputs(*given[:10]), draw.over(given[10:split]), given[split:])
 
         key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), len(read_R), num_drafts)
-        drawn = self._bound.graphs.run(key, run, inputs)
+        # a draw without inputs depends on more than the buffers
+        drawn = (self._bound.graphs if draw.inputs else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn, 1) if drawn else read_R.new_zeros((len(read_R), 0))
         return Proposal(tokens_RK, verified.k_R)
 

@@ -131,7 +131,7 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
             library=library,
             progress=progress,
         ),
-        graphs=graphs.select(device, library),
+        graphs=graphs.select(device, library, eager=config.enforce_eager),
         max_model_len=_max_model_len(config, model),
     )
 

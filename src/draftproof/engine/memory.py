@@ -61,8 +61,8 @@ def num_blocks(
     given = config.num_kv_blocks
     if given is not None and given * per_block > free_bytes(device):
         raise ValueError(
-            f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, and {free_bytes(device) / 2**30:.2f} GiB "
-            "are free; lower it, or leave it out"
+            f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, but "
+            f"{free_bytes(device) / 2**30:.2f} GiB are free; lower it, or leave it out"
         )
     if given is not None:
         return given

@@ -1,7 +1,8 @@
 """Running a function of fixed buffers again and again for the price of one call.
 
 `Graphs.run(key, function, inputs)` returns `function(*inputs)`. Whoever calls promises that for equal keys the function
-is the same and the inputs have the same shapes; what comes back is overwritten by the next run of that key.
+is the same and the inputs have the same shapes. A key is a tuple; what comes back may be overwritten by the next run of
+any key that begins alike, and stays as it is while others run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof.kernels.native import Library, Program
 
 Function = Callable[..., tuple[Tensor, ...]]
+Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
 MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
 # What may stand between recorded operators: making room, and looking at it otherwise.
@@ -38,13 +40,13 @@ _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided
 class Graphs(Protocol):
     """A way of running again."""
 
-    def run(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
 
 class Eager:
     """Calls the function."""
 
-    def run(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return function(*inputs)
 
 
@@ -67,11 +69,11 @@ class Recorded:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Key, _Entry] = {}
         self._num_bytes = 0
 
-    def run(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        key = (key, torch.get_num_threads())
+    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        key = (*key, torch.get_num_threads())
         entry = self._entries.get(key)
         if entry is None:
             if len(self._entries) >= MOST_PROGRAMS or self._num_bytes >= MOST_BYTES:
@@ -85,9 +87,9 @@ class Recorded:
         entry.program()
         return entry.outputs
 
-    def program(self, key: Hashable) -> Program | None:
+    def program(self, key: Key) -> Program | None:
         """What was recorded under `key`, for measuring."""
-        entry = self._entries.get((key, torch.get_num_threads()))
+        entry = self._entries.get((*key, torch.get_num_threads()))
         return None if entry is None else entry.program
 
     def _record(self, function: Function, inputs: tuple[Tensor, ...]) -> _Entry:
@@ -98,6 +100,46 @@ class Recorded:
         if whole:
             self._num_bytes += sum(t.nbytes for t in recorder.outputs)
         return _Entry(static, outputs, recorder.program() if whole else None)
+
+
+@dataclass(slots=True)
+class _Capture:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Captured:
+    """On a GPU: CUDA graphs. The function runs once as it is before it is captured, which compiles its kernels."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Capture] = {}
+        # By the first part of a key. A graph's scratch memory may be another's results if they share a pool.
+        self._pools: dict[Hashable, Any] = {}
+
+    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        entry = self._entries.get(key)
+        if entry is None:
+            if len(self._entries) >= MOST_PROGRAMS:
+                return function(*inputs)
+            entry = self._entries[key] = self._capture(key[0], function, inputs)
+        for static, given in zip(entry.inputs, inputs, strict=True):
+            static.copy_(given)
+        entry.graph.replay()
+        return entry.outputs
+
+    def _capture(self, kind: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> _Capture:
+        static = tuple(t.clone() for t in inputs)
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            function(*static)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pools.get(kind)):
+            outputs = function(*static)
+        self._pools.setdefault(kind, graph.pool())
+        return _Capture(graph, static, outputs)
 
 
 class _Watch(TorchDispatchMode):
@@ -114,6 +156,10 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def select(device: torch.device, library: Library | None) -> Graphs:
+def select(device: torch.device, library: Library | None, *, eager: bool) -> Graphs:
     """The service for `device`."""
-    return Recorded(library) if device.type == "cpu" and library is not None else EAGER
+    if eager:
+        return EAGER
+    if device.type == "cuda":
+        return Captured()
+    return EAGER if library is None else Recorded(library)
