@@ -1,0 +1,54 @@
+"""Without the compiled operators (no compiler, or another processor) the engine is slower, and as exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftproof import SamplingParams
+from draftproof.attention.sdpa import sdpa_attention
+from draftproof.bench.compare import compare
+from draftproof.kernels import linear, ops, products
+from draftproof.kernels.graphs import EAGER
+from draftproof.kernels.products import Way
+from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
+
+REQUESTS = Requests(
+    [*prompts()[:3], REPEATS],
+    [SamplingParams(temperature=t, seed=7, max_tokens=20, logprobs=1) for t in (0, 0.8, 0, 0)],
+)
+HEAD = {"model": EAGLE3, "num_speculative_tokens": 4, "policy": "fixed"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_operators_are_as_exact(dtype: str) -> None:
+    settings = {"dtype": dtype, "native": False}
+    plain, _ = run(REQUESTS, **settings, max_num_seqs=1, enable_prefix_caching=False)
+    for changes in ({}, {"max_num_batched_tokens": 9}):
+        outputs, llm = run(REQUESTS, **settings, **changes, speculative_config=HEAD)
+        assert not compare(plain, outputs)
+        assert llm.stats.speculation.num_accepted_tokens > 0
+    parts = llm._frontend.loaded.engine.parts
+    assert parts.ops is ops.TORCH and parts.backend is sdpa_attention and parts.graphs is EAGER
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_processor_without_packed_products_is_as_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, dtype: str
+) -> None:
+    """Only torch's plain product is left to the planner, as on processors that oneDNN cannot pack for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    original = products.ways
+    found: list[str] = []
+
+    def plain_only(*args: object) -> list[Way]:
+        ways = [way for way in original(*args) if way.name == "plain"]  # type: ignore[arg-type]
+        found.extend(way.name for way in ways)
+        return ways
+
+    defaults = linear.LinearPlanner.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "find_ways", plain_only)
+    settings = {"dtype": dtype, "native": False}
+    plain, _ = run(REQUESTS, **settings, max_num_seqs=1, enable_prefix_caching=False)
+    outputs, llm = run(REQUESTS, **settings, speculative_config=HEAD)
+    assert found and not compare(plain, outputs)
+    assert llm.stats.speculation.num_accepted_tokens > 0
