@@ -74,6 +74,9 @@ class Costs:
 
     def at(self, size: int) -> float:
         """What is known of this size, else of the nearest, moved along the slope."""
+        known = self.seconds.get(size)
+        if known is not None:
+            return known
         if not self.seconds:
             return 1e-9
         nearest = min(self.seconds, key=lambda x: abs(x - size))
