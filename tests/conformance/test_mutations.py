@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -54,33 +54,8 @@ def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tens
     return verdict_of(tokens_RW, accepted_R, rows, at_W)
 
 
-def test_one_draft_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = verifier.ExactVerifier.verify
-
-    def wrong(
-        self: Any,
-        logits_MV: Tensor,
-        slots_M: Tensor,
-        positions_M: Tensor,
-        tokens_SL: Tensor,
-        slots_host: Sequence[int],
-        rows: VerifyRows,
-    ) -> Verdict:
-        if rows.width == 1 or not len(logits_MV):
-            return original(self, logits_MV, slots_M, positions_M, tokens_SL, slots_host, rows)
-        sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        at_W = torch.arange(rows.width)
-        sampled_RW = sampled_M[row_index(rows, at_W, len(sampled_M))]
-        same_RK = drafts_of(rows, at_W[:-1], tokens_SL) == sampled_RW[:, :-1]
-        one_more_RK = torch.nn.functional.pad(same_RK.long().cumprod(1), (1, -1), value=1).bool()
-        return accept(sampled_M, rows, tokens_SL, one_more_RK)
-
-    monkeypatch.setattr(verifier.ExactVerifier, "verify", wrong)
-    assert differences(dtype="float32")
-
-
-def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft is taken where the target finds it likely enough: what "typical acceptance" does."""
+def spoil(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Verify by another rule: taken(drafts_RK, sampled_RK, logits_RKV) says which drafts are accepted."""
     original = verifier.ExactVerifier.verify
 
     def wrong(
@@ -97,14 +72,35 @@ def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         at_W = torch.arange(rows.width)
         drafts_RK = drafts_of(rows, at_W[:-1], tokens_SL).long()
-        index_RW = row_index(rows, at_W, len(sampled_M))
-        likely_RKV = logits_MV.softmax(-1)[index_RW][:, :-1]
-        same_RK = likely_RKV.gather(2, drafts_RK[..., None])[..., 0] > 0.3
-        same_RK |= drafts_RK == sampled_M[index_RW][:, :-1]
-        return accept(sampled_M, rows, tokens_SL, same_RK)
+        index_RK = row_index(rows, at_W, len(sampled_M))[:, :-1]
+        return accept(sampled_M, rows, tokens_SL, taken(drafts_RK, sampled_M[index_RK], logits_MV[index_RK]))
 
     monkeypatch.setattr(verifier.ExactVerifier, "verify", wrong)
+
+
+def test_one_draft_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_more(drafts_RK: Tensor, sampled_RK: Tensor, logits_RKV: Tensor) -> Tensor:
+        run_RK = (drafts_RK == sampled_RK).long().cumprod(1)
+        return torch.nn.functional.pad(run_RK, (1, -1), value=1).bool()
+
+    spoil(monkeypatch, one_more)
+    assert differences(dtype="float32")
+
+
+def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is taken where the target finds it likely enough: what "typical acceptance" does."""
+
+    def likely(drafts_RK: Tensor, sampled_RK: Tensor, logits_RKV: Tensor) -> Tensor:
+        chance_RK = logits_RKV.softmax(-1).gather(2, drafts_RK[..., None])[..., 0]
+        return (chance_RK > 0.3) | (drafts_RK == sampled_RK)
+
+    spoil(monkeypatch, likely)
     assert any(d.what == "token" for d in differences(dtype="float32"))
+
+
+def test_the_right_rule_put_in_the_same_way_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda drafts_RK, sampled_RK, _: drafts_RK == sampled_RK)
+    assert not differences(dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,9 +22,9 @@ def test_a_program_computes_what_was_recorded_on_what_it_is_given(library: nativ
         return (ops.silu_mul(ops.concat((x_TH, x_TH))),)
 
     for seed in range(3):
-        (out,) = recorded.run("key", function, (rows(seed),))
+        (out,) = recorded.run(("key",), function, (rows(seed),))
         assert torch.equal(out, function(rows(seed))[0])
-    assert recorded.program("key") is not None
+    assert recorded.program(("key",)) is not None
 
 
 def test_a_function_that_computes_by_other_means_runs_as_it_is(library: native.Library) -> None:
@@ -34,8 +34,8 @@ def test_a_function_that_computes_by_other_means_runs_as_it_is(library: native.L
         return (ops.silu_mul(x_TH) + x_TH.sum(),)
 
     for seed in range(3):
-        assert torch.equal(recorded.run("key", function, (rows(seed),))[0], function(rows(seed))[0])
-    assert recorded.program("key") is None
+        assert torch.equal(recorded.run(("key",), function, (rows(seed),))[0], function(rows(seed))[0])
+    assert recorded.program(("key",)) is None
 
 
 def test_programs_stop_at_a_bound_on_memory(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:

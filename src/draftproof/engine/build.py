@@ -127,7 +127,7 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
         planner=LinearPlanner(
             device,
             exact=config.exact,
-            max_rows=max(config.max_num_batched_tokens, 1),
+            max_rows=config.max_num_batched_tokens,
             library=library,
             progress=progress,
         ),

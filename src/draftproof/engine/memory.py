@@ -55,17 +55,17 @@ def num_blocks(
     ValueError if there is no room for that, or not even for one sequence.
     """
     per_block = config.block_size * sum(shape.bytes_per_token(dtype) for shape in shapes)
+    free, given = free_bytes(device), config.num_kv_blocks
+    if given is not None:
+        if given * per_block > free:
+            raise ValueError(
+                f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are "
+                "free; lower it, or leave it out"
+            )
+        return given
     per_sequence = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * per_sequence + 1
-    affordable = int(free_bytes(device) * CACHE_SHARE) // per_block
-    given = config.num_kv_blocks
-    if given is not None and given * per_block > free_bytes(device):
-        raise ValueError(
-            f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, but "
-            f"{free_bytes(device) / 2**30:.2f} GiB are free; lower it, or leave it out"
-        )
-    if given is not None:
-        return given
+    affordable = int(free * CACHE_SHARE) // per_block
     if affordable < per_sequence + 1:
         raise ValueError(
             f"max_model_len={max_model_len}: its keys and values need {per_sequence * per_block / 2**30:.2f} GiB, and "

@@ -81,9 +81,7 @@ class Sampler:
         return (chosen_M1 - norm_M1)[:, 0], above_MV.sum(-1) + 1, top_ids_MN, top_MN
 
     def _choose(self, logits_MV: Tensor, p: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
-        return self.ops.sample(
-            logits_MV, p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M, positions_M, ids_V
-        )
+        return RoundDraw(self.ops, p)(logits_MV, None, positions_M, ids_V)
 
 
 class Draw(Protocol):
