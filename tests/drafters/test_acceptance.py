@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, SamplingParams, assets
+from tests.drafters.derived import eagle_from_mtp
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "golden.json").read_text())}
 # More models than the repository holds: DRAFTPROOF_TEST_MODELS=folder with `small`, `small-eagle3`, ...
 EXTRA = os.environ.get("DRAFTPROOF_TEST_MODELS")
-EMBEDDED = ["tiny-eagle3"]
-SUPPORTED = ["tiny-eagle3", "small-eagle3"]
+EMBEDDED = {"tiny-eagle3": assets.path("tiny-eagle3"), "tiny-mtp": DATA / "tiny-mtp"}
+SUPPORTED = [*EMBEDDED, "small-eagle3", "small-mtp"]
 
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
@@ -46,13 +47,25 @@ def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_acceptance_equals_the_reference(name: str) -> None:
     if name in EMBEDDED:
-        target, head = str(assets.path("tiny")), str(assets.path(name))
+        target, head = str(assets.path("tiny")), str(EMBEDDED[name])
     elif EXTRA:
         target, head = str(Path(EXTRA) / name.split("-")[0]), str(Path(EXTRA) / name)
     else:
         pytest.skip("set DRAFTPROOF_TEST_MODELS to the folder that holds this model")
     golden = GOLDEN[name]
-    config = {"model": head, "num_speculative_tokens": golden["k"], "policy": "fixed"}
-    llm = LLM(target, dtype="float32", speculative_config=config)
-    measured = acceptance(llm, golden["k"], golden["max_new"])
+    measured = acceptance(drafting(target, head, golden["k"]), golden["k"], golden["max_new"])
     assert measured == {key: golden[key] for key in measured}
+
+
+def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> None:
+    """An MTP head as an EAGLE head: another tap and another format, but for the first draft the same numbers."""
+    target, head = assets.path("tiny"), EMBEDDED["tiny-mtp"]
+    other = eagle_from_mtp(head, target, tmp_path)
+    first, second = (acceptance(drafting(str(target), str(h), 1), 1, 24) for h in (head, other))
+    assert first == second
+    assert first["tau_accepted"] > 1.3
+
+
+def drafting(target: str, head: str, k: int) -> LLM:
+    config = {"model": head, "num_speculative_tokens": k, "policy": "fixed"}
+    return LLM(target, dtype="float32", speculative_config=config)
