@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
+from tests.drafters.derived import eagle_from_mtp
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
 DRAFT = str(DATA / "draft")
+MTP = str(DATA / "tiny-mtp")
+MADE = tempfile.TemporaryDirectory()  # lives as long as the process
+EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), Path(MADE.name) / "eagle1"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to make a drafter of a method; `max_drafts` is the K called K = max."""
+    """How to make a drafter of a method; `max_drafts` is the K called K = max.
+
+    `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
+    `replays`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
+    """
 
     config: Mapping[str, Any]
     max_drafts: int = 12
+    forgets: bool = True
+    replays: bool = True
 
 
 CASES: dict[str, Case] = {
@@ -30,7 +41,10 @@ CASES: dict[str, Case] = {
     "chain": Case(
         {"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}
     ),
-    "custom": Case({"method": "tests.conformance.custom.Moody"}),
+    "eagle": Case({"model": EAGLE1}),
+    "mtp": Case({"model": MTP}),
+    "suffix": Case({"method": "suffix"}, forgets=False),
+    "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, replays=False),
 }
 
 

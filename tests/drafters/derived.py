@@ -24,7 +24,9 @@ def eagle_from_mtp(source: Path, target: Path, folder: Path) -> Path:
     mtp = {name.removeprefix("mtp_layers.0."): tensor.float() for name, tensor in theirs.items()}
     hidden = len(mtp["final_layernorm.weight"])
     fc = mtp.pop("input_proj.weight")
-    fc[:, hidden:] *= mtp.pop("hidden_layernorm.weight") / Weights.open(target).get("model.norm.weight").float()
+    fc[:, hidden:] *= (
+        mtp.pop("hidden_layernorm.weight") / Weights.open(target).get("model.norm.weight").float()
+    )
     tensors = {
         "fusion_fc.weight": fc,
         "embedding_layernorm.weight": mtp.pop("token_layernorm.weight"),
@@ -50,5 +52,7 @@ def speculators_from_original(source: Path, folder: Path) -> Path:
 def _write(folder: Path, raw: dict[str, object], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file({name: t.contiguous().to(torch.float32) for name, t in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: t.contiguous().to(torch.float32) for name, t in tensors.items()}, folder / "model.safetensors"
+    )
     return folder

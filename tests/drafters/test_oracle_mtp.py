@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.drafters.heads import Pair, close
@@ -49,7 +48,10 @@ def test_the_reference_tells_a_mistake(mistake: str) -> None:
     else:
         pair.run = before_the_norm(pair)  # type: ignore[method-assign]
     done = steps(pair, tap, shift)
-    found = [(pair.head.logits(h) - io).abs().max() for (h, _), io in zip(done, pair.io["logits_steps"], strict=True)]
+    found = [
+        (pair.head.logits(h) - io).abs().max()
+        for (h, _), io in zip(done, pair.io["logits_steps"], strict=True)
+    ]
     assert max(found) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-1: one layer behind the target's state after its final norm, which it also predicts. Li et al., arXiv 2401.15077.
+"""EAGLE-1: one layer that predicts the target's next state from its last one. Li et al., arXiv 2401.15077.
 
 EAGLE-2 and HASS heads are the same network, trained otherwise.
 """

@@ -9,7 +9,13 @@ from draftproof.drafters.build import DraftBuild
 from draftproof.models.loading import Weights
 
 # what checkpoints carry along and no head needs; `embed_tokens` and `lm_head` are used where the head wants its own
-_IGNORABLE = (r"verifier_.*", r".*rotary_emb\.inv_freq", r"embed_tokens\.weight", r"lm_head\.weight", "[dt]2[dt]")
+_IGNORABLE = (
+    r"verifier_.*",
+    r".*rotary_emb\.inv_freq",
+    r"embed_tokens\.weight",
+    r"lm_head\.weight",
+    "[dt]2[dt]",
+)
 
 
 def check_vocabulary(given: DraftBuild, vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """Suffix drafting: go on as earlier texts did after the longest suffixes met there. Oliaro et al., arXiv 2411.04975.
 
-Texts are the request's own prompt and output, and what the engine answered to others before. Shapes: C places, K drafts.
+Texts are the request's own prompt and output, and earlier answers to others. Shapes: C places, K drafts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class SuffixDrafter:
             lengths_C, follow_CK = text.find(suffix, k)
             for length in sorted({n for n in lengths_C.tolist() if n > 1}, reverse=True):
                 most = min(k, int(length * self._options.suffix_decoding_max_spec_factor))
-                best = max(best, self._walk(follow_CK[lengths_C >= length, :most].tolist()), key=lambda b: b[0])
+                best = max(
+                    best, self._walk(follow_CK[lengths_C >= length, :most].tolist()), key=lambda b: b[0]
+                )
         return best[1]
 
     def _walk(self, follow_CK: list[list[int]]) -> tuple[float, list[int]]:
@@ -111,4 +113,6 @@ class SuffixDrafter:
 
 
 def build(given: DraftBuild) -> SuffixDrafter:
-    return SuffixDrafter(parse_options("speculative_config", given.options, SuffixOptions), given.max_positions)
+    return SuffixDrafter(
+        parse_options("speculative_config", given.options, SuffixOptions), given.max_positions
+    )
