@@ -34,6 +34,7 @@ ENGINE_HELP = {
     "max_model_len": "Longest prompt and output together, in tokens.",
     "max_num_seqs": "Most requests decoded at once.",
     "max_num_batched_tokens": "Most tokens in one pass; longer prompts are computed in chunks.",
+    "gpu_memory_utilization": "Share of the GPU's memory that may be used, weights and cache together.",
     "num_kv_blocks": "Size of the key-value cache in blocks. Left out: from free memory.",
     "block_size": "Tokens in a block of the key-value cache.",
     "enable_prefix_caching": "Reuse the cache of prompts that start alike.",

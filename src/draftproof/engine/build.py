@@ -24,9 +24,9 @@ from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
 from draftproof.engine.engine import Engine, Parts
-from draftproof.engine.outbox import Outbox
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
 from draftproof.kernels import ops as operators
@@ -86,7 +86,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     )  # fmt: skip
     drafter = _drafter(base, target, plans, num_drafts) if plans else None
     base.planner.certify()
-    return _assemble(base, target, drafter, plans, num_drafts)
+    drafting = _Drafting(drafter, num_drafts, trusted=not any(registry.is_custom(p.method) for p in plans))
+    return Loaded(
+        engine=_engine(base, target, drafting, progress),
+        directory=directory,
+        model=base.model,
+        max_model_len=base.max_model_len,
+        num_drafts=num_drafts,
+    )
 
 
 def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
@@ -245,13 +252,41 @@ def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: 
     return drafter
 
 
-def _assemble(
-    base: _Base, target: Decoder, drafter: Drafter | None, plans: list[_DraftPlan], num_drafts: int
-) -> Loaded:
-    config, device = base.config, base.device
-    spec = drafter.spec if drafter else DraftSpec()
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """The drafter and what the engine needs to know beside its spec."""
+
+    drafter: Drafter | None
+    num_drafts: int
+    trusted: bool  # ours: it may see live buffers
+
+    @property
+    def spec(self) -> DraftSpec:
+        return self.drafter.spec if self.drafter else DraftSpec()
+
+
+def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None) -> Engine:
+    """The engine, ready to run; on a GPU its graphs are captured, and the cache takes what they leave."""
+    config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
+    if base.device.type == "cuda" and config.num_kv_blocks is None:
+        known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
+        parts = _parts(base, target, known, num_blocks=2)
+        num_logits = (
+            sum(parts.buckets) * (1 + known.num_drafts) * base.model.vocab_size
+        )  # each graph keeps its own
+        num_spare = memory.peak_bytes(Engine(parts).rehearse) + 4 * num_logits
+    num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
+    engine = Engine(_parts(base, target, drafting, num_blocks))
+    if base.device.type == "cuda":
+        show = progress or (lambda what, done, total: None)
+        engine.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
+    return engine
+
+
+def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:
+    config, device, spec = base.config, base.device, drafting.spec
+    drafter, num_drafts = drafting.drafter, drafting.num_drafts
     state = _state(base, num_drafts)
-    num_blocks = memory.num_blocks([*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device)
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
@@ -265,9 +300,12 @@ def _assemble(
         sharing=config.enable_prefix_caching,
         lookahead=spec.layout(num_drafts).shift if spec.kv else 0,
     )
-    table = SamplingTable(config.max_num_seqs, base.model.vocab_size, device)
+    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)
-    parts = Parts(
+    # What thinks on the host must see a pass's tokens before it may propose for the next one.
+    on_device = device.type == "cuda" and drafting.trusted and not spec.host_tokens
+    on_device = on_device and config.verification == "exact"
+    return Parts(
         target=target,
         ops=base.ops,
         backend=base.backend,
@@ -283,19 +321,22 @@ def _assemble(
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        guard=_guard(config, drafter, plans, base.model.vocab_size),
+        guard=_guard(config, drafting, base.model.vocab_size),
         spec=spec,
-        policy=_policy(config, num_drafts),
-        outbox=Outbox(target, sampler),
+        policy=_policy(config, num_drafts, device),
+        scorer=Scorer(target, sampler),
         graphs=base.graphs,
-    )
-    return Loaded(
-        engine=Engine(parts),
-        directory=base.directory,
-        model=base.model,
-        max_model_len=base.max_model_len,
         num_drafts=num_drafts,
+        buckets=_buckets(config, num_drafts) if on_device else (),
+        num_ahead=int(on_device),
     )
+
+
+def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
+    """Numbers of requests: 1, 2, 4, each multiple of 8 up to 64, of 32 up to 256, and the largest there can be."""
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
+    numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
+    return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
 
 
 def _state(base: _Base, num_drafts: int) -> State:
@@ -317,22 +358,21 @@ def _verifier(config: EngineConfig, sampler: Sampler, num_drafts: int) -> Verifi
     return LossyVerifier(sampler, config.verification, num_drafts)
 
 
-def _policy(config: EngineConfig, num_drafts: int) -> Policy:
+def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Policy:
+    """A GPU works on while the host goes ahead, so the host's clock says nothing of costs there."""
     adaptive = config.speculative_config is not None and config.speculative_config.policy == "adaptive"
-    return AdaptivePolicy(num_drafts) if adaptive else FixedPolicy(num_drafts)
+    return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
 
 
-def _guard(
-    config: EngineConfig, drafter: Drafter | None, plans: list[_DraftPlan], vocab_size: int
-) -> Guard | None:
+def _guard(config: EngineConfig, drafting: _Drafting, vocab_size: int) -> Guard | None:
     """Drafters of ours see live buffers; as soon as one member is the user's, all get copies."""
-    if drafter is None:
+    if drafting.drafter is None:
         return None
     assert config.speculative_config is not None
     return Guard(
-        drafter,
+        drafting.drafter,
         vocab_size=vocab_size,
-        trusted=not any(registry.is_custom(p.method) for p in plans),
+        trusted=drafting.trusted,
         max_faults=config.speculative_config.max_faults,
         time_limit=config.speculative_config.time_limit,
     )
