@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
@@ -165,6 +166,34 @@ def test_drafts_follow_the_token_after_the_last_live_row() -> None:
     assert proposed(d, given) == [[11, 12, 13], [22], [], [13, 14]]
     assert proposed(d, verified([[0]], [1], [1], [3])) == [[21, 22]]
     assert proposed(d, verified([[2, 3]], [1], [2], [3])) == [[]]  # past the end
+
+
+class Watch(TorchDispatchMode):
+    """Notes operators with which the host reads the device, writes to it, or waits for a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        moves = name == "_to_copy" and (kwargs or {}).get("device") is not None
+        if moves or name in ("_local_scalar_dense", "lift_fresh", "nonzero", "copy_", "is_nonzero"):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_proposing_needs_nothing_from_the_host() -> None:
+    """So it can be part of a CUDA graph."""
+    d = drafter(BOOK)
+    d.admit(0, [1, 2, 3], 0)
+    given = verified([[0, 1, 2]], [0], [3], [3])
+    with Watch() as watch:
+        d.propose(given, 3)
+    assert not watch.found
+    with Watch() as watch:
+        d.admit(1, [4], 0)
+    assert watch.found  # the watch sees
 
 
 def test_a_request_without_live_rows_or_wishes_gets_nothing_and_a_released_slot_forgets() -> None:
