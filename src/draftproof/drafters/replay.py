@@ -198,7 +198,7 @@ def build(given: DraftBuild) -> ReplayDrafter:
         load(options.recordings, vocab_size),
         options,
         given.inner,
-        num_slots=given.config.max_num_seqs,
+        num_slots=given.config.max_num_seqs + 1,  # padding rows name one that no request gets
         num_drafts=given.num_drafts,
         vocab_size=vocab_size,
         device=given.device,
