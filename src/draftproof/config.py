@@ -68,9 +68,9 @@ class EngineConfig:
     """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
 
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
-    `exact=False` lets products and attention use whatever is fastest, for comparison: rows may then depend on their
-    batch. `native=False` keeps to torch operators (slower, as exact); `enforce_eager=True` runs every pass afresh
-    instead of recording it.
+    `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
+    and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
+    torch operators (slower, as exact); `enforce_eager=True` runs every pass afresh instead of recording it.
     """
 
     model: str | None = None
@@ -78,6 +78,7 @@ class EngineConfig:
     revision: str | None = None
     speculative_config: SpeculativeConfig | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -95,6 +96,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_at_least(name, getattr(self, name), 1)

@@ -13,6 +13,7 @@ from draftproof import LLM, RequestOutput, SamplingParams, assets
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
 DRAFT = str(DATA / "draft")
+RECORDINGS = str(DATA / "recordings.json")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ CASES: dict[str, Case] = {
     "eagle3": Case({"model": EAGLE3}),
     "chain": Case(
         {"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}
+    ),
+    "replay": Case(
+        {
+            "method": "replay",
+            "recordings": RECORDINGS,
+            "acceptance": [0.9, 0.8, 0.7],
+            "drafters": [{"model": EAGLE3}],
+        }
     ),
     "custom": Case({"method": "tests.conformance.custom.Moody"}),
 }

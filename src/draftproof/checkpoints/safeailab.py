@@ -11,7 +11,7 @@ import torch
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
-from draftproof.models.loading import Weights
+from draftproof.models.loading import Weights, WeightSource
 
 
 def matches(raw: Mapping[str, Any]) -> bool:
@@ -19,7 +19,7 @@ def matches(raw: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in raw and "speculators_model_type" not in raw
 
 
-def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
+def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """The format's fixed conventions: taps 2, n/2, n-3; base 10000 unless stated; the raw state as residual."""
     where = str(directory / "config.json")
     known = {
@@ -47,7 +47,7 @@ def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
             fc_norm=raw.get("fc_norm", False),
             norm_output=raw.get("norm_output", False),
         ),
-        weights=_weights(directory),
+        weights=_weights(directory) if weights is None else weights,
         directory=directory,
     )
 

@@ -9,14 +9,14 @@ from typing import Any
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
-from draftproof.models.loading import Weights
+from draftproof.models.loading import Weights, WeightSource
 
 
 def matches(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in raw
 
 
-def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
+def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """ValueError for a type that is not supported, or settings that are missing."""
     where = str(directory / "config.json")
     kind = raw["speculators_model_type"]
@@ -29,7 +29,7 @@ def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
         method=kind,
         where=where,
         settings=_SETTINGS[kind](raw, where),
-        weights=Weights.open(directory),
+        weights=Weights.open(directory) if weights is None else weights,
         directory=directory,
         num_drafts=_num_drafts(envelope, where),
         target=(envelope.get("verifier") or {}).get("name_or_path") or None,

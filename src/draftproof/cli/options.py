@@ -30,6 +30,7 @@ ENGINE_HELP = {
     "revision": "Branch, tag or commit of a hub id.",
     "speculative_config": "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory.",
     "dtype": "Arithmetic of the target: auto, float32, bfloat16 or float16.",
+    "load_format": "auto, or dummy: random weights, of the models' folders only config.json is read.",
     "device": "cpu, cuda, cuda:1; auto takes a GPU if there is one.",
     "max_model_len": "Longest prompt and output together, in tokens.",
     "max_num_seqs": "Most requests decoded at once.",

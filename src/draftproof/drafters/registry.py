@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftproof.config import parse_options, reject_unknown_keys
-from draftproof.drafters import custom, draft_model, eagle3
+from draftproof.drafters import custom, draft_model, eagle3, replay
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.ngram import NgramDrafter, NgramOptions
@@ -15,10 +15,12 @@ from draftproof.drafters.ngram import NgramDrafter, NgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `needs_model`: the method has a checkpoint; `default_drafts` where neither user nor checkpoint says."""
+    """One row. `needs_model`: the method has a checkpoint; `runs_others`: it takes `drafters`; `default_drafts` where
+    neither user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
     needs_model: bool = True
+    runs_others: bool = False
     default_drafts: int = 5
 
 
@@ -39,6 +41,7 @@ METHODS: dict[str, Method] = {
     "ngram": Method(build=_build_ngram, needs_model=False, default_drafts=4),
     "draft_model": Method(build=_without_options(draft_model.build)),
     "eagle3": Method(build=_without_options(eagle3.build)),
+    "replay": Method(build=replay.build, needs_model=False, runs_others=True),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
 

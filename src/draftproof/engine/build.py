@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
-from draftproof.models.loading import Weights, resolve
+from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -78,15 +79,20 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     config, directory = _locate(config)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
-    plans = _draft_plans(speculative) if speculative else []
+    drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
+    plans = _draft_plans(speculative, drafts) if speculative else []
     num_drafts = _num_drafts(speculative, plans) if speculative else 0
+    target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
-        directory, base.model, base.ops, base.planner, base.device, base.dtype,
+        target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
-    drafter = _drafter(base, target, plans, num_drafts) if plans else None
+    drafter = _drafter(base, target, target_weights, plans, num_drafts) if plans else None
+    if drafter is not None:
+        target.check_taps(drafter.spec.taps.layers)
     base.planner.certify()
-    drafting = _Drafting(drafter, num_drafts, trusted=not any(registry.is_custom(p.method) for p in plans))
+    methods = [p.method for plan in plans for p in (plan, *plan.inner)]
+    drafting = _Drafting(drafter, num_drafts, trusted=not any(map(registry.is_custom, methods)))
     return Loaded(
         engine=_engine(base, target, drafting, progress),
         directory=directory,
@@ -103,7 +109,8 @@ def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     directory = resolve(config.model, config.revision)
     if not detect.is_draft_head(directory):
         return config, directory
-    target = detect.target_of(detect.read(directory))
+    weights = RandomWeights() if config.load_format == "dummy" else None
+    target = detect.target_of(detect.read(directory, weights))
     if target is None:
         raise ValueError(
             f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
@@ -164,14 +171,19 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPlan:
-    """One drafter to build; a chain has several."""
+    """One drafter to build; a chain has several. `inner`: drafters that it runs."""
 
     method: str
     checkpoint: DraftCheckpoint | None
     settings: SpeculativeConfig
+    inner: tuple[_DraftPlan, ...] = ()
 
 
-def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
+def _draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> list[_DraftPlan]:
+    """`weights`: given to draft checkpoints instead of their files."""
+    members = [
+        plan for d in settings.drafters for plan in _draft_plans(SpeculativeConfig.from_dict(d), weights)
+    ]
     if settings.method == registry.CHAIN:
         if not settings.drafters:
             raise ValueError(
@@ -179,27 +191,23 @@ def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
             )
         names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
         reject_unknown_keys("speculative_config", settings.options, names)
-        members = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
-        return [plan for member in members for plan in _draft_plans(member)]
-    if settings.drafters:
+        return members
+    if settings.method is not None:
+        registry.check(settings.method)
+    method = registry.METHODS.get(settings.method or "")
+    if settings.drafters and not (method and method.runs_others):
         raise ValueError(
             f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
         )
-    if settings.method is not None:
-        registry.check(settings.method)
-    needs_model = settings.method is None or (
-        settings.method in registry.METHODS and registry.METHODS[settings.method].needs_model
-    )
-    if not needs_model:
-        assert settings.method is not None
-        return [_DraftPlan(settings.method, None, settings)]
+    if settings.method is not None and not (method and method.needs_model):
+        return [_DraftPlan(settings.method, None, settings, tuple(members))]
     if settings.model is None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
             if settings.method
             else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
         )
-    checkpoint = detect.read(resolve(settings.model))
+    checkpoint = detect.read(resolve(settings.model), weights)
     if settings.method not in (None, checkpoint.method):
         raise ValueError(
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
@@ -215,14 +223,15 @@ def _num_drafts(settings: SpeculativeConfig, plans: list[_DraftPlan]) -> int:
 
     def one(plan: _DraftPlan) -> int:
         method = registry.METHODS.get(plan.method)
-        own = plan.checkpoint.num_drafts if plan.checkpoint else None
+        own = plan.checkpoint.num_drafts if plan.checkpoint else max(map(one, plan.inner), default=None)
         return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
 
     return max(one(plan) for plan in plans)
 
 
-def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: int) -> Drafter:
-    target_weights = Weights.open(base.directory)
+def _drafter(
+    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[_DraftPlan], num_drafts: int
+) -> Drafter:
     built = [
         registry.build(
             plan.method,
@@ -243,13 +252,12 @@ def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: 
                     exact=False,
                 ),
                 max_positions=base.max_model_len + num_drafts + 1,
+                inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
             ),
         )
         for plan in plans
     ]
-    drafter = built[0] if len(built) == 1 else ChainDrafter(built)
-    target.check_taps(drafter.spec.taps.layers)
-    return drafter
+    return built[0] if len(built) == 1 else ChainDrafter(built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +279,8 @@ def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progres
     if base.device.type == "cuda" and config.num_kv_blocks is None:
         known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
         parts = _parts(base, target, known, num_blocks=2)
-        num_logits = (
-            sum(parts.buckets) * (1 + known.num_drafts) * base.model.vocab_size
-        )  # each graph keeps its own
+        # each graph keeps logits of its own
+        num_logits = sum(parts.buckets) * (1 + known.num_drafts) * base.model.vocab_size
         num_spare = memory.peak_bytes(Engine(parts).rehearse) + 4 * num_logits
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
     engine = Engine(_parts(base, target, drafting, num_blocks))
