@@ -20,7 +20,7 @@ class LastSeen:
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Called after every pass: up to `num_drafts` tokens for each request, fewer or none where there is no idea."""
-        num_requests = len(verified.num_rows_R)
+        num_requests = verified.num_requests
         tokens_RK = torch.zeros(num_requests, num_drafts, dtype=torch.int64)
         count_R = torch.zeros(num_requests, dtype=torch.int64)
         for r in range(num_requests):

@@ -20,8 +20,8 @@ class SpeculativeConfig:
 
     `num_speculative_tokens` None: the checkpoint's own number, else 5 (n-gram 4). `policy` "fixed" always asks for
     that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
-    drafting does not pay. `options` are the method's own settings (every key that is not a field lands there and is
-    checked by the method).
+    drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `options` are the method's
+    own settings (every key that is not a field lands there and is checked by the method).
     """
 
     method: str | None = None
@@ -67,9 +67,10 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
 
-    `num_kv_blocks` None: sized from free memory. `exact=False` lets products and attention use whatever is fastest,
-    for comparison: rows may then depend on their batch. `native=False` keeps to torch operators (slower, as exact);
-    `enforce_eager=True` runs every pass afresh instead of recording it.
+    `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
+    `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
+    and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
+    torch operators (slower, as exact); `enforce_eager=True` runs every pass afresh instead of recording it.
     """
 
     model: str | None = None
@@ -77,11 +78,13 @@ class EngineConfig:
     revision: str | None = None
     speculative_config: SpeculativeConfig | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
     block_size: int = 16
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -93,6 +96,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_at_least(name, getattr(self, name), 1)
@@ -101,6 +105,9 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share!r}: must be a share above 0, at most 1")
         for name in ("exact", "native", "enforce_eager", "enable_prefix_caching"):
             _check_choice(name, getattr(self, name), (True, False))
         for name in ("model", "tokenizer", "revision", "device", "attention_backend"):

@@ -181,7 +181,7 @@ def test_the_edge_of_max_model_len(method: str) -> None:
     check(expected, outputs, llm)
 
 
-@pytest.mark.parametrize("method", [m for m, case in CASES.items() if case.replays])
+@pytest.mark.parametrize("method", [m for m, case in CASES.items() if case.repeatable])
 def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
     """Replay: what is proposed in the middle of generations, with neighbours, chunks, rejections and a cached prefix
     behind it, is what is proposed after a fresh prefill."""

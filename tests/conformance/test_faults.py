@@ -63,7 +63,6 @@ def _verified(k_R: list[int]) -> Verified:
         k_R=torch.tensor(k_R),
         taps=(),
         draw=None,  # type: ignore[arg-type]
-        num_rows_R=[1] * n,
         history=lambda r: torch.zeros(1, dtype=torch.int32),
     )
 

@@ -24,7 +24,9 @@ from draftproof.kernels.gpu import norm as gpu_norm
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from draftproof.kernels.gpu.step import TritonStep
 from tests.conformance import test_attention as attention
+from tests.gpu import step_cases
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -182,6 +184,20 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
                 assert torch.equal(form(x[13:20].clone()), reference[13:20])
 
 
+def check_step(device: torch.device, dtype: torch.dtype) -> None:
+    """In blocks of 4 a request's rows, and the requests before it, take several."""
+    for index, case in enumerate(step_cases.CASES):
+        layout = step_cases.LAYOUTS[index % len(step_cases.LAYOUTS)]
+        step_cases.compare(TritonStep(block=4 if index % 2 else 512), case, layout, device)
+    for seed in range(10):
+        step_cases.random_accept(TritonStep(), seed, device)
+
+
+def check_draft_rows(device: torch.device, dtype: torch.dtype) -> None:
+    for seed in range(27):
+        step_cases.random_draft_rows(TritonStep(block=2 if seed % 2 else 512), seed, device)
+
+
 def place(rows: attention.Pass, device: torch.device) -> attention.Pass:
     tensors = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
     return dataclasses.replace(
@@ -233,7 +249,7 @@ def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) ->
 
 CHECKS = (
     *(check_norm, check_activation, check_rope, check_log_normalizer, check_sample, check_products),
-    *(check_attention, check_attention_is_not_poisoned),
+    *(check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
 )
 
 

@@ -25,7 +25,6 @@ def build(
     """Request 0: [s5 d6 d7 d8]@5..8 in slot 3, s5 and d6 kept, next r7. Request 1: prompt rows 0..2, next x3."""
     return ops.draft_rows(
         Layout(("none", "last", "all").index(context), shift, int(anchor), masks, read, MASK),
-        num_rows_R=[4, 3],
         cu_R1=torch.tensor([0, 4, 7]),
         tokens_T=torch.tensor([15, 16, 17, 18, 20, 21, 22]),
         positions_T=torch.tensor([5, 6, 7, 8, 0, 1, 2]),
@@ -110,7 +109,7 @@ def state(rng: random.Random, num_slots: int) -> SlotState:
         torch.tensor(length),
         torch.tensor([n - b for n, b in zip(length, behind, strict=True)]),
         torch.tensor([rng.randrange(5) for _ in length]),
-        torch.tensor([n + rng.randrange(1, 9) for n in length]),
+        torch.tensor([n + rng.randrange(9) for n in length]),  # 0: at its limit
     )
 
 
@@ -165,12 +164,11 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
     read = masks + 1 if masks and (context or anchor) else 1
     layout = Layout(context, rng.randrange(2), anchor, masks, read, MASK)
     given = (
-        counts,
         cu,
         torch.arange(total) + 10,
         torch.cat([torch.arange(n) + 5 * r for r, n in enumerate(counts)]),
         torch.randperm(8)[: len(counts)],
-        torch.tensor([rng.randrange(1, n + 1) for n in counts]),
+        torch.tensor([rng.randrange(n + 1) for n in counts]),
         torch.arange(len(counts)) + 70,
         torch.tensor([rng.randrange(4) for _ in counts]),
         3,
@@ -194,3 +192,27 @@ def test_drafts_are_cut_at_the_first_bad_id_and_at_what_was_asked_for(ops: StepO
     assert slots.draft_count_S[slots_R].tolist() == count_R.tolist()
     stored = [slots.tokens_SL[s, slots.length_S[s] :][:3].tolist() for s in slots_R.tolist()]
     assert stored == [[1, 2, 3], [1, 9, 3], [4, 5, 0], [6, 7, 8], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("ops", STEPS)
+def test_a_slot_at_its_limit_stands_still(ops: StepOps) -> None:
+    """The host may ask for rows of a request that has ended on the device; padding rows name such a slot always."""
+    slots = SlotState(
+        torch.arange(40, dtype=torch.int32).view(2, 20),
+        torch.tensor([7, 5]),
+        torch.tensor([6, 4]),
+        torch.tensor([2, 2]),
+        torch.tensor([7, 9]),
+    )
+    work_3R = torch.tensor([[0, 1], [3, 3], [3, 3]])
+    rows = ops.fill(slots, work_3R, 6, 6)
+    tokens_RW = torch.tensor([[1, 2, -1], [3, 4, -1]])
+    done = ops.commit(slots, work_3R, rows, tokens_RW, torch.tensor([2, 2]), torch.tensor([2, 2]))
+    assert slots.length_S.tolist() == [7, 7] and slots.computed_S.tolist() == [6, 6]
+    assert done.live_R.tolist() == [0, 2] and done.k_R.tolist() == [0, 1]
+    layout = Layout(context=2, shift=1, anchor=0, masks=1, num_read=1, mask_token=MASK)
+    fed = ops.draft_rows(
+        layout, rows.cu_R1, rows.tokens_T, rows.positions_T, work_3R[0], done.live_R, done.next_R, done.k_R, 2
+    )
+    assert [row[0] for row in live(fed)] == [1, 1, 1]
+    assert fed.drawn_KR[:, 0].tolist() == [-1, -1] and (fed.read_RJ >= 0).all()

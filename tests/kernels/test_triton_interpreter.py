@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("norm", "activation", "rope", "log_normalizer", "sample", "products"),
-    *("attention", "attention_is_not_poisoned"),
+    *("attention", "attention_is_not_poisoned", "step", "draft_rows"),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftproof import LLM, SamplingParams, assets
+from draftproof.engine import engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -27,7 +28,7 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "part", ["verifier.verify", "state.commit", "state.pack", "state.fill", "outbox.deliver"]
+    "part", ["verifier.verify", "state.commit", "state.load", "state.fill", "scorer.outputs", "deliver"]
 )
 def test_after_a_step_that_broke_off_everything_goes_on(
     drafting: LLM, monkeypatch: pytest.MonkeyPatch, part: str
@@ -36,9 +37,9 @@ def test_after_a_step_that_broke_off_everything_goes_on(
     expected = generate(drafting, [PROMPT, "import os"], LONG)
     stream = drafting.stream(PROMPT, LONG)
     text = next(stream).text
-    parts, (name, verb) = drafting._frontend.loaded.engine.parts, part.split(".")
-    cls = type(getattr(parts, name))
-    original, calls = getattr(cls, verb), []
+    parts, (*names, verb) = drafting._frontend.loaded.engine.parts, part.split(".")
+    owner: Any = type(getattr(parts, names[0])) if names else engine
+    original, calls = getattr(owner, verb), []
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -48,7 +49,7 @@ def test_after_a_step_that_broke_off_everything_goes_on(
         return found
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cls, verb, breaks)
+        patch.setattr(owner, verb, breaks)
         generate(drafting, "import os", LONG)
     assert list(drafting._frontend.requests) and len(drafting._frontend.requests) == 1
     assert generate(drafting, "import os", LONG)[0].outputs[0].token_ids == expected[1].outputs[0].token_ids

@@ -27,8 +27,10 @@ METHODS = (
     "ngram",
     "pard",
     "mtp",
+    "replay",
 )
 METHODS += ("gemma",)
+ORDINARY = {"suffix": "Suffix", "replay": "Replay"}  # words of their own: Path.suffix, graph.replay()
 FREE = ("checkpoints", "cli", "bench")  # folders in which formats and examples are named
 
 
@@ -53,10 +55,8 @@ def words(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
 
 
 def names_method(word: str, is_text: bool, method: str) -> bool:
-    if (
-        method == "suffix"
-    ):  # an ordinary word: Path.suffix; a method only as a whole string or in a class's name
-        return word == "suffix" if is_text else word.startswith("Suffix")
+    if method in ORDINARY:  # a method only as a whole string or in a class's name
+        return word == method if is_text else word.startswith(ORDINARY[method])
     return method in re.sub("[-_]", "", word.lower()).replace("norepeatngram", "")  # a setting of generation
 
 
@@ -93,6 +93,8 @@ def test_a_methods_name_appears_in_its_own_file_only() -> None:
         ("engine/engine.py", "import draftproof.drafters.mtp", 1),
         ("engine/engine.py", "name = 'suffix'", 1),
         ("engine/engine.py", "p.suffix", 0),
+        ("engine/engine.py", "name = 'replay'", 1),
+        ("engine/engine.py", "graph.replay()", 0),
         ("engine/engine.py", '"""Such as eagle3."""\nx = 1  # mtp', 0),
         ("engine/engine.py", "raise ValueError('give a method, such as ngram')", 0),
         ("engine/engine.py", "no_repeat_ngram_size = 0", 0),

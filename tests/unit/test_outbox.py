@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from draftproof import SamplingParams
-from draftproof.engine.outbox import Flight, Outbox
+from draftproof.engine.outbox import Flight, deliver
 from draftproof.engine.scheduler import Plan, Work
+from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.text import StopChecker
+from draftproof.engine.transfer import download
 
 NONE = -1  # what the verifier emits where a row of logits holds no number
 
@@ -27,7 +29,9 @@ class Brackets:
         return ""
 
 
-class Scores:
+class FirstColumn:
+    """A sampler whose logprob of a token is the row's first logit."""
+
     def logprobs(self, logits_MV: Tensor, tokens_M: Tensor, num: int) -> tuple[Tensor, ...]:
         first_M = logits_MV[:, 0]
         return first_M, tokens_M, tokens_M[:, None], first_M[:, None]
@@ -50,20 +54,17 @@ def after(rounds: list[list[int]], **params: Any) -> tuple[Any, ...]:
         checker=checker,
         slot=0,
     )
-    outbox = Outbox(None, Scores())  # type: ignore[arg-type]
+    scorer = Scorer(None, FirstColumn())  # type: ignore[arg-type]
     for tokens in rounds:
         if s.finish_reason is None:
             width = len(tokens)
             s.num_pending += width
             columns = [width, width - 1, 0, 0]  # emitted, drafted, proposed, broken
-            outbox.deliver(
-                Flight(
-                    Plan([Work(s, 0, width, width)]),
-                    torch.tensor([[*tokens, *columns]]),
-                    torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, 3),
-                    torch.zeros(width, 1),
-                )
-            )
+            plan = Plan([Work(s, 0, width, width)])
+            result_RX = torch.tensor([[*tokens, *columns]])
+            logits_MV = torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, 3)
+            outputs = scorer.outputs(plan, result_RX, logits_MV)
+            deliver(Flight(plan, download([result_RX]), outputs, scorer.prompts(plan, torch.zeros(width, 1))))
     return s.tokens, s.checker.text, s.finish_reason, [row.logprob for row in s.logprobs]
 
 

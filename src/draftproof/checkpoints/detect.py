@@ -7,17 +7,21 @@ from pathlib import Path
 from draftproof.checkpoints import language_model, safeailab, speculators
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.config import read_json, reading
+from draftproof.models.loading import WeightSource
 
 _READERS = (speculators, safeailab, language_model)  # the first that matches reads
 
 
-def read(directory: Path) -> DraftCheckpoint:
-    """The checkpoint in `directory`; ValueError where no format fits."""
+def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
+    """The checkpoint in `directory`, with `weights` where given instead of the files there.
+
+    ValueError where no format fits.
+    """
     raw = read_json(directory / "config.json")
     for reader in _READERS:
         with reading(directory / "config.json"):
             if reader.matches(directory, raw):
-                return reader.read(directory, raw)
+                return reader.read(directory, raw, weights)
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
         "(speculators_model_type), nor a flat EAGLE head (fc.weight), nor a language model (model_type)"

@@ -13,6 +13,7 @@ from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
+from draftproof.models.loading import WeightSource
 
 # keys of the flat form that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
@@ -27,7 +28,7 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
     return "fc.weight" in names and "hidden_norm.weight" not in names
 
 
-def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
+def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """The format's fixed conventions: base 10000 unless stated; bias on q, k and v alone, by a key of its own."""
     where = str(directory / "config.json")
     flat = {"model_type": "llama", "rope_theta": 10000.0}
@@ -35,17 +36,13 @@ def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
     layers = model_config.parse(flat, where=where)
     if raw.get("qkv_bias"):
         layers = dataclasses.replace(layers, qkv_bias=True)
-    weights = open_weights(directory).renamed(lambda name: name.replace("midlayer.", "layers.0.", 1))
-    third = (
-        "draft_vocab_size" in raw
-        or "eagle3" in _architecture(raw)
-        or "layers.0.hidden_norm.weight" in weights
-    )
+    third = "draft_vocab_size" in raw or "eagle3" in _architecture(raw)
+    third = third or "layers.0.hidden_norm.weight" in map(_rename, tensor_names(directory))
     return DraftCheckpoint(
         method="eagle3" if third else "eagle",
         where=where,
         settings=_eagle3(raw, layers) if third else _eagle1(raw, layers),
-        weights=weights,
+        weights=open_weights(directory).renamed(_rename) if weights is None else weights,
         directory=directory,
     )
 
@@ -69,3 +66,7 @@ def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle3Settings:
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     return " ".join(raw.get("architectures") or ()).lower()
+
+
+def _rename(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.", 1)

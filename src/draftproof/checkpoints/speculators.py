@@ -11,14 +11,14 @@ from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
-from draftproof.models.loading import Weights
+from draftproof.models.loading import Weights, WeightSource
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
     return _kind(raw) is not None
 
 
-def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
+def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """ValueError for a type that is not supported, or settings that are missing."""
     where, kind = str(directory / "config.json"), str(_kind(raw))
     if kind not in _SETTINGS:
@@ -31,7 +31,7 @@ def read(directory: Path, raw: Mapping[str, Any]) -> DraftCheckpoint:
         method=kind,
         where=where,
         settings=_SETTINGS[kind](raw, layers, where),
-        weights=Weights.open(directory).renamed(speculators_fused.rename),
+        weights=Weights.open(directory).renamed(speculators_fused.rename) if weights is None else weights,
         directory=directory,
         num_drafts=_num_drafts(envelope, where),
         target=(envelope.get("verifier") or {}).get("name_or_path") or None,

@@ -5,7 +5,7 @@ Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -62,9 +62,12 @@ class Verified:
     k_R: Tensor  # int64: drafts wanted; 0 = keep state in step only
     taps: tuple[Tensor, ...]  # [T, H] each, as declared
     draw: Draw
-    num_rows_R: Sequence[int]  # host copy of cu's differences
     # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
     history: Callable[[int], Tensor]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots_R)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.config import EngineConfig
+from draftproof.drafters.base import Drafter
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
 from draftproof.models.loading import WeightSource
@@ -37,7 +38,10 @@ class DraftCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBuild:
-    """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness."""
+    """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness.
+
+    `inner`: the drafter made of the config's `drafters`, for methods that run others.
+    """
 
     config: EngineConfig
     options: Mapping[str, Any]
@@ -48,6 +52,7 @@ class DraftBuild:
     target_directory: Path
     build: Build
     max_positions: int
+    inner: Drafter | None = None
 
     def settings(self, kind: type[S]) -> S:
         """The checkpoint's settings; ValueError where the method needs a checkpoint and none was given."""

@@ -47,7 +47,7 @@ class ChainDrafter:
             _call(drafter, "release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        tokens_RK = verified.next_R.new_zeros((len(verified.num_rows_R), num_drafts))
+        tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
         count_R = torch.zeros_like(verified.k_R)
         open_R = verified.k_R
         for drafter in self._drafters:

@@ -117,8 +117,8 @@ def _taps(s: Eagle3Settings, given: DraftBuild) -> tuple[int, ...]:
                 f"{n} layers; add eagle_aux_hidden_state_layer_ids to its config.json"
             )
     given.target.check_taps(taps)
-    shape = tuple(given.checkpoint.weights.get("fc.weight").shape)
-    if shape[1] != len(taps) * target.hidden_size:
+    shape = given.checkpoint.weights.shape("fc.weight")
+    if shape is not None and shape[1] != len(taps) * target.hidden_size:
         raise ValueError(
             f"{where}: fc.weight reads {shape[1]} features, but {len(taps)} tapped layers of the target's "
             f"hidden_size={target.hidden_size} are {len(taps) * target.hidden_size}; this draft head belongs to "

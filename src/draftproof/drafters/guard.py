@@ -53,7 +53,7 @@ class Guard:
             given = verified if self._trusted else _copy(verified)
             proposal = self.drafter.propose(given, num_drafts)
             if not self._trusted:
-                _check_form(proposal, len(verified.num_rows_R))
+                _check_form(proposal, verified.num_requests)
             k_R = verified.k_R  # a user's code may well think on the host
             proposal = Proposal(proposal.tokens_RK[:, :num_drafts].to(k_R), proposal.count_R.to(k_R))
         except Exception as error:
@@ -127,7 +127,6 @@ def _copy(verified: Verified) -> Verified:
         verified,
         **copies,
         taps=tuple(t.clone() for t in verified.taps),
-        num_rows_R=tuple(verified.num_rows_R),
         history=lambda r: torch.as_tensor(history(r)).clone(),
         draw=_CopyingDraw(draw),
     )

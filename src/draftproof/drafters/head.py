@@ -93,7 +93,6 @@ class HeadDrafter:
         """
         fed = self._bound.ops.step.draft_rows(
             self._layout,
-            verified.num_rows_R,
             verified.cu_R1,
             verified.tokens_T,
             verified.positions_T,

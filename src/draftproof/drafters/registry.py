@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftproof.config import parse_options, reject_unknown_keys
-from draftproof.drafters import custom, draft_model, eagle1, eagle3, mtp, suffix
+from draftproof.drafters import custom, draft_model, eagle1, eagle3, mtp, replay, suffix
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.ngram import NgramDrafter, NgramOptions
@@ -15,10 +15,12 @@ from draftproof.drafters.ngram import NgramDrafter, NgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `needs_model`: the method has a checkpoint; `default_drafts` where neither user nor checkpoint says."""
+    """One row. `needs_model`: the method has a checkpoint; `runs_others`: it takes `drafters`; `default_drafts` where
+    neither user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
     needs_model: bool = True
+    runs_others: bool = False
     default_drafts: int = 5
 
 
@@ -41,6 +43,7 @@ METHODS: dict[str, Method] = {
     "eagle": Method(build=_without_options(eagle1.build)),
     "eagle3": Method(build=_without_options(eagle3.build)),
     "mtp": Method(build=_without_options(mtp.build)),
+    "replay": Method(build=replay.build, needs_model=False, runs_others=True),
     "suffix": Method(build=suffix.build, needs_model=False, default_drafts=16),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
 from draftproof.engine.engine import Engine, Parts
-from draftproof.engine.outbox import Outbox
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
 from draftproof.kernels import ops as operators
@@ -36,7 +37,7 @@ from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
-from draftproof.models.loading import Weights, resolve
+from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -78,15 +79,27 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     config, directory = _locate(config)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
-    plans = _draft_plans(speculative) if speculative else []
+    drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
+    plans = _draft_plans(speculative, drafts) if speculative else []
     num_drafts = _num_drafts(speculative, plans) if speculative else 0
+    target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
-        directory, base.model, base.ops, base.planner, base.device, base.dtype,
+        target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
-    drafter = _drafter(base, target, plans, num_drafts) if plans else None
+    drafter = _drafter(base, target, target_weights, plans, num_drafts) if plans else None
+    if drafter is not None:
+        target.check_taps(drafter.spec.taps.layers)
     base.planner.certify()
-    return _assemble(base, target, drafter, plans, num_drafts)
+    methods = [p.method for plan in plans for p in (plan, *plan.inner)]
+    drafting = _Drafting(drafter, num_drafts, trusted=not any(map(registry.is_custom, methods)))
+    return Loaded(
+        engine=_engine(base, target, drafting, progress),
+        directory=directory,
+        model=base.model,
+        max_model_len=base.max_model_len,
+        num_drafts=num_drafts,
+    )
 
 
 def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
@@ -96,7 +109,8 @@ def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     directory = resolve(config.model, config.revision)
     if not detect.is_draft_head(directory):
         return config, directory
-    target = detect.target_of(detect.read(directory))
+    weights = RandomWeights() if config.load_format == "dummy" else None
+    target = detect.target_of(detect.read(directory, weights))
     if target is None:
         raise ValueError(
             f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
@@ -157,14 +171,19 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPlan:
-    """One drafter to build; a chain has several."""
+    """One drafter to build; a chain has several. `inner`: drafters that it runs."""
 
     method: str
     checkpoint: DraftCheckpoint | None
     settings: SpeculativeConfig
+    inner: tuple[_DraftPlan, ...] = ()
 
 
-def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
+def _draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> list[_DraftPlan]:
+    """`weights`: given to draft checkpoints instead of their files."""
+    members = [
+        plan for d in settings.drafters for plan in _draft_plans(SpeculativeConfig.from_dict(d), weights)
+    ]
     if settings.method == registry.CHAIN:
         if not settings.drafters:
             raise ValueError(
@@ -172,27 +191,23 @@ def _draft_plans(settings: SpeculativeConfig) -> list[_DraftPlan]:
             )
         names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
         reject_unknown_keys("speculative_config", settings.options, names)
-        members = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
-        return [plan for member in members for plan in _draft_plans(member)]
-    if settings.drafters:
+        return members
+    if settings.method is not None:
+        registry.check(settings.method)
+    method = registry.METHODS.get(settings.method or "")
+    if settings.drafters and not (method and method.runs_others):
         raise ValueError(
             f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
         )
-    if settings.method is not None:
-        registry.check(settings.method)
-    needs_model = settings.method is None or (
-        settings.method in registry.METHODS and registry.METHODS[settings.method].needs_model
-    )
-    if not needs_model:
-        assert settings.method is not None
-        return [_DraftPlan(settings.method, None, settings)]
+    if settings.method is not None and not (method and method.needs_model):
+        return [_DraftPlan(settings.method, None, settings, tuple(members))]
     if settings.model is None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
             if settings.method
             else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
         )
-    checkpoint = detect.read(resolve(settings.model))
+    checkpoint = detect.read(resolve(settings.model), weights)
     if settings.method not in (None, checkpoint.method):
         raise ValueError(
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
@@ -208,14 +223,15 @@ def _num_drafts(settings: SpeculativeConfig, plans: list[_DraftPlan]) -> int:
 
     def one(plan: _DraftPlan) -> int:
         method = registry.METHODS.get(plan.method)
-        own = plan.checkpoint.num_drafts if plan.checkpoint else None
+        own = plan.checkpoint.num_drafts if plan.checkpoint else max(map(one, plan.inner), default=None)
         return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
 
     return max(one(plan) for plan in plans)
 
 
-def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: int) -> Drafter:
-    target_weights = Weights.open(base.directory)
+def _drafter(
+    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[_DraftPlan], num_drafts: int
+) -> Drafter:
     built = [
         registry.build(
             plan.method,
@@ -236,22 +252,48 @@ def _drafter(base: _Base, target: Decoder, plans: list[_DraftPlan], num_drafts: 
                     exact=False,
                 ),
                 max_positions=base.max_model_len + num_drafts + 1,
+                inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
             ),
         )
         for plan in plans
     ]
-    drafter = built[0] if len(built) == 1 else ChainDrafter(built)
-    target.check_taps(drafter.spec.taps.layers)
-    return drafter
+    return built[0] if len(built) == 1 else ChainDrafter(built)
 
 
-def _assemble(
-    base: _Base, target: Decoder, drafter: Drafter | None, plans: list[_DraftPlan], num_drafts: int
-) -> Loaded:
-    config, device = base.config, base.device
-    spec = drafter.spec if drafter else DraftSpec()
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    """The drafter and what the engine needs to know beside its spec."""
+
+    drafter: Drafter | None
+    num_drafts: int
+    trusted: bool  # ours: it may see live buffers
+
+    @property
+    def spec(self) -> DraftSpec:
+        return self.drafter.spec if self.drafter else DraftSpec()
+
+
+def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None) -> Engine:
+    """The engine, ready to run; on a GPU its graphs are captured, and the cache takes what they leave."""
+    config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
+    if base.device.type == "cuda" and config.num_kv_blocks is None:
+        known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
+        parts = _parts(base, target, known, num_blocks=2)
+        # each graph keeps logits of its own
+        num_logits = sum(parts.buckets) * (1 + known.num_drafts) * base.model.vocab_size
+        num_spare = memory.peak_bytes(Engine(parts).rehearse) + 4 * num_logits
+    num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
+    engine = Engine(_parts(base, target, drafting, num_blocks))
+    if base.device.type == "cuda":
+        show = progress or (lambda what, done, total: None)
+        engine.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
+    return engine
+
+
+def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:
+    config, device, spec = base.config, base.device, drafting.spec
+    drafter, num_drafts = drafting.drafter, drafting.num_drafts
     state = _state(base, num_drafts)
-    num_blocks = memory.num_blocks([*target.kv, *spec.kv], base.dtype, config, base.max_model_len, device)
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
@@ -265,9 +307,12 @@ def _assemble(
         sharing=config.enable_prefix_caching,
         lookahead=spec.layout(num_drafts).shift if spec.kv else 0,
     )
-    table = SamplingTable(config.max_num_seqs, base.model.vocab_size, device)
+    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)
-    parts = Parts(
+    # What thinks on the host must see a pass's tokens before it may propose for the next one.
+    on_device = device.type == "cuda" and drafting.trusted and not spec.host_tokens
+    on_device = on_device and config.verification == "exact"
+    return Parts(
         target=target,
         ops=base.ops,
         backend=base.backend,
@@ -283,19 +328,22 @@ def _assemble(
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        guard=_guard(config, drafter, plans, base.model.vocab_size),
+        guard=_guard(config, drafting, base.model.vocab_size),
         spec=spec,
-        policy=_policy(config, num_drafts),
-        outbox=Outbox(target, sampler),
+        policy=_policy(config, num_drafts, device),
+        scorer=Scorer(target, sampler),
         graphs=base.graphs,
-    )
-    return Loaded(
-        engine=Engine(parts),
-        directory=base.directory,
-        model=base.model,
-        max_model_len=base.max_model_len,
         num_drafts=num_drafts,
+        buckets=_buckets(config, num_drafts) if on_device else (),
+        num_ahead=int(on_device),
     )
+
+
+def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
+    """Numbers of requests: 1, 2, 4, each multiple of 8 up to 64, of 32 up to 256, and the largest there can be."""
+    most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
+    numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
+    return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
 
 
 def _state(base: _Base, num_drafts: int) -> State:
@@ -317,22 +365,21 @@ def _verifier(config: EngineConfig, sampler: Sampler, num_drafts: int) -> Verifi
     return LossyVerifier(sampler, config.verification, num_drafts)
 
 
-def _policy(config: EngineConfig, num_drafts: int) -> Policy:
+def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Policy:
+    """A GPU works on while the host goes ahead, so the host's clock says nothing of costs there."""
     adaptive = config.speculative_config is not None and config.speculative_config.policy == "adaptive"
-    return AdaptivePolicy(num_drafts) if adaptive else FixedPolicy(num_drafts)
+    return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
 
 
-def _guard(
-    config: EngineConfig, drafter: Drafter | None, plans: list[_DraftPlan], vocab_size: int
-) -> Guard | None:
+def _guard(config: EngineConfig, drafting: _Drafting, vocab_size: int) -> Guard | None:
     """Drafters of ours see live buffers; as soon as one member is the user's, all get copies."""
-    if drafter is None:
+    if drafting.drafter is None:
         return None
     assert config.speculative_config is not None
     return Guard(
-        drafter,
+        drafting.drafter,
         vocab_size=vocab_size,
-        trusted=not any(registry.is_custom(p.method) for p in plans),
+        trusted=drafting.trusted,
         max_faults=config.speculative_config.max_faults,
         time_limit=config.speculative_config.time_limit,
     )

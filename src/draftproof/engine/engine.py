@@ -1,13 +1,17 @@
 """The engine's step: plan, compute, verify, commit, draft. Everything it needs is handed to it.
 
-Shapes: R requests of a pass, T its rows, M its sampled rows, W drafts + 1, K drafts.
+On a GPU the next pass is launched before the last one's tokens are on the host, and a pass in which everybody decodes
+is one CUDA graph from its row numbers to its packed result. Neither shows in what is computed.
+Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one request, K drafts.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,17 +21,19 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Verified
 from draftproof.drafters.guard import Guard, Guarded, no_proposal
-from draftproof.engine.outbox import Emission, Flight, Outbox
+from draftproof.engine.outbox import Emission, Flight, deliver
 from draftproof.engine.policy import Policy
 from draftproof.engine.scheduler import Plan, Scheduler
+from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.state import State
+from draftproof.engine.state import Size, State
+from draftproof.engine.transfer import download, upload
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.params import SamplingTable
-from draftproof.sampling.verifier import Verifier
+from draftproof.sampling.verifier import Verdict, Verifier
 
 MOST_GRAPH_ROWS = 64  # larger passes are prompts: each another size, and long enough to run as they are
 
@@ -49,10 +55,23 @@ class Parts:
     guard: Guard | None
     spec: DraftSpec
     policy: Policy
-    outbox: Outbox
+    scorer: Scorer
     graphs: Graphs
+    num_drafts: int  # the most that are asked for; 0 without a drafter
+    buckets: tuple[int, ...] = ()  # numbers of requests, ascending, whose decoding is captured as a whole
     num_ahead: int = 0  # passes that may be in flight when a step ends
     stats: EngineStats = field(default_factory=EngineStats)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A pass whose drafts have been verified."""
+
+    verified: Verified
+    verdict: Verdict
+    draft_count_R: Tensor
+    logits_MV: Tensor
+    hidden_TH: Tensor
 
 
 class Engine:
@@ -62,6 +81,7 @@ class Engine:
         self.parts = parts
         self.stats = parts.stats
         self._flights: deque[Flight] = deque()
+        self._whole: set[Size] = set()  # captured passes
 
     def add(self, sequence: Sequence) -> None:
         self.parts.scheduler.add(sequence)
@@ -100,35 +120,104 @@ class Engine:
         return emissions
 
     @torch.inference_mode(False)
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Capture the passes in which everybody decodes, largest first, with nobody taking part. (done, total)."""
+        p = self.parts
+        sizes = [Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in reversed(p.buckets)]
+        for done, size in enumerate(sizes):
+            progress(done, len(sizes))
+            if p.graphs.prepare(("step", size), partial(self._step_tensors, size), (p.state.idle(size),)):
+                self._whole.add(size)
+        progress(len(sizes), len(sizes))
+
+    @torch.inference_mode(False)
+    def rehearse(self) -> None:
+        """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
+        p = self.parts
+        num_rows = min(p.scheduler.max_num_batched_tokens, p.state.max_len)
+        prompt = Size(1, num_rows, 1, 1, p.num_drafts)
+        for size in (prompt, *(Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in p.buckets[-1:])):
+            self._step_tensors(size, p.state.idle(size))
+
+    @torch.inference_mode(False)
     def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p, start = self.parts, time.perf_counter()
         self._place(plan)
-        batch = p.state.fill(plan)
-        rows = batch.rows
-        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
-        graphs = p.graphs if len(rows.tokens_T) <= MOST_GRAPH_ROWS else EAGER
-        key = ("target", len(rows.tokens_T), len(rows.sampled_M))
-        logits_MV, hidden_TH, *taps = graphs.run(key, self._target, inputs)
-        verdict = p.verifier.verify(
-            logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, batch.slots_host, batch.verify
+        size = self._whole_size(plan)
+        raised = False
+        if size is not None:
+            plan.work = [
+                replace(w, num_rows=size.most_sampled, num_sampled=size.most_sampled) for w in plan.work
+            ]
+            work_4R = p.state.load(plan.work, wanted, size.num_requests)
+            result_RX, logits_MV, hidden_TH = p.graphs.run(
+                ("step", size), partial(self._step_tensors, size), (work_4R,)
+            )
+        else:
+            work_4R = p.state.load(plan.work, wanted, len(plan.work))
+            slots = [w.sequence.slot for w in plan.work for _ in range(w.num_sampled)]
+            checked = self._verify(Size.of(plan.work, wanted), work_4R, slots)
+            middle = time.perf_counter()
+            guarded = self._propose(checked.verified, max(wanted))
+            result_RX, logits_MV, hidden_TH = self._close(checked, guarded)
+            raised = guarded.raised
+            self._clock(plan, max(wanted), middle - start, time.perf_counter() - middle)
+        self._flights.append(
+            Flight(
+                plan,
+                download([result_RX]),
+                p.scorer.outputs(plan, result_RX, logits_MV),
+                p.scorer.prompts(plan, hidden_TH),
+            )
         )
-        verified = p.state.commit(batch, verdict, tuple(taps), p.verifier.drawer, wanted)
-        middle = time.perf_counter()
-        guarded = self._propose(verified, max(wanted))
-        proposed_R, broken_R = p.state.store_drafts(verified, guarded.proposal, p.target.config.vocab_size)
-        end = time.perf_counter()
-        result_RX = p.state.pack(batch, verdict, proposed_R, broken_R)
-        self._flights.append(Flight(plan, result_RX, logits_MV, hidden_TH))
         for work, number in zip(plan.work, wanted, strict=True):
             s = work.sequence
             s.num_drafts = number
-            s.draft_broken |= guarded.raised and bool(p.spec.kv)
-            if work.num_sampled:
-                s.num_pending += work.num_sampled
-            else:
-                s.num_computed += work.num_rows
-        self._clock(plan, max(wanted), middle - start, end - middle)
+            s.draft_broken |= raised and bool(p.spec.kv)
+            s.num_pending += work.num_sampled
+            s.num_computed += work.num_rows - work.num_sampled
+
+    def _whole_size(self, plan: Plan) -> Size | None:
+        """The captured pass that does what the plan asks for, if there is one."""
+        p = self.parts
+        if not self._whole or (p.guard is not None and p.guard.off):
+            return None
+        if any(w.num_rows != w.num_sampled or w.num_rows != 1 + w.sequence.num_drafts for w in plan.work):
+            return None  # a prompt, or drafts that there is no room for
+        if not p.table.is_plain(w.sequence.slot for w in plan.work):
+            return None
+        num_requests = next((R for R in p.buckets if len(plan.work) <= R), 0)
+        size = Size.decoding(num_requests, 1 + p.num_drafts, p.num_drafts)
+        return size if size in self._whole else None
+
+    def _step_tensors(self, size: Size, work_4R: Tensor) -> tuple[Tensor, ...]:
+        """A whole pass over requests that ask for no processing, as a function of device memory alone."""
+        checked = self._verify(size, work_4R, [])
+        return self._close(checked, self._propose(checked.verified, size.num_drafts))
+
+    def _verify(self, size: Size, work_4R: Tensor, slots_host: list[int]) -> Checked:
+        """Compute the rows, accept drafts, move the slots on."""
+        p = self.parts
+        rows, verify = p.state.fill(size, work_4R)
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
+        graphs = p.graphs if size.num_rows <= MOST_GRAPH_ROWS else EAGER
+        logits_MV, hidden_TH, *taps = graphs.run(
+            ("target", size.num_rows, size.num_sampled), self._target, inputs
+        )
+        verdict = p.verifier.verify(
+            logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, slots_host, verify
+        )
+        verified = p.state.commit(rows, work_4R, verdict, tuple(taps), p.verifier.drawer)
+        return Checked(verified, verdict, rows.draft_count_R, logits_MV, hidden_TH)
+
+    def _close(self, checked: Checked, guarded: Guarded) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the drafts: (the result as `outbox.Flight` describes it, logits_MV, hidden_TH)."""
+        p, verdict = self.parts, checked.verdict
+        stored = p.state.store_drafts(checked.verified, guarded.proposal, p.target.config.vocab_size)
+        columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
+        result_RX = torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
+        return result_RX, checked.logits_MV, checked.hidden_TH
 
     def _target(
         self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor, sampled_M: Tensor
@@ -154,7 +243,7 @@ class Engine:
         """Bring passes home until at most `num_ahead` are in flight."""
         p, emissions = self.parts, []
         while len(self._flights) > num_ahead:
-            arrived, broken = p.outbox.deliver(self._flights.popleft())
+            arrived, broken = deliver(self._flights.popleft())
             for emission in arrived:
                 self._account(emission)
                 if emission.finish_reason is not None:
@@ -185,7 +274,7 @@ class Engine:
             p.state.set_blocks(s.slot, s.blocks)
         fresh, p.scheduler.fresh_blocks = p.scheduler.fresh_blocks, []
         if fresh and p.draft_cache.layers:
-            p.draft_cache.zero(torch.tensor(fresh, device=p.state.device))
+            p.draft_cache.zero(upload(fresh, p.state.device))
 
     def _vacate(self, slot: int) -> None:
         self.parts.state.release(slot)
@@ -216,6 +305,8 @@ class Engine:
     def _clock(self, plan: Plan, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
         self.stats.target_seconds += target_seconds
         self.stats.draft_seconds += draft_seconds
+        if self.parts.num_ahead:  # what the host sees then is how long a launch takes
+            return
         if all(w.num_rows == w.num_sampled for w in plan.work):  # prompts say nothing about decoding
             num_rows = sum(w.num_rows for w in plan.work)
             self.parts.policy.timed(num_rows, num_drafts, target_seconds, draft_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from draftproof.cache.pool import KVShape
 from draftproof.config import EngineConfig
 
-CACHE_SHARE = 0.4  # of the memory that is free once the weights are loaded
+CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
 
 def pick_device(name: str) -> torch.device:
@@ -49,8 +49,10 @@ def num_blocks(
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
+    num_spare: int = 0,
 ) -> int:
-    """What the config says; else blocks for every sequence at its longest, or as many as the free memory allows.
+    """What the config says; else blocks for every sequence at its longest, or as many as the free memory allows once
+    `num_spare` bytes are taken off it.
 
     ValueError if there is no room for that, or not even for one sequence.
     """
@@ -65,13 +67,32 @@ def num_blocks(
         return given
     per_sequence = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * per_sequence + 1
-    affordable = int(free * CACHE_SHARE) // per_block
+    affordable = max(0, _cache_bytes(config, device, free) - num_spare) // per_block
     if affordable < per_sequence + 1:
         raise ValueError(
             f"max_model_len={max_model_len}: its keys and values need {per_sequence * per_block / 2**30:.2f} GiB, and "
             f"{affordable * per_block / 2**30:.2f} GiB may be used; lower max_model_len, or set num_kv_blocks"
         )
     return min(wanted, affordable)
+
+
+def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
+    if device.type != "cuda":
+        return int(free * CACHE_SHARE)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(config.gpu_memory_utilization * total) - (total - free)
+
+
+def peak_bytes(rehearse: Callable[[], None]) -> int:
+    """What `rehearse` needs of the GPU's memory at its height, twice: as it is, and in the memory of graphs."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    rehearse()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return 2 * peak
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ def draft(engine: Engine, sequence: Sequence, k: int) -> list[int]:
     """
     p = engine.parts
     assert p.guard is not None
+    engine.settle()
     if engine.has_work:
         raise ValueError("draft: other requests are running; finish or close their streams first")
     engine.add(sequence)

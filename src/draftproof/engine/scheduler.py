@@ -56,7 +56,7 @@ class Scheduler:
         self.fresh_blocks: list[int] = []  # handed out since somebody last took this list: to be cleared
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._budget = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead = num_lookahead
 
     def add(self, sequence: Sequence) -> None:
@@ -65,7 +65,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next pass; no work only when nothing is waiting or running."""
         plan = Plan()
-        budget = self._budget
+        budget = self.max_num_batched_tokens
         for sequence in list(self.running):
             self._register_pages(sequence)
         for sequence in list(self.running):
@@ -156,7 +156,7 @@ class Scheduler:
 
     def _blocks_for(self, sequence: Sequence, num_positions: int) -> int:
         """Pages for the pass's rows and for what drafting after it may write, never past the sequence's limit."""
-        end = min(num_positions + self._num_lookahead, max(sequence.limit, num_positions))
+        end = min(num_positions + self._num_lookahead, sequence.limit)
         return -(-end // self.pages.block_size)
 
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
@@ -193,4 +193,5 @@ def _reset(sequence: Sequence) -> None:
     sequence.slot = -1
     sequence.blocks = []
     sequence.num_computed = sequence.num_pending = sequence.num_drafts = sequence.num_registered = 0
+    sequence.num_scored = len(sequence.prompt_logprobs)
     sequence.draft_broken = False

@@ -58,6 +58,7 @@ class Sequence:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)  # of prompt tokens 1..
+    num_scored: int = 0  # prompt tokens whose logprobs are here or under way
 
     @property
     def num_to_compute(self) -> int:

@@ -1,6 +1,7 @@
 """What the device knows of every slot: its tokens, how many are known, computed and drafted.
 
-Shapes: S slots, L longest sequence, B blocks per slot, R requests of a pass, M its sampled rows, K drafts.
+Shapes: S slots and one for scratch, L longest sequence, B blocks per slot, R requests of a pass, T its rows, M its
+sampled rows, K drafts.
 """
 
 from __future__ import annotations
@@ -13,26 +14,41 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
-from draftproof.engine.scheduler import Plan
+from draftproof.engine.scheduler import Work
+from draftproof.engine.transfer import upload
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.sampling.verifier import Verdict, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
 
 
-@dataclass(slots=True)
-class Batch:
-    """One pass on the device, and what the host knows of it."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a pass computes: all that the host must know of it beforehand."""
 
-    rows: PassRows
-    work_3R: Tensor  # slot, rows, sampled rows
-    verify: VerifyRows
-    num_rows_R: list[int]
-    slots_host: list[int]  # of the sampled rows
+    num_requests: int
+    num_rows: int
+    num_sampled: int
+    most_sampled: int  # of one request; at least 1
+    num_drafts: int  # the most that any request wants after it
+
+    @classmethod
+    def of(cls, work: Seq[Work], wanted: Seq[int]) -> Size:
+        sampled = [w.num_sampled for w in work]
+        num_rows = sum(w.num_rows for w in work)
+        return cls(len(work), num_rows, sum(sampled), max(1, *sampled), max(wanted))
+
+    @classmethod
+    def decoding(cls, num_requests: int, each: int, num_drafts: int) -> Size:
+        """Every request samples `each` rows and has no others."""
+        return cls(num_requests, num_requests * each, num_requests * each, each, num_drafts)
 
 
 class State:
-    """Slot tensors. Beyond its known tokens a slot's row of tokens holds the drafts to be verified next."""
+    """Slot tensors. Beyond its known tokens a slot's row of tokens holds the drafts to be verified next.
+
+    The last slot belongs to nobody and is always at its limit: rows that only fill a pass up name it.
+    """
 
     def __init__(
         self,
@@ -48,22 +64,25 @@ class State:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.device = device
+        self.max_len = max_len
+        self.scratch_slot = num_slots
         self.slots = SlotState(
-            tokens_SL=zeros(num_slots, max_len + num_drafts + 1, dtype=torch.int32),
-            length_S=zeros(num_slots),
-            computed_S=zeros(num_slots),
-            draft_count_S=zeros(num_slots),
-            limit_S=zeros(num_slots),
+            tokens_SL=zeros(num_slots + 1, max_len + num_drafts + 1, dtype=torch.int32),
+            length_S=zeros(num_slots + 1),
+            computed_S=zeros(num_slots + 1),
+            draft_count_S=zeros(num_slots + 1),
+            limit_S=zeros(num_slots + 1),
         )
-        self.block_table_SB = zeros(num_slots, max_blocks, dtype=torch.int32)
+        self.block_table_SB = zeros(num_slots + 1, max_blocks, dtype=torch.int32)
         self._ops = ops
         self._num_blocks = [0] * num_slots  # host: how much of each table row is set
+        self._entries: list[tuple[int, int]] = []  # of the block table, to be written: index, block
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
         """A sequence takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
         self.release(slot)
         s = self.slots
-        s.tokens_SL[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        s.tokens_SL[slot, : len(tokens)] = upload(tokens, self.device)
         s.length_S[slot] = len(tokens)
         s.computed_S[slot] = num_computed
         s.draft_count_S[slot] = 0
@@ -73,41 +92,56 @@ class State:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_table_SB[slot] = 0
         self._num_blocks[slot] = 0
+        width = self.block_table_SB.shape[1]
+        self._entries = [entry for entry in self._entries if entry[0] // width != slot]
 
     def set_blocks(self, slot: int, blocks: Seq[int]) -> None:
-        """The slot's table row; only what is new is written."""
-        start = self._num_blocks[slot]
-        if start < len(blocks):
-            self.block_table_SB[slot, start : len(blocks)] = torch.tensor(blocks[start:], dtype=torch.int32)
-            self._num_blocks[slot] = len(blocks)
+        """The slot's table row, in force from the next `load` on; only what is new is written."""
+        start, row = self._num_blocks[slot], slot * self.block_table_SB.shape[1]
+        self._entries += [(row + i, blocks[i]) for i in range(start, len(blocks))]
+        self._num_blocks[slot] = max(start, len(blocks))
 
-    def fill(self, plan: Plan) -> Batch:
-        """The plan's rows as tensors."""
-        num_rows = [w.num_rows for w in plan.work]
-        num_sampled = [w.num_sampled for w in plan.work]
-        slots = [w.sequence.slot for w in plan.work]
-        work_3R = torch.tensor([slots, num_rows, num_sampled]).to(self.device)
-        rows = self._ops.fill(self.slots, work_3R, sum(num_rows), sum(num_sampled))
-        slots_R, _, num_R = work_3R.unbind()
-        verify = VerifyRows(
+    def load(self, work: Seq[Work], wanted: Seq[int], num_requests: int) -> Tensor:
+        """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
+        up to `num_requests` with rows of the scratch slot like the first request's; and the new table entries."""
+        columns = [(w.sequence.slot, w.num_rows, w.num_sampled, k) for w, k in zip(work, wanted, strict=True)]
+        columns += [(self.scratch_slot, *columns[0][1:])] * (num_requests - len(columns))
+        entries, self._entries = self._entries, []
+        flat = [x for row in zip(*columns, strict=True) for x in row]
+        flat += [index for index, _ in entries] + [block for _, block in entries]
+        work_4R, index_E, block_E = upload(flat, self.device).split(
+            (4 * num_requests, len(entries), len(entries))
+        )
+        if entries:
+            self.block_table_SB.view(-1).index_copy_(0, index_E, block_E.int())
+        return work_4R.view(4, num_requests)
+
+    def idle(self, size: Size) -> Tensor:
+        """`load`'s tensor for a pass of requests alike in which nobody takes part."""
+        R = size.num_requests
+        rows = [self.scratch_slot, size.num_rows // R, size.num_sampled // R, size.num_drafts]
+        return upload([x for x in rows for _ in range(R)], self.device).view(4, R)
+
+    def fill(self, size: Size, work_4R: Tensor) -> tuple[PassRows, VerifyRows]:
+        """The rows of a pass, and which of them verify whose drafts."""
+        slots_R, _, num_R, _ = work_4R.unbind()
+        rows = self._ops.fill(self.slots, work_4R[:3], size.num_rows, size.num_sampled)
+        return rows, VerifyRows(
             first_R=rows.first_R,
             num_R=num_R,
             slots_R=slots_R,
             lengths_R=rows.lengths_R,
             draft_count_R=rows.draft_count_R,
-            width=max(1, *num_sampled),
+            width=size.most_sampled,
         )
-        slots_host = [slot for slot, n in zip(slots, num_sampled, strict=True) for _ in range(n)]
-        return Batch(rows, work_3R, verify, num_rows, slots_host)
 
     def commit(
-        self, batch: Batch, verdict: Verdict, taps: tuple[Tensor, ...], drawer: Drawer, wanted: Seq[int]
+        self, rows: PassRows, work_4R: Tensor, verdict: Verdict, taps: tuple[Tensor, ...], drawer: Drawer
     ) -> Verified:
-        """Take over what was verified, and say what the drafter may build on. `wanted`: drafts per request."""
-        rows, slots_R = batch.rows, batch.verify.slots_R
-        wanted_R = torch.tensor(wanted).to(self.device)
+        """Take over what was verified, and say what the drafter may build on."""
+        slots_R, _, _, wanted_R = work_4R.unbind()
         done = self._ops.commit(
-            self.slots, batch.work_3R, rows, verdict.tokens_RW, verdict.num_emitted_R, wanted_R
+            self.slots, work_4R[:3], rows, verdict.tokens_RW, verdict.num_emitted_R, wanted_R
         )
         return Verified(
             tokens_T=rows.tokens_T,
@@ -119,14 +153,8 @@ class State:
             k_R=done.k_R,
             taps=taps,
             draw=drawer(slots_R, done.length_R),
-            num_rows_R=batch.num_rows_R,
             history=lambda r: self.history(int(slots_R[r])),
         )
-
-    def pack(self, batch: Batch, verdict: Verdict, proposed_R: Tensor, broken_R: Tensor) -> Tensor:
-        """What the host wants to know of a pass, as `outbox.Flight` describes it, int64 [R, W + 4]."""
-        columns = (verdict.num_emitted_R, batch.verify.draft_count_R, proposed_R, broken_R)
-        return torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
 
     def history(self, slot: int) -> Tensor:
         """The slot's known tokens, int32, on the host: free on a CPU, a wait for the device elsewhere."""

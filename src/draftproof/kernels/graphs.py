@@ -7,6 +7,7 @@ any key that begins alike, and stays as it is while others run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from draftproof.kernels.native import Library, Program
 Function = Callable[..., tuple[Tensor, ...]]
 Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
+OFTEN = 3  # runs after which a GPU captures what nobody prepared; passes with prompts are hardly ever alike
 MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
 # What may stand between recorded operators: making room, and looking at it otherwise.
 _HARMLESS = {
@@ -38,13 +40,21 @@ _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided
 
 
 class Graphs(Protocol):
-    """A way of running again."""
+    """A way of running again. Functions may themselves call `run`."""
+
+    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+        """Get ready for `run`, at the price of calling the function; whether that was of use. Only what has been
+        prepared may change memory that it reads, since any other first run may call the function twice."""
+        ...
 
     def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
 
 class Eager:
     """Calls the function."""
+
+    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+        return False
 
     def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return function(*inputs)
@@ -71,6 +81,9 @@ class Recorded:
         self._library = library
         self._entries: dict[Key, _Entry] = {}
         self._num_bytes = 0
+
+    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+        return False  # the first run costs no more than any call
 
     def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         key = (*key, torch.get_num_threads())
@@ -110,17 +123,27 @@ class _Capture:
 
 
 class Captured:
-    """On a GPU: CUDA graphs. The function runs once as it is before it is captured, which compiles its kernels."""
+    """On a GPU: CUDA graphs, of what was prepared and of what comes back often. A function runs once as it is before
+    it is captured, which compiles its kernels; what it runs through this service becomes part of its graph."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Capture] = {}
+        self._num_met: Counter[Key] = Counter()
+        self._is_capturing = False
         # By the first part of a key. A graph's scratch memory may be another's results if they share a pool.
         self._pools: dict[Hashable, Any] = {}
 
+    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+        self._entries[key] = self._capture(key[0], function, inputs)
+        return True
+
     def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._is_capturing:
+            return function(*inputs)
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= MOST_PROGRAMS:
+            self._num_met[key] += 1
+            if self._num_met[key] < OFTEN or len(self._entries) >= MOST_PROGRAMS:
                 return function(*inputs)
             entry = self._entries[key] = self._capture(key[0], function, inputs)
         for static, given in zip(entry.inputs, inputs, strict=True):
@@ -130,14 +153,18 @@ class Captured:
 
     def _capture(self, kind: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> _Capture:
         static = tuple(t.clone() for t in inputs)
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            function(*static)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pools.get(kind)):
-            outputs = function(*static)
+        self._is_capturing = True
+        try:
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                function(*static)
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pools.get(kind)):
+                outputs = function(*static)
+        finally:
+            self._is_capturing = False
         self._pools.setdefault(kind, graph.pool())
         return _Capture(graph, static, outputs)
 

@@ -144,8 +144,8 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
 
 
 def triton_ops() -> Ops:
-    """The operators in Triton; needs triton. Those that copy or count keep to torch, which is exact there."""
-    from draftproof.kernels.gpu import activation, logits, norm, rope, sample
+    """The operators in Triton; needs triton. Those that only copy keep to torch, which is exact there."""
+    from draftproof.kernels.gpu import activation, logits, norm, rope, sample, step
 
     return replace(
         TORCH,
@@ -156,4 +156,5 @@ def triton_ops() -> Ops:
         silu_mul=activation.silu_mul,
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
+        step=step.TritonStep(),
     )

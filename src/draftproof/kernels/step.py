@@ -7,7 +7,6 @@ J rows read per request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -115,13 +114,16 @@ class StepOps(Protocol):
         emitted_R: Tensor,
         wanted_R: Tensor,
     ) -> Committed:
-        """Write the emitted tokens and move the slots on. What lands past the new length is scratch, as drafts are."""
+        """Write the emitted tokens and move the slots on. What lands past the new length is scratch, as drafts are.
+
+        A slot at its limit stands still: it emits nothing and none of its rows live. The host may be a step late in
+        taking a finished request out, and padding rows name a slot that is always at its limit.
+        """
         ...
 
     def draft_rows(
         self,
         layout: Layout,
-        num_rows_R: Sequence[int],
         cu_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -131,7 +133,8 @@ class StepOps(Protocol):
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        """Context rows, then the anchor, then masks; what is left of a request's share is padding.
+        """Context rows, then the anchor, then masks; what is left of a request's share is padding, and all of it
+        where no row is live.
 
         Example: one request verified [s5 d6 d7 d8]@5..8 and kept s5 d6 (live 2), next r7. With context all:
           shift=1                 d6@5/h5  r7@6/h6  pad  pad                    read row of r7
@@ -215,8 +218,9 @@ class TorchStep:
         slots_R, rows_R, num_R = work_3R
         at_RW = rows.lengths_R[:, None] + torch.arange(tokens_RW.shape[1], device=slots_R.device)
         state.tokens_SL[slots_R[:, None], at_RW] = tokens_RW.clamp(min=0).int()
-        length_R = rows.lengths_R + emitted_R
-        live_R = torch.where(num_R > 0, rows_R - num_R + emitted_R, rows_R)
+        is_open_R = rows.lengths_R < state.limit_S[slots_R]
+        length_R = rows.lengths_R + emitted_R * is_open_R
+        live_R = torch.where(num_R > 0, rows_R - num_R + emitted_R, rows_R) * is_open_R
         computed_R = state.computed_S[slots_R] + live_R
         state.length_S[slots_R] = length_R
         state.computed_S[slots_R] = computed_R
@@ -229,7 +233,6 @@ class TorchStep:
     def draft_rows(
         self,
         layout: Layout,
-        num_rows_R: Sequence[int],
         cu_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -239,32 +242,33 @@ class TorchStep:
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        device, num_extra = tokens_T.device, layout.anchor + layout.masks
-        share = [num_extra + (n if layout.context == 2 else layout.context) for n in num_rows_R]
-        share_R = torch.tensor(share, device=device)
+        device, num_extra, R = tokens_T.device, layout.anchor + layout.masks, len(slots_R)
+        share_R = cu_R1.diff() if layout.context == 2 else torch.full_like(slots_R, layout.context)
+        share_R = share_R + num_extra
+        num_rows = (len(tokens_T) if layout.context == 2 else R * layout.context) + R * num_extra
         start_R = share_R.cumsum(0) - share_R
-        owner_N = _owners(share_R, sum(share))
-        offset_N = torch.arange(sum(share), device=device) - start_R[owner_N]
+        owner_N = _owners(share_R, num_rows)
+        offset_N = torch.arange(num_rows, device=device) - start_R[owner_N]
 
-        last_R = cu_R1[:-1] + live_R - 1
-        count_R = live_R if layout.context == 2 else torch.full_like(live_R, layout.context)
+        last_R = cu_R1[:-1] + (live_R - 1).clamp(min=0)
+        count_R = live_R if layout.context == 2 else live_R.clamp(max=layout.context)
         # rows past the context count on from the last live target row
         past_N = offset_N - count_R[owner_N]
         is_context_N = past_N < 0
         source_N = torch.where(is_context_N, (last_R + 1 - count_R)[owner_N] + offset_N, last_R[owner_N])
         position_R = positions_T[last_R]
         positions_N = torch.where(is_context_N, positions_T[source_N], position_R[owner_N] + 1 + past_N)
-        positions_N = positions_N.masked_fill(past_N >= num_extra, -1)
+        positions_N = positions_N.masked_fill((past_N >= num_extra) | (live_R[owner_N] == 0), -1)
 
         token_at_N = source_N + layout.shift
         is_next_N = (is_context_N & (token_at_N > last_R[owner_N])) | ((past_N == 0) & (layout.anchor == 1))
         known_N = tokens_T[token_at_N.clamp(max=len(tokens_T) - 1)]
         tokens_N = torch.where(is_next_N, next_R[owner_N], known_N)
-        is_mask_N = past_N >= (layout.anchor if layout.masks else num_extra + max(share, default=0))
+        is_mask_N = (past_N >= layout.anchor) if layout.masks else torch.zeros_like(is_next_N)
         tokens_N = tokens_N.masked_fill(is_mask_N, layout.mask_token)
         source_N = source_N.masked_fill(is_mask_N, len(tokens_T))
 
-        first_read_R = start_R + count_R + num_extra - layout.num_read
+        first_read_R = (start_R + count_R + num_extra - layout.num_read).clamp(min=0)
         read_RJ = first_read_R[:, None] + torch.arange(layout.num_read, device=device)
         at_K1 = torch.arange(num_drafts, device=device)[:, None]
         positions_KR = torch.where(at_K1 < k_R, positions_N[read_RJ[:, 0]] + at_K1, -1)

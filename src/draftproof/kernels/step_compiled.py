@@ -5,8 +5,6 @@ Shapes as in kernels/step.py, where each call is described.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -73,7 +71,6 @@ class CompiledStep:
     def draft_rows(
         self,
         layout: Layout,
-        num_rows_R: Sequence[int],
         cu_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -83,7 +80,7 @@ class CompiledStep:
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        R, T, J = len(num_rows_R), len(tokens_T), layout.num_read
+        R, T, J = len(slots_R), len(tokens_T), layout.num_read
         context = T if layout.context == 2 else R * layout.context
         N = context + R * (layout.anchor + layout.masks)
         K = num_drafts

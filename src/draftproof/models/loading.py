@@ -19,6 +19,8 @@ from draftproof.models.config import read_json, token_ids
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
+_OFFSETS = ("d2t",)  # tensors that hold target id minus draft id
+_BRANCHES = {"o_proj": 1.0, "down_proj": 8.0}  # random weights: how loud a layer's parts are in the stream
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -29,6 +31,10 @@ class WeightSource(Protocol):
 
     def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """The tensor `name`, on the CPU and as stored; ValueError where it is missing or not of `shape`."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape of `name`, None where any would do; ValueError where it is missing."""
         ...
 
 
@@ -109,6 +115,10 @@ class Weights:
             )
         self._asked.add(name)
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightSource`."""
+        return tuple(self.get(name).shape)
 
     def _nearby(self, name: str) -> str:
         tail = ".".join(name.split(".")[-2:])
@@ -207,28 +217,45 @@ class _Files:
 class RandomWeights:
     """Weights of any name and shape, drawn from a seed: for tests and benchmarks without files.
 
-    Products keep the size of their input about the same, norms lie around 1. A tensor depends on the seed and its
-    name only.
+    Norms lie around 1, logits too, tied or not. What an MLP adds to the stream outweighs the embedding in it: else
+    tied logits say again what was read. A tensor depends on the seed, its name, its dtype and the kind of device only.
     """
 
-    __slots__ = ("_device", "_seed")
+    __slots__ = ("_device", "_dtype", "_seed")
 
-    def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._seed = seed
         self._device = device
+        self._dtype = dtype
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """fp32 on the device given at the start, unlike files; `shape` is needed."""
+        """In the dtype and on the device given at the start, unlike files; `shape` is needed.
+
+        The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU.
+        """
         if shape is None:
             raise ValueError(f"random weights: tensor {name!r} was asked for without a shape")
+        if name in _OFFSETS:
+            return torch.zeros(tuple(shape), dtype=torch.int64)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        noise = torch.randn(tuple(shape), generator=generator, device=self._device)
+        noise = torch.randn(tuple(shape), generator=generator, device=self._device, dtype=self._dtype)
         if len(shape) == 1:
             return noise.mul_(0.1) if name.endswith("bias") else noise.mul_(0.1).add_(1.0)
-        return noise if "embed" in name else noise.mul_(shape[-1] ** -0.5)
+        # what is added to the stream is as small as an embedding, whose rows have length 1
+        gain = next((gain * shape[0] ** -0.5 for part, gain in _BRANCHES.items() if part in name), 1.0)
+        return noise.mul_(gain * shape[-1] ** -0.5)
+
+    def shape(self, name: str) -> None:
+        """See `WeightSource`."""
+        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,8 +74,9 @@ extern "C" void dp_commit(const CommitArgs* a) {
         int32_t* tokens = a->tokens + slot * a->columns;
         for (int64_t w = 0; w < W; w++)
             tokens[a->lengths[r] + w] = (int32_t)std::max<int64_t>(a->emitted_tokens[r * W + w], 0);
-        length[r] = a->lengths[r] + a->emitted[r];
-        live[r] = num_sampled > 0 ? num_rows - num_sampled + a->emitted[r] : num_rows;
+        int64_t is_open = a->lengths[r] < a->limit[slot];
+        length[r] = a->lengths[r] + is_open * a->emitted[r];
+        live[r] = is_open * (num_sampled > 0 ? num_rows - num_sampled + a->emitted[r] : num_rows);
         a->length[slot] = length[r];
         a->computed[slot] += live[r];
         a->draft_count[slot] = 0;
@@ -97,10 +98,10 @@ extern "C" void dp_draft_rows(const DraftRowsArgs* a) {
     int64_t *drawn = read + R * J, *read_positions = drawn + K * R, *read_ends = read_positions + K * R;
     int64_t n = 0;
     for (int64_t r = 0; r < R; r++) {
-        int64_t begin = a->cu[r], last = begin + a->live[r] - 1, newest = a->positions[last] + 1;
-        int64_t count = a->context == 2 ? a->live[r] : a->context;
+        int64_t begin = a->cu[r], live = a->live[r], last = begin + std::max<int64_t>(live - 1, 0);
+        int64_t newest = a->positions[last] + 1, count = a->context == 2 ? live : std::min(live, a->context);
         int64_t share = extra + (a->context == 2 ? a->cu[r + 1] - begin : a->context);
-        int64_t first_read = n + count + extra - J;
+        int64_t first_read = std::max<int64_t>(0, n + count + extra - J);
         for (int64_t j = 0; j < J; j++) read[r * J + j] = first_read + j;
         for (int64_t i = 0; i < share; i++, n++) {
             int64_t past = i - count;  // rows past the context count on from the last live target row
@@ -108,7 +109,7 @@ extern "C" void dp_draft_rows(const DraftRowsArgs* a) {
             bool is_next = past < 0 ? token_at > last : past == 0 && a->anchor;
             bool is_mask = a->masks && past >= a->anchor;
             slots[n] = a->slots[r];
-            positions[n] = past < 0 ? a->positions[from] : past < extra ? newest + past : -1;
+            positions[n] = live == 0 || past >= extra ? -1 : past < 0 ? a->positions[from] : newest + past;
             ends[n] = positions[n] + 1;
             tokens[n] = is_mask ? a->mask_token
                                 : is_next ? a->next[r] : a->tokens[std::min(token_at, a->rows - 1)];

@@ -1,0 +1,161 @@
+"""What the engine does on a GPU, done on the CPU: passes in flight, whole steps run again over fixed buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench.compare import compare
+from draftproof.engine.engine import Engine
+from tests.conformance.cases import CASES, mixture
+
+METHODS = [None, "draft_model", "eagle3"]
+
+
+class NoLook(TorchDispatchMode):
+    """Fails where a GPU would have to wait: values read by the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+class Replayed:
+    """Behaves as CUDA graphs do: inputs are copied to fixed places, and results stay where the first ones were."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self.num_replays = 0
+        self._inside = False
+
+    def prepare(self, key: Any, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> bool:
+        static = tuple(t.clone() for t in inputs)
+        self.entries[key] = (function, static, self._call(function, static))
+        return True
+
+    def run(self, key: Any, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._inside or key not in self.entries:
+            return function(*inputs)  # type: ignore[no-any-return]
+        captured, static, outputs = self.entries[key]
+        for held, given in zip(static, inputs, strict=True):
+            held.copy_(given)
+        for held, new in zip(outputs, self._call(captured, static), strict=True):
+            held.copy_(new)
+        self.num_replays += 1
+        return outputs
+
+    def _call(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self._inside = True
+        try:
+            with NoLook():
+                return function(*inputs)  # type: ignore[no-any-return]
+        finally:
+            self._inside = False
+
+
+def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
+    """Turn the engine into one that runs a pass ahead and repeats whole steps."""
+    graphs, old = Replayed(), llm._frontend.loaded.engine.parts
+    parts = dataclasses.replace(old, graphs=graphs, buckets=buckets, num_ahead=1)
+    if parts.guard is not None:
+        memory = parts.guard.drafter._memory  # type: ignore[attr-defined]
+        parts.guard.drafter.bind(dataclasses.replace(memory, graphs=graphs))  # type: ignore[attr-defined]
+    engine = Engine(parts)
+    engine.warm_up(lambda done, total: None)
+    object.__setattr__(llm._frontend.loaded, "engine", engine)
+    return graphs
+
+
+def build(method: str | None, **settings: Any) -> LLM:
+    config = None
+    if method is not None:
+        config = {**CASES[method].config, "num_speculative_tokens": 3, "policy": "fixed"}
+    return LLM(str(assets.path("tiny")), dtype="float32", speculative_config=config, **settings)
+
+
+def is_plain(p: SamplingParams) -> bool:
+    """Nothing but temperature and filters; a seed of its own, so that it may come at any time."""
+    processed = p.repetition_penalty != 1 or p.frequency_penalty or p.logit_bias or p.allowed_token_ids
+    return not processed and not p.min_tokens and (p.temperature == 0 or p.seed is not None)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "five at a time, chunks of 24": {"max_num_seqs": 5, "max_num_batched_tokens": 24},
+    "preempted": {"num_kv_blocks": 32, "max_model_len": 448, "block_size": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    wanted = mixture()
+    return build(None, max_num_seqs=1).generate(wanted.prompts, wanted.params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_running_ahead_changes_nothing(plain: list[Any], method: str | None, name: str) -> None:
+    wanted, llm = mixture(), build(method, **SETTINGS[name])
+    graphs = ahead(llm)
+    outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
+    assert not compare(plain, outputs)
+    kept = [i for i, p in enumerate(wanted.params) if is_plain(p)]  # only these run as whole steps
+    outputs = llm.generate(
+        [wanted.prompts[i] for i in kept], [wanted.params[i] for i in kept], use_tqdm=False
+    )
+    assert not compare([plain[i] for i in kept], outputs)
+    assert graphs.num_replays > 5
+    if name == "preempted":
+        assert llm.stats.num_preemptions
+    if method:
+        assert llm.stats.speculation.num_accepted_tokens > 20 and not llm.stats.num_drafter_faults
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_whole_steps_serve_a_batch_smaller_than_the_bucket(plain: list[Any], method: str | None) -> None:
+    wanted, llm = mixture(), build(method)
+    graphs = ahead(llm, buckets=(32,))
+    params = [SamplingParams(temperature=0, max_tokens=30, logprobs=2)] * 3
+    outputs = llm.generate(wanted.prompts[:3], params, use_tqdm=False)
+    expected = build(None, max_num_seqs=1).generate(wanted.prompts[:3], params, use_tqdm=False)
+    assert not compare(expected, outputs)
+    assert graphs.num_replays > 5
+
+
+def test_the_next_pass_is_under_way_before_a_pass_is_read() -> None:
+    llm = build("eagle3")
+    ahead(llm)
+    llm._frontend.add("def f(", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine = llm._frontend.loaded.engine
+    (sequence,) = engine.parts.scheduler.waiting
+    seen = []
+    while sequence.finish_reason is None:
+        llm._frontend.step()
+        seen.append(len(engine._flights))
+    assert set(seen[:-1]) == {1} and sequence.num_outputs == 12
+    engine.settle()
+    assert not engine.has_work and engine.parts.pages.num_free == engine.parts.pages.num_blocks - 1
+
+
+def test_an_aborted_request_leaves_the_others_alone() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    expected = build(None).generate(["def f(", "class A"], params, use_tqdm=False)
+    llm = build("eagle3", num_kv_blocks=16, max_model_len=64)
+    ahead(llm)
+    first, second = (llm._frontend.add(text, params) for text in ("class A", "def f("))
+    for _ in range(4):
+        llm._frontend.step()
+    llm.abort(first.request_id)
+    third = llm._frontend.add("class A", params)
+    while not (second.finished and third.finished):
+        llm._frontend.step()
+    for request, wanted in ((second, expected[0]), (third, expected[1])):
+        got = llm._frontend.output(request).outputs[0]
+        assert got.token_ids == wanted.outputs[0].token_ids
