@@ -12,7 +12,7 @@ SUFFIXES = (".py", ".cpp", ".h")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_CORE_LINES = 8000  # of Python, kernels apart
-MAX_KERNEL_LINES = 4000  # of Python: torch twins, callers of C++, Triton
+MAX_KERNEL_LINES = 5000  # of Python: each operator as torch twin, as caller of C++, in Triton
 NOT_CORE = ("train", "server", "cli", "bench", "kernels")
 
 

@@ -121,14 +121,18 @@ class Engine:
 
     @torch.inference_mode(False)
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Capture the passes in which everybody decodes, largest first, with nobody taking part. (done, total)."""
+        """Capture the passes in which everybody decodes, largest first, with nobody taking part.
+
+        progress: (done, total), before each and at the end.
+        """
         p = self.parts
         sizes = [Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in reversed(p.buckets)]
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
             if p.graphs.prepare(("step", size), partial(self._step_tensors, size), (p.state.idle(size),)):
                 self._whole.add(size)
-        progress(len(sizes), len(sizes))
+        if sizes:
+            progress(len(sizes), len(sizes))
 
     @torch.inference_mode(False)
     def rehearse(self) -> None:

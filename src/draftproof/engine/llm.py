@@ -202,11 +202,11 @@ def _refused(prompt: Prompt, error: str) -> RequestOutput:
 
 
 def _show_progress(what: str, done: int, total: int) -> None:
-    """A line on standard error while something is done that is done once on a machine."""
+    """A line on standard error while something is done that takes its time."""
     if sys.stderr.isatty():
         print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
     elif done == 0:
-        print(f"{what}, once for this machine: {total} to do", file=sys.stderr, flush=True)
+        print(f"{what}: {total} to do", file=sys.stderr, flush=True)
 
 
 def _bar(total: int) -> Any:

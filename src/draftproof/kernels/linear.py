@@ -156,10 +156,10 @@ class LinearPlanner:
         self._choices.update({s: known[s.key()] for s in wanted if self._can_follow(s, known.get(s.key()))})
         missing = [shape for shape in wanted if shape not in self._choices]
         for number, shape in enumerate(missing):
-            self._tell("certifying products", number, len(missing))
+            self._tell("certifying products, once for this machine", number, len(missing))
             self._choices[shape] = self._choose(shape)
         if missing:
-            self._tell("certifying products", len(missing), len(missing))
+            self._tell("certifying products, once for this machine", len(missing), len(missing))
             cache.write({shape.key(): choice for shape, choice in self._choices.items()})
         self._warn_if_slow(wanted)
         self._pending.reverse()

@@ -236,7 +236,7 @@ def compile_library(
     failed: subprocess.CalledProcessError | None = None
     for number, process in enumerate(running):
         if progress is not None:
-            progress("compiling operators", number, len(running))
+            progress("compiling operators, once for this machine", number, len(running))
         _, errors = process.communicate()
         if process.returncode and failed is None:
             failed = subprocess.CalledProcessError(process.returncode, commands[number], stderr=errors)
@@ -246,5 +246,5 @@ def compile_library(
     link = [compiler, *variant, "-shared", *map(str, objects), "-o", str(built)]
     subprocess.run(link, check=True, capture_output=True, text=True, timeout=120)
     if progress is not None:
-        progress("compiling operators", len(running), len(running))
+        progress("compiling operators, once for this machine", len(running), len(running))
     return built
