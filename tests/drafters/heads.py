@@ -31,9 +31,9 @@ ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 
 
 class Pair:
-    """A target and a head for it, fp32, torch operators, K = 5."""
+    """A target and a head for it, fp32, torch operators."""
 
-    def __init__(self, folder: str, target: str, reference: Path | None = None) -> None:
+    def __init__(self, folder: str, target: str, reference: Path | None = None, num_drafts: int = 5) -> None:
         """`reference`: the folder of inputs and outputs, where it is not the head's own."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
@@ -43,7 +43,7 @@ class Pair:
         given = DraftBuild(
             config=EngineConfig(),
             options={},
-            num_drafts=5,
+            num_drafts=num_drafts,
             checkpoint=checkpoint,
             target=self.target,
             target_weights=weights,
@@ -55,7 +55,7 @@ class Pair:
         planner.certify()
         assert isinstance(drafter, HeadDrafter)
         self.drafter = drafter
-        self.head = drafter._head
+        self.head = drafter.head
         self.io: dict[str, Tensor] = load_file((reference or ORACLE / folder) / "oracle_io.safetensors")
         self.tokens: list[int] = self.io["input_ids_raw"].tolist()
 

@@ -17,8 +17,9 @@ DATA = Path(__file__).parent.parent / "data"
 GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "golden.json").read_text())}
 # More models than the repository holds: DRAFTPROOF_TEST_MODELS=folder with `small`, `small-eagle3`, ...
 EXTRA = os.environ.get("DRAFTPROOF_TEST_MODELS")
-EMBEDDED = {"tiny-eagle3": assets.path("tiny-eagle3"), "tiny-mtp": DATA / "tiny-mtp"}
-SUPPORTED = [*EMBEDDED, "small-eagle3", "small-mtp"]
+EMBEDDED = {"tiny-eagle3": assets.path("tiny-eagle3")}
+EMBEDDED |= {name: DATA / name for name in ("tiny-mtp", "tiny-dflash")}
+SUPPORTED = [*EMBEDDED, "tiny-peagle", "small-eagle3", "small-mtp", "small-dflash"]
 
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
