@@ -71,6 +71,9 @@ _SETTINGS: Mapping[str, Callable[[Mapping[str, Any], ModelConfig, str], object]]
     "eagle3": speculators_fused.eagle3,
     "peagle": speculators_fused.peagle,
     "dflash": speculators_block.dflash,
+    "dspark": speculators_block.dspark,
+    "dflash2": speculators_block.dflash2,
+    "xpress": speculators_block.xpress,
     "mtp": speculators_fused.mtp,
 }
 _ENDINGS = ("draftmodel", "speculator")  # of the classes' names
