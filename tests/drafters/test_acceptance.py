@@ -19,7 +19,15 @@ GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "g
 EXTRA = os.environ.get("DRAFTPROOF_TEST_MODELS")
 EMBEDDED = {"tiny-eagle3": assets.path("tiny-eagle3")}
 EMBEDDED |= {name: DATA / name for name in ("tiny-mtp", "tiny-dflash")}
-SUPPORTED = [*EMBEDDED, "tiny-peagle", "tiny-dspark", "tiny-dflash2", "small-eagle3", "small-mtp", "small-dflash"]
+SUPPORTED = [
+    *EMBEDDED,
+    "tiny-peagle",
+    "tiny-dspark",
+    "tiny-dflash2",
+    "small-eagle3",
+    "small-mtp",
+    "small-dflash",
+]
 
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:

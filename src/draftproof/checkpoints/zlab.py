@@ -16,7 +16,7 @@ _OWN_KEYS = ("dflash_config", "block_size", "num_target_layers", "mask_token_id"
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """The flat form: files of other formats under the same architecture describe their layers in a part of their own."""
+    """The flat form: other formats with the same architecture describe their layers in a part of their own."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         return False
     return "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or ())

@@ -1,4 +1,4 @@
-"""DFlash-2: a DFlash block with short convolutions around its sublayers, and a selector that picks from each row's best.
+"""DFlash-2: a DFlash block with short convolutions around its sublayers, and a selector among each row's best tokens.
 
 Shapes: R requests, N draft rows = R blocks of B rows, H hidden in G groups, W taps, E rank, C candidates, V vocabulary.
 """

@@ -82,7 +82,7 @@ class Parallel:
             context = draft_rows(memory, self._context, verified, 0)
             before_R = verified.tokens_T[context.read_RJ[:, 0]]
             ends_RJ = fed.ends_N.view(-1, self.num_read)
-            block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).reshape(-1)
+            block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
         return _Inputs(
             *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N),
             *(fed.read_RJ.t().contiguous(), fed.drawn_KR, verified.next_R, before_R),
