@@ -16,6 +16,7 @@ from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_leftovers
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Decode, Parallel
 from draftproof.drafters.shared import (
@@ -110,6 +111,7 @@ class BlockNetwork:
 
 
 def drafter(given: DraftBuild, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
+    check_leftovers(given)
     unroll = Parallel(network, given.num_drafts, block=network, decode=decode)
     return HeadDrafter(network, given.num_drafts, unroll)
 

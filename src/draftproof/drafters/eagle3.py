@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_leftovers
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, kv_shapes, tapped
 
@@ -14,4 +15,6 @@ def build(given: DraftBuild) -> HeadDrafter:
         layout=lambda _: InputLayout(context="all", shift=1),
         kv=kv_shapes(given.settings(TappedSettings).layers),
     )
-    return HeadDrafter(TappedNetwork(given, spec), given.num_drafts)
+    head = TappedNetwork(given, spec)
+    check_leftovers(given)
+    return HeadDrafter(head, given.num_drafts)

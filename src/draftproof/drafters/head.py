@@ -109,9 +109,8 @@ class HeadDrafter:
         # a draw without inputs depends on more than the buffers
         drawn = (memory.graphs if draw.inputs else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn[:num], 1) if num else verified.next_R.new_zeros((num_requests, 0))
-        if len(drawn) > num:
-            return Proposal(tokens_RK, drawn[num])
-        return Proposal(tokens_RK, verified.k_R if num == num_drafts else verified.k_R.clamp(max=num))
+        count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
+        return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
 
 
 def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_leftovers
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Parallel
 from draftproof.drafters.shared import checked_mask_token
@@ -58,4 +59,5 @@ def build(given: DraftBuild) -> HeadDrafter:
         mask_token=checked_mask_token(given, s.mask_token),
     )
     head = PEagleHead(given, spec)
+    check_leftovers(given)
     return HeadDrafter(head, given.num_drafts, Parallel(head, given.num_drafts))
