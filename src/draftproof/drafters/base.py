@@ -91,7 +91,7 @@ class Proposal:
 class Drafter(Protocol):
     """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
 
-    bind(memory) once at start, for drafters that declare kv; admit(slot, tokens, num_cached) when a request takes a
+    bind(memory) once at start; admit(slot, tokens, num_cached) when a request takes a
     slot; release(slot) when it leaves, finished or preempted.
     """
 

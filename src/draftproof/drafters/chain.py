@@ -35,8 +35,7 @@ class ChainDrafter:
             cache = memory.cache
             part = PagedCache(cache.layers[start:end], cache.block_table_SB, cache.block_size)
             start = end
-            if drafter.spec.kv:
-                _call(drafter, "bind", dataclasses.replace(memory, cache=part))
+            _call(drafter, "bind", dataclasses.replace(memory, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         for drafter in self._drafters:

@@ -1,4 +1,4 @@
-"""A user's own drafter, named as "package.module.Class"."""
+"""A user's own drafter, named as "package.module.Class", or as "package.module.build" where it needs the target."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import importlib
 import sys
 from pathlib import Path
 
-from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.drafters.build import DraftBuild
 
 
-def load(name: str, config: EngineConfig) -> Drafter:
-    """Import the class, build it with the engine's config, and check that it looks like a `Drafter`.
+def load(name: str, given: DraftBuild) -> Drafter:
+    """Import it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
 
-    The current folder is importable, as it is for a script. Raises ValueError naming what is missing.
+    A class gets the engine's config; a function gets `given`, as the methods of this package do, and returns the
+    drafter. The current folder is importable, as it is for a script.
     """
-    module_name, _, class_name = name.rpartition(".")
+    module_name, _, own_name = name.rpartition(".")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        cls = getattr(importlib.import_module(module_name), class_name)
+        maker = getattr(importlib.import_module(module_name), own_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"speculative_config: method={name!r}: cannot be imported ({error})") from error
+    is_class = isinstance(maker, type)
     try:
-        drafter = cls(config)
+        drafter = maker(given.config if is_class else given)
     except Exception as error:
+        argument = "config" if is_class else "given"
         raise ValueError(
-            f"speculative_config: method={name!r}: {class_name}(config) raised {type(error).__name__}: {error}"
+            f"speculative_config: method={name!r}: {own_name}({argument}) raised {type(error).__name__}: {error}"
         ) from error
     if not callable(getattr(drafter, "propose", None)):
         raise ValueError(f"speculative_config: method={name!r}: has no method propose(verified, num_drafts)")

@@ -87,5 +87,5 @@ def check(method: str) -> None:
 def build(method: str, given: DraftBuild) -> Drafter:
     """A drafter of a method that `check` let pass."""
     if is_custom(method):
-        return custom.load(method, given.config)
+        return custom.load(method, given)
     return METHODS[method].build(given)

@@ -300,7 +300,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
 
     draft_cache = cache(spec.kv)
-    if spec.kv and (bind := getattr(drafter, "bind", None)) is not None:
+    if (bind := getattr(drafter, "bind", None)) is not None:
         bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=base.graphs))
     pages = PageAllocator(
         num_blocks,

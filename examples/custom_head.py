@@ -1,0 +1,69 @@
+"""A draft head of your own: a network beside the target. Here EAGLE-3's, with the weights that come with draftproof.
+
+    draftproof verify --speculative-config '{"method": "examples.custom_head.build", "num_speculative_tokens": 3}'
+
+Rows, their positions, the cache, unrolling, sampling and checking are not its business.
+Shapes: T target rows, N draft rows, M rows that are sampled, H hidden size, V columns of logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from draftproof import DraftSpec, InputLayout, Taps, assets
+from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
+from draftproof.checkpoints import detect
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.shared import embedding, output_head
+from draftproof.drafters.tapped import TappedSettings
+from draftproof.models.layers import DecoderLayer, Norm, run_layers
+from draftproof.models.rope import cos_sin_table
+
+
+class MyHead:
+    def __init__(self, given: DraftBuild) -> None:
+        """Say what it reads and keeps, and take its tensors by name from the checkpoint."""
+        s, build = given.settings(TappedSettings), given.build
+        config, hidden = s.layers, s.layers.hidden_size
+        self.spec = DraftSpec(
+            taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
+            layout=lambda _: InputLayout(context="all", shift=1),  # the row of state p carries token p + 1
+            kv=(KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),),  # one layer of its own
+        )
+        self.ops = build.ops  # gather, concat: what is made of them alone is recorded and costs no Python
+        self.fc = build.linear("fc", len(s.taps or ()) * given.target.config.hidden_size, hidden)
+        self.state_norm = Norm.load(build, "layers.0.hidden_norm", hidden, config.norm_eps)
+        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self.layer = DecoderLayer(build, "layers.0", config, table, 0, 0, 2 * hidden)
+        self.norm = Norm.load(build, "norm", hidden, config.norm_eps)
+        self.embed_VH = embedding(given, config)  # the target's, where the file has none
+        self.ids_V, self.head = output_head(given, config, s.draft_vocab_size)
+
+    def features(self, taps: tuple[Tensor, ...]) -> Tensor:
+        return self.fc(self.ops.concat(taps))
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, Tensor]:
+        """-> what `logits` reads, and the next row's features: later drafts go on from this head's own state."""
+        assert features_NF is not None and self.layer.input_norm is not None
+        token_NH = self.layer.input_norm(self.ops.gather(self.embed_VH, tokens_N))
+        state_NH = self.state_norm(features_NF)
+        x_NH, residual_NH = run_layers([self.layer], self.ops.concat((token_NH, state_NH)), state_NH, attn)
+        return self.norm.add(x_NH, residual_NH)
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        return self.head(hidden_MH)
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    """Called once, with the target and everything there is to build from."""
+    checkpoint = detect.read(assets.path("tiny-eagle3"))
+    build = given.build.reading(checkpoint.weights)
+    return HeadDrafter(
+        MyHead(dataclasses.replace(given, checkpoint=checkpoint, build=build)), given.num_drafts
+    )
