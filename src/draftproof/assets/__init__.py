@@ -1,4 +1,4 @@
-"""The embedded default model, its drafter, and the prompts of the demo."""
+"""The embedded default model, its drafter, and prompts for the demo and for benchmarks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 TARGET = "tiny"
 PROMPTS = "prompts/demo.jsonl"
+QUESTIONS = "prompts/gsm8k.jsonl"  # with their answers; from the test split (MIT licence)
 
 
 def path(name: str) -> Path:

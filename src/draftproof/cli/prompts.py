@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ KEYS = "'prompt', 'messages', 'turns' or 'question'"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: raw `text`, or the `messages` of a conversation; exactly one of them is set."""
+    """One prompt: raw `text`, or the `messages` of a conversation; exactly one of them is set. `reference`: the number
+    that answers it, where the file says."""
 
     id: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    reference: str | None = None
 
     @property
     def title(self) -> str:
@@ -80,12 +83,22 @@ def _parse(line: str, where: str, number: str) -> Prompt:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where}: must be an object with {KEYS}")
     name = str(next((item[k] for k in ("id", "task_id", "question_id") if k in item), number))
+    reference = _number(item.get("reference"))
     match item:
         case {"prompt": str(text)}:
-            return Prompt(name, text)
+            return Prompt(name, text, reference=reference)
         case {"messages": [_, *_] as messages} if all(isinstance(m, Mapping) for m in messages):
-            return Prompt(name, messages=[dict(m) for m in messages])
+            return Prompt(name, messages=[dict(m) for m in messages], reference=reference)
         # Conversations of several turns: only the first can be asked without an answer to it.
         case {"turns": [str(text), *_]} | {"question": str(text)}:
-            return Prompt(name, messages=[{"role": "user", "content": text}])
+            return Prompt(name, messages=[{"role": "user", "content": text}], reference=reference)
     raise ValueError(f"{where}: has keys {', '.join(map(str, item))}; needs {KEYS}")
+
+
+def _number(reference: object) -> str | None:
+    """A reference that is a number; benchmarks call other things so, too."""
+    text = str(reference).replace(",", "")
+    try:
+        return text if math.isfinite(float(text)) else None
+    except ValueError:
+        return None

@@ -1,0 +1,274 @@
+"""Draft methods side by side: each drafter against plain decoding on the same questions, every output compared.
+
+Times are seconds of wall clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftproof.bench.compare import Difference, Tally, compare
+from draftproof.checkpoints import detect
+from draftproof.engine.frontend import Request
+from draftproof.engine.llm import LLM
+from draftproof.metrics import EngineStats
+from draftproof.types import RequestOutput, SamplingParams
+
+Record = dict[str, Any]
+WARM_UP = 8  # tokens that each engine decodes before the clock runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt. `reference`: the number that answers it, where there is one."""
+
+    id: str
+    token_ids: list[int]
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way of decoding. `config` is its speculative_config; None decodes plainly. `found`: nobody named it, so it
+    is left out, with a note, where it does not fit the target."""
+
+    name: str
+    config: Mapping[str, Any] | None
+    found: bool = False
+
+
+PLAIN = Method("plain", None)
+
+
+@dataclass(slots=True)
+class Run:
+    """What one engine did. `verifying`, `drafting` and `stepping`: seconds of the `num_steps` steps after the prompts.
+    `outputs`: of the last repeat, one a question."""
+
+    num_drafts: int = 0
+    seconds: float = 0.0
+    num_steps: int = 0
+    verifying: float = 0.0
+    drafting: float = 0.0
+    stepping: float = 0.0
+    num_faults: int = 0
+    tally: Tally = field(default_factory=Tally)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tally.tokens / self.seconds if self.seconds else 0.0
+
+    def ask(self, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]) -> None:
+        """One batch, from its prompts to its last token. ValueError for a question that cannot be served."""
+        frontend, stats = llm._frontend, llm.stats  # `generate` does not say where the prompts end
+        requests: list[Request] = []
+        begun: EngineStats | None = None
+        faults, start = stats.num_drafter_faults, time.perf_counter()
+        try:
+            for question, p in zip(batch, params, strict=True):
+                requests.append(frontend.add({"prompt_token_ids": question.token_ids}, p))
+            while not all(r.finished for r in requests):
+                if begun is None and all(r.sequences[0].num_outputs for r in requests):
+                    begun = dataclasses.replace(stats)
+                frontend.step()
+                for request in requests:
+                    request.pending.clear()
+            outputs = [frontend.output(r) for r in requests]
+        finally:
+            for request in requests:
+                frontend.close(request.request_id)
+        self.seconds += time.perf_counter() - start
+        self.num_faults += stats.num_drafter_faults - faults
+        if begun is not None:
+            self.num_steps += stats.num_steps - begun.num_steps
+            self.verifying += stats.target_seconds - begun.target_seconds
+            self.drafting += stats.draft_seconds - begun.draft_seconds
+            self.stepping += stats.step_seconds - begun.step_seconds
+        for question, output in zip(batch, outputs, strict=True):
+            if output.error is not None:
+                raise ValueError(f"question {question.id}: {output.error}")
+        self.tally.add(outputs)
+        self.outputs += outputs
+
+    def add(self, other: Run) -> None:
+        """Sum another run's times and counts into this one."""
+        for name in ("seconds", "num_steps", "verifying", "drafting", "stepping"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.tally.add(other.outputs)
+        self.outputs = other.outputs
+
+
+class Comparison:
+    """Runs it. `make` builds a method's engine; `tell` gets a line for people when something begins.
+
+    A plain engine and a drafting one take turns, batch by batch, so that a machine whose speed drifts is as fast for
+    both. A drafter that learns from what it has seen starts anew in each repeat.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Method], LLM],
+        methods: Sequence[Method],
+        questions: Sequence[Question],
+        params: SamplingParams,
+        *,
+        batch_size: int = 1,
+        repeats: int = 1,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        names = [m.name for m in (PLAIN, *methods)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"methods: two are named {name!r}; give each a name of its own")
+        if not methods:
+            raise ValueError("methods: there are none to compare; name a drafter, such as ngram")
+        if not questions:
+            raise ValueError("questions: there are none")
+        self._make, self._methods, self._questions = make, methods, questions
+        self._params, self._batch_size, self._repeats, self._tell = params, batch_size, repeats, tell
+        self.runs: dict[str, tuple[Run, Run]] = {}  # name -> its own, and the plain one beside it
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Everything; what was measured before an exception stays."""
+        self._tell("plain: loading")
+        plain = self._make(PLAIN)
+        if plain.num_speculative_tokens:
+            raise ValueError(
+                "model: is a draft head; give its target as the model, and the head as a drafter"
+            )
+        for method in self._methods:
+            run, beside = Run(), Run()
+            for repeat in range(self._repeats):
+                self._tell(f"{method.name}: run {repeat + 1} of {self._repeats}")
+                try:
+                    llm = self._make(method)
+                except ValueError as error:
+                    if not method.found:
+                        raise
+                    self.notes.append(f"{method.name} is left out: {error}")
+                    break
+                self._take_turns(plain, llm, beside, run)
+                self.runs[method.name] = (run, beside)
+                del llm
+                gc.collect()  # its memory is the next one's
+
+    def _take_turns(self, plain: LLM, llm: LLM, beside: Run, run: Run) -> None:
+        run.num_drafts = llm.num_speculative_tokens
+        params = [dataclasses.replace(self._params, seed=i) for i in range(len(self._questions))]
+        # other text: who learns from others' answers must not have seen these
+        other = dataclasses.replace(self._questions[0], token_ids=self._questions[0].token_ids[::-1])
+        pairs = ((plain, beside), (llm, run))
+        for engine, its in pairs:
+            Run().ask(engine, [other], [dataclasses.replace(self._params, max_tokens=WARM_UP)])
+            its.outputs = []
+        for first in range(0, len(self._questions), self._batch_size):
+            batch = slice(first, first + self._batch_size)
+            for engine, its in pairs:
+                its.ask(engine, self._questions[batch], params[batch])
+        run.differences += compare(beside.outputs, run.outputs)
+
+    def records(self) -> list[Record]:
+        """A row each, plain first, as they go to methods.json."""
+        plain = Run()
+        for _, beside in self.runs.values():
+            plain.add(beside)
+        rows = [self._record(name, *pair) for name, pair in self.runs.items()]
+        return [self._record(PLAIN.name, plain, plain), *rows] if rows else []
+
+    def _record(self, name: str, run: Run, plain: Run) -> Record:
+        config = next((m.config for m in self._methods if m.name == name), None)
+        steps, stats = max(1, run.num_steps), run.tally.speculation
+        verify, draft, whole = (1e3 * t / steps for t in (run.verifying, run.drafting, run.stepping))
+        has_clock = run.verifying > 0  # an engine that runs ahead on a GPU has none
+        scores = [
+            is_right(output.outputs[0].text, question.reference)
+            for question, output in zip(self._questions, run.outputs, strict=True)
+            if question.reference is not None
+        ]
+        return {
+            "name": name,
+            "config": config,
+            "num_speculative_tokens": run.num_drafts,
+            "tau": stats.acceptance_length,
+            "accepted_per_position": [n / max(1, stats.num_rounds) for n in stats.accepted_per_position],
+            "verify_ms": verify if has_clock else None,
+            "draft_ms": draft if has_clock else None,
+            "rest_ms": max(0.0, whole - verify - draft) if has_clock else None,
+            "tokens_per_second": run.tokens_per_second,
+            "speedup": run.tokens_per_second / plain.tokens_per_second,
+            "num_right": sum(scores),
+            "num_asked": len(scores),
+            "identical": not run.differences,
+            "num_outputs": run.tally.requests,
+            "num_tokens": run.tally.tokens,
+            "num_drafted": stats.num_draft_tokens,
+            "num_accepted": stats.num_accepted_tokens,
+            "num_faults": run.num_faults,
+        }
+
+    @property
+    def differences(self) -> list[Difference]:
+        return [d for run, _ in self.runs.values() for d in run.differences]
+
+
+def is_right(answer: str, reference: str) -> bool:
+    """Whether the number after the last `####`, else the last number of the answer, is that of the reference."""
+    marked = answer.rpartition("####")[2]
+    found = [_number(text) for text in re.findall(r"-?\d[\d,]*\.?\d*", marked)]
+    return bool(found) and found[0 if "####" in answer else -1] == _number(reference)
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def find(folder: Path, target: Path) -> tuple[list[Method], list[str]]:
+    """Every draft checkpoint in the subfolders of `folder` that may fit the target in the folder `target`, and a line
+    for each that does not: a head that names another target, a language model that is no smaller.
+
+    ValueError where `folder` holds no checkpoint.
+    """
+    methods, notes = [], []
+    configs = sorted(folder.glob("*/config.json"))
+    if not configs:
+        raise ValueError(
+            f"{folder}: holds no draft checkpoints; give a folder of folders with a config.json each"
+        )
+    for path in configs:
+        name, directory = path.parent.name, path.parent
+        if directory.resolve() == target.resolve():
+            continue
+        try:
+            reason = _misfit(directory, target)
+        except ValueError as error:
+            reason = str(error)
+        if reason is None:
+            methods.append(Method(name, {"model": str(directory)}, found=True))
+        else:
+            notes.append(f"{name} is left out: {reason}")
+    return methods, notes
+
+
+def _misfit(directory: Path, target: Path) -> str | None:
+    """What can be told without loading the target."""
+    if not detect.is_draft_head(directory):
+        own, most = _num_bytes(directory), _num_bytes(target)
+        return f"a language model of {own} bytes, the target has {most}" if own >= most else None
+    made_for = detect.target_of(detect.read(directory))
+    if made_for is None or not Path(made_for).is_dir() or Path(made_for).name == target.name:
+        return None
+    return f"made for {Path(made_for).name}" if Path(made_for).resolve() != target.resolve() else None
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

@@ -1,0 +1,237 @@
+"""`draftproof bench methods`: every draft method there is for a target, in one table and one plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from draftproof import assets
+from draftproof.cli import options
+from draftproof.cli.prompts import Prompt, read_file
+
+if TYPE_CHECKING:
+    from draftproof.bench.methods import Comparison, Method
+
+EXAMPLES = """\b
+Examples:
+  draftproof bench methods
+  draftproof bench methods --heads FOLDER --batch-size 4
+  draftproof bench methods --model TARGET --heads FOLDER --prompts gsm8k.jsonl --max-tokens 256
+  draftproof bench methods --model TARGET --drafters ngram mine=package.module.Class \\
+      'both={"method": "chain", "drafters": [{"method": "suffix"}, {"model": "HEAD"}]}'
+"""
+
+
+class NamedDrafter(options.DrafterType):
+    """NAME=DRAFTER, or a drafter that is its own name."""
+
+    name = "[name=]json|method|directory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, is_named, config = value.partition("=")
+        if value.lstrip().startswith("{"):
+            self.fail(f"{value!r}: give it a name: NAME={value}", param, ctx)
+        if not is_named:
+            name, config = Path(value).name, value
+        return name, super().convert(config, param, ctx)
+
+
+DRAFTER = NamedDrafter()
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--drafters", "named", type=DRAFTER, multiple=True, help="Compare these. [default: all there are]"
+)
+@click.argument("more", type=DRAFTER, nargs=-1, metavar="[DRAFTER]...")
+@click.option(
+    "--heads",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Folder of draft checkpoints; those that fit the target take part, too.",
+)
+@click.option(
+    "--prompts",
+    "--prompt-file",
+    "prompt_file",
+    help="Prompts as for generate; where they have a `reference`, answers are compared with it. "
+    "[default: 16 GSM8K questions and 10 pieces of code that come with draftproof]",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first prompts.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Requests at once."
+)
+@click.option("--num-drafts", type=click.IntRange(1, 64), help="K of all drafters. [default: each one's own]")
+@click.option(
+    "--policy",
+    type=click.Choice(["fixed", "adaptive"]),
+    default="fixed",
+    show_default=True,
+    help="Always K drafts, or as many as pay.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--output-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="bench-results",
+    show_default=True,
+    help="Gets methods.json, methods.md and methods.png.",
+)
+@options.engine_flags
+def methods(
+    named: Sequence[tuple[str, dict[str, Any]]],
+    more: Sequence[tuple[str, dict[str, Any]]],
+    heads: Sequence[Path],
+    output_dir: Path,
+    engine: dict[str, Any],
+    **given: Any,
+) -> int:
+    """Compare draft methods on one target: acceptance, time, speed-up, right answers, and whether they are the same.
+
+    Each drafter takes turns with plain decoding on the same prompts. A step's time is divided into the target's pass,
+    the draft pass and the rest; acceptance at a position is the share of rounds that accept the draft there. Exit
+    status 1 if any output differs from the plain one.
+    """
+    from draftproof.bench.methods import Comparison
+    from draftproof.types import SamplingParams
+
+    for flag, instead in (("speculative_config", "drafters"), ("max_num_seqs", "batch-size")):
+        if flag in engine:
+            raise ValueError(f"--{flag.replace('_', '-')}: use --{instead} here")
+    drafters, notes = all_drafters([*named, *more], heads, engine)
+    common = {"policy": given["policy"], "num_speculative_tokens": given["num_drafts"]}
+    comparison = Comparison(
+        lambda method: _engine(method, engine, given["batch_size"]),
+        [_with(common, method) for method in drafters],
+        _questions(given["prompt_file"], given["limit"], engine),
+        SamplingParams(temperature=given["temperature"], max_tokens=given["max_tokens"]),
+        batch_size=given["batch_size"],
+        repeats=given["repeats"],
+        tell=lambda line: click.echo(line, err=True) if sys.stderr.isatty() else None,
+    )
+    comparison.run()
+    return _conclude(comparison, output_dir, notes, engine, given)
+
+
+def all_drafters(
+    named: Sequence[tuple[str, dict[str, Any]]], heads: Sequence[Path], engine: Mapping[str, Any]
+) -> tuple[list[Method], list[str]]:
+    """Those that were named, else what needs no checkpoint and what comes with draftproof; then what folders hold.
+
+    Also a line for each checkpoint that does not fit.
+    """
+    from draftproof.bench.methods import Method, find
+
+    chosen = [Method(name, config) for name, config in named]
+    if not named:
+        chosen = [Method("ngram", {"method": "ngram"}), Method("suffix", {"method": "suffix"})]
+        if "model" not in engine:
+            own = {"model": str(assets.path(options.EMBEDDED_DRAFTER))}
+            short = {"method": "suffix", "num_speculative_tokens": 5}  # as many as the head's
+            both = {"method": "chain", "drafters": [short, own]}
+            chosen += [Method("suffix, then eagle3", both), Method(options.EMBEDDED_DRAFTER, own)]
+    notes: list[str] = []
+    for folder in heads:
+        found, misfits = find(folder, _target(engine))
+        names = {m.name for m in chosen}
+        chosen += [m for m in found if m.name not in names]
+        notes += misfits
+    return chosen, notes
+
+
+def _with(common: Mapping[str, Any], method: Method) -> Method:
+    """What all get, where their own settings do not say otherwise."""
+    given = {name: value for name, value in common.items() if value is not None}
+    return dataclasses.replace(method, config={**given, **(method.config or {})})
+
+
+def _target(engine: Mapping[str, Any]) -> Path:
+    from draftproof.checkpoints import detect
+    from draftproof.models.loading import resolve
+
+    if "model" not in engine:
+        return assets.path(assets.TARGET)
+    directory = resolve(engine["model"], engine.get("revision"))
+    if detect.is_draft_head(directory):
+        raise ValueError(
+            f"--model {engine['model']}: is a draft head; give its target as --model, and this with --drafters"
+        )
+    return directory
+
+
+def _engine(method: Method, engine: Mapping[str, Any], batch_size: int) -> Any:
+    """On a GPU the plain engine leaves room for the other one."""
+    chosen = {"enable_prefix_caching": False, **engine, "max_num_seqs": batch_size}
+    if method.config is None:
+        chosen["gpu_memory_utilization"] = chosen.get("gpu_memory_utilization", 0.9) / 2
+        return options.make_llm(chosen)
+    return options.make_llm({**chosen, "speculative_config": dict(method.config)})
+
+
+def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -> list[Any]:
+    """The prompts' ids; those of the package come as a question, a piece of code, a question, ..."""
+    from draftproof.bench.methods import Question
+    from draftproof.engine.text import Tokenizer
+    from draftproof.models.loading import resolve
+
+    if file is not None:
+        prompts = read_file(Path(file))
+    else:
+        code = [p for p in read_file(assets.path(assets.PROMPTS)) if p.messages is None]
+        pairs = itertools.zip_longest(read_file(assets.path(assets.QUESTIONS)), code)
+        prompts = [p for pair in pairs for p in pair if isinstance(p, Prompt)]
+    tokenizer = Tokenizer(resolve(engine["tokenizer"]) if "tokenizer" in engine else _target(engine))
+    return [
+        Question(id=p.id, token_ids=p.token_ids(tokenizer, chat=False), reference=p.reference)
+        for p in prompts[:limit]
+    ]
+
+
+def _conclude(
+    comparison: Comparison,
+    folder: Path,
+    notes: list[str],
+    engine: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> int:
+    """Write and print; the exit status."""
+    import torch
+
+    from draftproof.bench import methods_report as report
+
+    rows = comparison.records()
+    notes = [*notes, *comparison.notes]
+    if not rows:
+        raise ValueError("\n".join(["no drafter fits this target", *notes]))
+    notes += [f"{row['name']}: {row['num_faults']} faults" for row in rows if row["num_faults"]]
+    conditions = (
+        f"{rows[0]['num_outputs'] // (len(rows) - 1)} prompts, {given['batch_size']} at once, up to "
+        f"{given['max_tokens']} new tokens, temperature {given['temperature']:g}; {engine.get('dtype', 'dtype auto')}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    results = {
+        "model": Path(engine["model"]).name if "model" in engine else assets.TARGET,
+        "conditions": conditions,
+        "settings": {"engine": dict(engine), **given},
+        "methods": rows,
+        "notes": notes,
+    }
+    files = report.write(folder, results)
+    page = report.markdown(results)
+    click.echo(page.partition("\n\n")[2], nl=False)
+    for difference in comparison.differences[:3]:
+        click.echo(str(difference))
+    if not report.can_draw():
+        click.echo("no plot: matplotlib is not installed (pip install draftproof[bench])", err=True)
+    click.echo(f"written to {folder}: {', '.join(files)}")
+    return 1 if comparison.differences else 0

@@ -1,0 +1,44 @@
+"""A user's function that builds a head is as good as a method of the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, RequestOutput, SamplingParams, assets
+from draftproof.drafters.build import DraftBuild
+
+PROMPTS = ["def add(a, b):", "import numpy as np\n\n", "What is 12 * 7?"]
+PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+
+
+def run(config: dict[str, Any] | None) -> list[RequestOutput]:
+    drafts = {"num_speculative_tokens": 4, "policy": "fixed"}
+    llm = LLM(max_num_seqs=2, speculative_config=config and config | drafts)
+    return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def test_the_example_drafts_what_the_package_does_with_the_same_weights() -> None:
+    plain, own = run(None), run({"method": "examples.custom_head.build"})
+    package = run({"model": str(assets.path("tiny-eagle3"))})
+    assert [o.outputs for o in own] == [o.outputs for o in plain]
+    assert [o.metrics.speculation for o in own] == [o.metrics.speculation for o in package]
+    assert sum(o.metrics.speculation.num_accepted_tokens for o in own) > 5
+
+
+def gives_nothing(given: DraftBuild) -> None:
+    assert given.target.config.num_layers == 8
+
+
+def breaks(given: DraftBuild) -> None:
+    raise RuntimeError("no weights here")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gives_nothing", "has no method propose"), ("breaks", "RuntimeError: no weights here")],
+)
+def test_a_function_that_builds_no_drafter_is_named(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LLM(speculative_config={"method": f"{__name__}.{name}"})

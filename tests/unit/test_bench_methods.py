@@ -1,0 +1,155 @@
+"""`draftproof bench methods`: its rows, its verdict, its files, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import methods_report
+from draftproof.bench.methods import Comparison, Method, Question, find, is_right
+from draftproof.cli.main import main
+
+DATA = Path(__file__).parent.parent / "data"
+QUICK = ["bench", "methods", "--limit", "2", "--max-tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """methods.json and methods.md of everything that fits the embedded model."""
+    folder = tmp_path_factory.mktemp("results")
+    assert main([*QUICK, "--heads", str(DATA), "--output-dir", str(folder)]) == 0
+    return json.loads((folder / "methods.json").read_text()), (folder / "methods.md").read_text()
+
+
+def test_there_is_a_row_for_every_method(results: tuple[dict[str, Any], str]) -> None:
+    found, page = results
+    names = [row["name"] for row in found["methods"]]
+    without_files = ["ngram", "suffix", "suffix, then eagle3"]
+    assert names == ["plain", *without_files, "tiny-eagle3", "draft", "tiny-dflash", "tiny-mtp"]
+    for name in names:
+        assert f"\n| {name} |" in page
+
+
+def test_plain_decoding_is_the_unit_of_speed(results: tuple[dict[str, Any], str]) -> None:
+    plain, *drafting = results[0]["methods"]
+    assert plain["speedup"] == 1 and plain["tau"] == 1 and plain["num_drafted"] == 0
+    for row in drafting:
+        assert row["speedup"] > 0 and row["speedup"] != 1
+
+
+def test_answers_are_the_same_though_drafts_were_accepted(results: tuple[dict[str, Any], str]) -> None:
+    found, page = results
+    assert all(row["identical"] for row in found["methods"])
+    assert "identical: yes (14 outputs" in page
+    for row in found["methods"][4:]:
+        assert row["num_accepted"] > 0 and row["num_faults"] == 0
+        assert row["tau"] == pytest.approx(1 + sum(row["accepted_per_position"]))
+    scores = {(row["num_right"], row["num_asked"]) for row in found["methods"]}
+    assert len(scores) == 1 and scores.pop()[1] == 1
+
+
+def test_a_step_is_divided_into_its_parts(results: tuple[dict[str, Any], str]) -> None:
+    rows = {row["name"]: row for row in results[0]["methods"]}
+    for row in rows.values():
+        assert row["verify_ms"] > row["rest_ms"] > 0
+    # a network of layers against looking tokens up
+    assert rows["draft"]["draft_ms"] > 2 * rows["ngram"]["draft_ms"]
+
+
+def test_an_answer_that_differs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(method: Method) -> LLM:
+        config = {"speculative_config": dict(method.config)} if method.config else {}
+        return LLM(dtype="float32" if method.config else "bfloat16", max_num_seqs=1, **config)
+
+    question = Question(id="noise", token_ids=list(range(100, 140)))
+    params = SamplingParams(temperature=1, max_tokens=48, ignore_eos=True)
+    comparison = Comparison(make, [Method("ngram", {"method": "ngram"})], [question], params)
+    comparison.run()
+    assert [row["identical"] for row in comparison.records()] == [True, False]
+    assert methods_report.identity(comparison.records()).startswith("identical: NO (ngram)")
+
+
+def test_found_checkpoints_that_do_not_fit_are_left_out_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("oracle/eagle3", "oracle/target_qwen3", "tiny-mtp"):
+        (tmp_path / Path(name).name).symlink_to(DATA / name)
+    (tmp_path / "same").symlink_to(assets.path("tiny"))
+    (tmp_path / "copy").mkdir()
+    for path in assets.path("tiny").iterdir():
+        (tmp_path / "copy" / path.name).symlink_to(path)
+    command = [*QUICK, "--drafters", "ngram", "--heads", str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "methods.json").read_text())
+    assert [row["name"] for row in found["methods"]] == ["plain", "ngram", "tiny-mtp"]
+    assert len(found["notes"]) == 3
+    for name, reason in (
+        ("eagle3", "made for target_"),
+        ("target_qwen3", "another target"),
+        ("copy", "bytes"),
+    ):
+        assert any(n.startswith(f"{name} is left out: ") and reason in n for n in found["notes"]), found[
+            "notes"
+        ]
+    assert "| tiny-mtp |" in out
+
+
+def test_a_head_beside_another_target_is_not_even_tried(tmp_path: Path) -> None:
+    for name, source in (
+        ("tiny", assets.path("tiny")),
+        ("tiny-mtp", DATA / "tiny-mtp"),
+        ("draft", DATA / "draft"),
+    ):
+        (tmp_path / name).symlink_to(source)
+    methods, notes = find(tmp_path, tmp_path / "tiny")
+    assert ([m.name for m in methods], notes) == (["draft", "tiny-mtp"], [])
+    methods, notes = find(tmp_path, tmp_path / "draft")
+    assert methods == []
+    assert [n.partition(":")[0] for n in notes] == ["tiny is left out", "tiny-mtp is left out"]
+    assert notes[1].endswith("made for tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--drafters", "a=ngram", "a=suffix"], "two are named 'a'"),
+        (["--drafters", "plain=ngram"], "two are named 'plain'"),
+        (["--drafters", '{"method": "ngram"}'], "give it a name"),
+        (["--drafters", "a={"], "not valid JSON"),
+        (["--drafters", "a=ngarm"], "did you mean 'ngram'"),
+        (["--drafters", f"mine={DATA / 'oracle' / 'eagle3'}"], "another target"),
+        (["--heads", str(DATA / "draft")], "holds no draft checkpoints"),
+        (["--model", str(DATA / "tiny-mtp"), "--drafters", "ngram"], "draft head"),
+        (["--speculative-config", "ngram"], "use --drafters"),
+        (["--max-num-seqs", "4"], "use --batch-size"),
+        (["--prompts", "/nowhere.jsonl"], "cannot be read"),
+        (["--max-model-len", "8"], "max_model_len=8"),
+    ],
+)
+def test_wrong_input_is_answered_with_what_to_do(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, "--output-dir", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("6 * 7 = 42\n#### 42", True),
+        ("It is 1,042.", False),
+        ("so 41, no: 42.0", True),
+        ("#### 42 of 50", True),
+        ("42\n#### 41", False),
+        ("I cannot say", False),
+        ("42\n####", False),
+    ],
+)
+def test_the_final_number_is_the_answer(answer: str, right: bool) -> None:
+    assert is_right(answer, "42") == right
+    assert is_right(answer.replace("42", "-1,042"), "-1042") == right or answer == "It is 1,042."
