@@ -13,13 +13,16 @@ GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "g
 SUPPORTED = ["tiny-eagle3", "small-eagle3"]
 
 
+def find(name: str, extra: Path | None) -> Path | None:
+    """The folder of a model or head: in the package, else in `extra`; None where neither has it."""
+    places = [assets.path(assets.TARGET).parent, *([extra] if extra else [])]
+    return next((root / name for root in places if (root / name).is_dir()), None)
+
+
 def folders(head: str, extra: Path | None) -> tuple[Path, Path] | None:
-    """(target, head): those in the package, else those in `extra`; None where neither has them."""
-    places = [path.parent for path in (assets.path(head),) if path.is_dir()]
-    for root in [*places, *([extra] if extra else [])]:
-        if (root / head).is_dir():
-            return root / head.split("-")[0], root / head
-    return None
+    """(target, head), None where one is not at hand."""
+    target, own = find(head.split("-")[0], extra), find(head, extra)
+    return None if target is None or own is None else (target, own)
 
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:

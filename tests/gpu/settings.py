@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from draftproof import LLM, SamplingParams, assets
+from draftproof import LLM, SamplingParams
 from draftproof.engine.engine import Parts
+from tests.drafters import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -127,12 +128,10 @@ class Models:
             return shrunk(source, self.scratch / source.name) if self.quick else source
         if name == "draft":
             return DATA / "draft"
-        own = assets.path(name)
-        if own.is_dir():
-            return own
-        if self.folder is None or not (self.folder / name).is_dir():
+        found = golden.find(name, self.folder)
+        if found is None:
             raise ValueError(f"--models: {name!r} is not in {self.folder}; give the folder that holds it")
-        return self.folder / name
+        return found
 
 
 def shrunk(source: Path, into: Path) -> Path:
