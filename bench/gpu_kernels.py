@@ -36,8 +36,8 @@ CASES = tuple(
 FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32768, 131072, 65536, 524288))
 
 
-def products() -> None:
-    """All products of a pass in one graph, exact and cuBLAS."""
+def products() -> tuple[dict[str, dict[int, float]], int]:
+    """All products of a pass in one graph, "exact" and "cublas": (milliseconds by rows, bytes of the weights)."""
     buckets, total_bytes = certify.buckets_up_to(512), 0
     passes: dict[str, dict[int, list[Callable[[], object]]]] = {
         name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
@@ -72,9 +72,13 @@ def products() -> None:
                 passes["exact"][rows].append(lambda f=exact, g=given: f(g))
                 passes["cublas"][rows].append(lambda f=free, g=given: f(g))
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
-    for name, calls in passes.items():
-        found = [graph_microseconds(calls[rows]) * len(calls[rows]) / 1e3 for rows in ROWS]
-        print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in zip(ROWS, found, strict=True)))
+    found = {
+        name: {rows: graph_microseconds(calls[rows]) * len(calls[rows]) / 1e3 for rows in ROWS}
+        for name, calls in passes.items()
+    }
+    for name, times in found.items():
+        print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in times.items()))
+    return found, total_bytes
 
 
 class Cache:
@@ -213,7 +217,7 @@ PROMPTS = (Tiling(), Tiling(most_prompt=128, num_warps=8, num_stages=5))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "small": small,
         "sampling": sampling,
         "attention": lambda: attention(VARIANTS[:1], PROMPTS[:1], CASES),

@@ -29,8 +29,7 @@ def main() -> int:
     print(describe(given.device), flush=True)
     report = Report()
     stages = {
-        head: (lambda head=head: stage(report, head, given.device, given.models))
-        for head in golden.SUPPORTED
+        head: (lambda head=head: stage(report, head, given.device, given.models)) for head in golden.SUPPORTED
     }
     wanted = "tiny-eagle3" if given.quick and given.stages == ",".join(stages) else given.stages
     return run_stages(report, wanted, stages)

@@ -84,7 +84,7 @@ class Setting:
     preempts: bool = False
 
 
-UNSHARED = {"enable_prefix_caching": False}
+UNSHARED: dict[str, Any] = {"enable_prefix_caching": False}
 ENGINES: tuple[tuple[dict[str, Any], tuple[Setting, ...]], ...] = (
     (
         {**UNSHARED, "max_num_seqs": 64},
@@ -212,7 +212,13 @@ class Exactness:
         head = self.models.drafter(model, "eagle3")
         shared = {"num_speculative_tokens": head["num_speculative_tokens"], "policy": "fixed"}
         inner = {"model": head["model"]}
-        return {"method": "replay", "recordings": str(file), "acceptance": RATE, "drafters": [inner], **shared}
+        return {
+            "method": "replay",
+            "recordings": str(file),
+            "acceptance": RATE,
+            "drafters": [inner],
+            **shared,
+        }
 
     def engine(self, model: str, scale: Scale, given: dict[str, Any], drafting: Any, mode: str) -> LLM:
         settings = {key: value for key, value in given.items() if key != "few"}
@@ -249,9 +255,7 @@ class Exactness:
         s, faults = tally.speculation, llm.stats.num_drafter_faults - faults
         total.speculation.add(s)
         faulty = [f"{len(found)} DIFFER: {found[0]}"] if found else []
-        faulty += list(
-            _vacuous(llm, setting, tally, cached=cached, preempted=preempted, faults=faults)
-        )
+        faulty += list(_vacuous(llm, setting, tally, cached=cached, preempted=preempted, faults=faults))
         detail = (
             f"{tally.requests} outputs of {count} of {scale.prompts} prompts, {tally.tokens} tokens, {tally.logprobs} "
             f"logprobs; drafted {s.num_draft_tokens}, accepted {s.num_accepted_tokens}; preempted {preempted}, cached "

@@ -162,9 +162,9 @@ def num_graphs(llm: LLM) -> int:
 
 
 def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
-    """`count` prompts as ids, all different, 20 to `longest` tokens: of the test prompts, or random without a tokenizer.
+    """`count` prompts as ids, all different, 20 to `longest` tokens, the same in every run.
 
-    They are the same in every run.
+    Pieces of the test prompts; random where the model has no tokenizer.
     """
     lengths = [20 + 29 * i % (longest - 19) for i in range(count)]
     if llm._frontend.tokenizer is None:

@@ -130,7 +130,8 @@ def check_idle(
     for kernel, took, count in line.largest(10):
         share = took / max(timeline.total(line.work), 1)
         report.note(f"  {share:5.1%} {took / count / 1e3:8.1f} us x {count:5} {timeline.shortened(kernel)}")
-    detail = f"{idle:.1%}; in pauses over 5 us {between:.1%}; copies counted as work {timeline.idle_share(everything):.1%}"
+    detail = f"{idle:.1%}; in pauses over 5 us {between:.1%}"
+    detail += f"; copies counted as work {timeline.idle_share(everything):.1%}"
     bound = f"; at most {most_idle:.0%}" if most_idle < 1 else ""
     report.check(f"{name} GPU idle", idle <= most_idle and bool(kernels), f"{detail}{bound}")
 

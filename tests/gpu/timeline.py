@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[int, int]  # start, end
@@ -28,7 +30,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 def gaps(intervals: Iterable[Interval]) -> list[int]:
     """Lengths of the pauses between merged intervals."""
     merged = merge(intervals)
-    return [b[0] - a[1] for a, b in zip(merged, merged[1:], strict=False)]
+    return [b[0] - a[1] for a, b in itertools.pairwise(merged)]
 
 
 def idle_share(intervals: Iterable[Interval], shortest: int = 0) -> float:
@@ -92,7 +94,7 @@ def record(run: Callable[[], None], device: str) -> Timeline:
     results = profiler.profiler
     assert results is not None
     work, waits = [], []
-    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    kind = DeviceType.CUDA if cuda else DeviceType.CPU
     for e in results.kineto_results.events():
         event = Event(e.name(), e.start_ns(), e.start_ns() + e.duration_ns())
         if e.device_type() == kind:
