@@ -261,7 +261,6 @@ def draft_pass(llm: LLM, context: int) -> Callable[[], object]:
         k_R=numbers(NUM_DRAFTS),
         taps=target()[1:],
         draw=p.verifier.drawer(slots_R, numbers(context + 4)),
-        num_rows_R=[NUM_DRAFTS + 1],
         history=lambda _: torch.zeros(0, dtype=torch.int32),
     )
     drafter = p.guard.drafter

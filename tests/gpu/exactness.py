@@ -265,6 +265,7 @@ class Exactness:
 
     def check_graphs(self, name: str, llm: LLM, mode: str) -> None:
         """Graphs were used where they should be, and pages are all back."""
+        llm._frontend.loaded.engine.settle()  # a pass may still be under way, of requests that have ended
         pages, number = parts(llm).pages, num_graphs(llm)
         pages.check_integrity()
         back = pages.num_free == pages.num_blocks - 1
