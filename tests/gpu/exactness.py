@@ -62,8 +62,9 @@ class Scale:
 
     @property
     def few_blocks(self) -> int:
-        """Room for an eighth of the requests at their longest, and for two at least."""
-        return 1 + self.max_model_len // 16 * max(2, self.prompts // 8)
+        """Room for an eighth of the requests at their longest, and for one and a half at least."""
+        longest = self.max_model_len // 16
+        return 1 + max(longest * 3 // 2, longest * self.prompts // 8)
 
 
 def scale_of(model: str, quick: bool) -> Scale:
@@ -91,7 +92,7 @@ ENGINES: tuple[tuple[dict[str, Any], tuple[Setting, ...]], ...] = (
         (Setting("batch 1", group=1), Setting("batch 64", fill=64), Setting("mixed", ("mixed",))),
     ),
     ({**UNSHARED, "max_num_seqs": 8}, (Setting("batch 8"),)),
-    ({"max_num_seqs": 64, "few": True}, (Setting("preempted", WORKLOADS, preempts=True),)),
+    ({"max_num_seqs": 64, "few": True}, (Setting("preempted", WORKLOADS, fill=24, preempts=True),)),
     ({"max_num_seqs": 64}, (Setting("prefix-cached", runs=2),)),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from bench import rooflines
 from draftproof import SamplingParams
 from draftproof.models import config as model_config
-from tests.gpu import exactness, settings, timeline
+from tests.gpu import exactness, settings, steady, timeline
 from tests.gpu.timeline import Event, Timeline
 
 LLAMA: dict[str, Any] = {
@@ -38,9 +39,9 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 def test_copies_are_no_kernels_and_the_first_tenth_does_not_count() -> None:
     work = [Event("a", 0, 50), Event("Memcpy DtoH", 100, 200), Event("b", 250, 400), Event("a", 900, 1000)]
     line = Timeline(work, [Event("cudaEventSynchronize", 50, 60), Event("cudaEventSynchronize", 500, 510)])
-    steady = line.steady()
-    assert steady.kernels() == [(250, 400), (900, 1000)]
-    assert timeline.total(steady.waits) == 10
+    later = line.steady()
+    assert later.kernels() == [(250, 400), (900, 1000)]
+    assert timeline.total(later.waits) == 10
     assert line.largest(2) == [("a", 150, 2), ("b", 150, 1)]
 
 
@@ -51,6 +52,21 @@ def test_a_recorded_run_has_events_in_order() -> None:
     assert any(e.name == "aten::sum" for e in line.work)
     assert all(e.end >= e.start for e in line.work)
     assert 0 <= timeline.idle_share(line.kernels()) <= 1
+
+
+class Waiting:
+    """Stands for requests whose steps make the host wait twice each."""
+
+    def steps(self, count: int) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        for _ in range(2 * count):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+
+
+def test_a_line_that_waits_is_named_with_how_often() -> None:
+    found = steady.waiting_calls(Waiting(), 3, "cpu")  # type: ignore[arg-type]
+    assert list(found.values()) == [6]
+    assert next(iter(found)).startswith(__file__)
 
 
 def test_a_pass_of_the_8b_shape_reads_15_gigabytes_and_its_keys() -> None:
