@@ -43,6 +43,7 @@ class Rows:
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
     ends_T: Tensor  # int64; position + 1 where attention is causal
+    most_each: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
 
     @classmethod
     def causal(cls, positions_T: Tensor, slots_T: Tensor) -> Rows:
@@ -77,7 +78,7 @@ class PagedAttention:
         # A backend may want to share work between the layers of a pass: `begin` gives one that does.
         begin = getattr(self.backend, "begin", None)
         if begin is not None:
-            self.backend = begin()
+            self.backend = begin(self.rows.most_each)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]."""

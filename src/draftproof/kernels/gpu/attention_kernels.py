@@ -152,20 +152,23 @@ def _chunk(
 ):  # fmt: skip
     """Keys start..start+CHUNK-1 for a tile, from nothing: (maximum_M, sum [M, ONES], weighted values_MD).
 
-    The chunk is gone through whole whatever the rows see of it; steps that all rows see whole take no masks.
+    A step is gone through whole whatever the rows see of it; steps that all rows see whole take no masks, and those
+    that none sees, which would leave every sum as it is, are left out.
     """
     m_M = tl.full((M,), -float("inf"), tl.float32)
     l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
     limit, d = tl.max(end_M, axis=0), tl.arange(0, DP)
     j0, bottom = 0, 0
     j1 = tl.minimum(tl.maximum((tl.min(tl.where(valid_M, end_M, FAR), axis=0) - start) // N, 0), CHUNK // N)
+    j2 = tl.minimum(tl.maximum((limit - start + N - 1) // N, 0), CHUNK // N)
     if WINDOWED:
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
         j0 = tl.maximum((tl.max(tl.where(valid_M, low_M, 0), axis=0) - start + N - 1) // N, 0)
         j0 = tl.minimum(j0, CHUNK // N)
         j1 = tl.maximum(j0, j1)
         m_M, l_MO, acc_MD = _masked_steps(
-            q_MD, k, v, row_table, head, start, 0, j0, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+            q_MD, k, v, row_table, head, start, tl.minimum(tl.maximum((bottom - start) // N, 0), j0), j0,
+            end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
             KV_HEADS, BLOCK_SIZE, D, DP, N,
         )  # fmt: skip
     for j in range(j0, j1):
@@ -183,7 +186,7 @@ def _chunk(
         l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
         acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
     return _masked_steps(
-        q_MD, k, v, row_table, head, start, j1, CHUNK // N, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+        q_MD, k, v, row_table, head, start, j1, j2, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
         KV_HEADS, BLOCK_SIZE, D, DP, N,
     )  # fmt: skip
 
