@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
+from tests.drafters.derived import eagle_from_mtp
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
 DRAFT = str(DATA / "draft")
+MTP = str(DATA / "tiny-mtp")
+MADE = tempfile.TemporaryDirectory()  # lives as long as the process
+EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), Path(MADE.name) / "eagle1"))
 RECORDINGS = str(DATA / "recordings.json")
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to make a drafter of a method; `max_drafts` is the K called K = max."""
+    """How to make a drafter of a method; `max_drafts` is the K called K = max.
+
+    `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
+    `repeatable`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
+    """
 
     config: Mapping[str, Any]
     max_drafts: int = 12
+    forgets: bool = True
+    repeatable: bool = True
 
 
 CASES: dict[str, Case] = {
@@ -29,17 +40,28 @@ CASES: dict[str, Case] = {
     "draft_model": Case({"model": DRAFT}),
     "eagle3": Case({"model": EAGLE3}),
     "chain": Case(
-        {"method": "chain", "drafters": [{"method": "ngram"}, {"model": EAGLE3}, {"model": DRAFT}]}
+        {
+            "method": "chain",
+            "drafters": [
+                {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+                {"model": EAGLE3},
+                {"model": DRAFT},
+            ],
+        }
     ),
+    "eagle": Case({"model": EAGLE1}),
+    "mtp": Case({"model": MTP}),
+    "suffix": Case({"method": "suffix"}, forgets=False),
     "replay": Case(
         {
             "method": "replay",
             "recordings": RECORDINGS,
             "acceptance": [0.9, 0.8, 0.7],
             "drafters": [{"model": EAGLE3}],
-        }
+        },
+        repeatable=False,
     ),
-    "custom": Case({"method": "tests.conformance.custom.Moody"}),
+    "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, repeatable=False),
 }
 
 

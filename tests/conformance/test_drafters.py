@@ -67,6 +67,17 @@ def test_every_registered_method_has_a_case() -> None:
     assert set(CASES) == {*registry.METHODS, registry.CHAIN, "custom"}
 
 
+def test_the_mixture_is_one(plain: Any) -> None:
+    """Sampling shows: the choices of a request differ, and so do greedy and sampled answers to one prompt."""
+    outputs, requests = plain("float32"), mixture()
+    several = [o for o, p in zip(outputs, requests.params, strict=True) if p.n > 1]
+    assert several and all(o.outputs[0].token_ids != o.outputs[1].token_ids for o in several)
+    repeats = [
+        o.outputs[0].token_ids[:16] for o, t in zip(outputs, requests.prompts, strict=True) if t == REPEATS
+    ]
+    assert len({tuple(ids) for ids in repeats}) > 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", CONFIGS)
 def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, dtype: str) -> None:
@@ -75,8 +86,10 @@ def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, 
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("settings", CONFIGS)
+# every way of batching, and both dtypes in one of them: that rows do not depend on their batch in either is shown above
+@pytest.mark.parametrize(
+    ("settings", "dtype"), [("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)]
+)
 @pytest.mark.parametrize("method", CASES)
 def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
     outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method), **CONFIGS[settings])
@@ -125,7 +138,7 @@ def test_a_prefix_hit_changes_nothing(method: str) -> None:
     second = llm.generate(requests.prompts, requests.params, use_tqdm=False)
     check(expected, second, llm)
     assert llm.stats.num_cached_tokens > 0
-    if method != "custom":  # it counts its rounds, so it does something else the second time
+    if CASES[method].forgets:
         assert llm.stats.speculation.num_accepted_tokens == 2 * accepted
 
 
@@ -156,35 +169,41 @@ def test_stopping_at_every_position_of_a_round(method: str) -> None:
 
 @pytest.mark.parametrize("method", CASES)
 def test_the_edge_of_max_model_len(method: str) -> None:
-    """Prompts that leave room for 1..8 tokens: drafts never write or count past the end."""
+    """Prompts that leave room for 1..8 tokens, fewer than K: drafts never write or count past the end."""
     ids = LLM(dtype="float32").tokenizer.encode(REPEATS * 3)[:60]
     listed: list[Any] = [ids[: 48 - n] for n in range(1, 9)]
     params = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logprobs=0)] * len(listed)
     requests = Requests(listed, params)
     expected, _ = run(requests, dtype="float32", max_model_len=48)
     assert [len(o.outputs[0].token_ids) for o in expected] == list(range(1, 9))
-    outputs, llm = run(requests, dtype="float32", max_model_len=48, speculative_config=drafting(method))
+    config = drafting(method, CASES[method].max_drafts)
+    outputs, llm = run(requests, dtype="float32", max_model_len=48, speculative_config=config)
     check(expected, outputs, llm)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3", "chain"])
+@pytest.mark.parametrize("method", [m for m, case in CASES.items() if case.repeatable])
 def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
-    """Replay: what the drafter proposes in the middle of a generation is what it proposes after a fresh prefill."""
-    llm = LLM(dtype="float32", speculative_config=drafting(method), max_num_batched_tokens=16)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    prompt = llm.tokenizer.encode(prompts()[0])
+    """Replay: what is proposed in the middle of generations, with neighbours, chunks, rejections and a cached prefix
+    behind it, is what is proposed after a fresh prefill."""
+    settings: dict[str, Any] = {"dtype": "float32", "speculative_config": drafting(method)}
+    llm = LLM(**settings, max_num_batched_tokens=16)
+    first, second = prompts()[:2]
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    frontend, state = llm._frontend, llm._frontend.loaded.engine.parts.state
     proposed: list[tuple[list[int], list[int]]] = []
-    engine = llm._frontend.loaded.engine
-    request = llm._frontend.add(prompt, params)
-    (sequence,) = request.sequences
-    state = engine.parts.state
-    while not request.finished:
-        llm._frontend.step()
-        if sequence.num_outputs and not request.finished and sequence.num_drafts == 5:
-            known = len(sequence.tokens)
-            drafts = state.slots.tokens_SL[sequence.slot, known : known + 5].tolist()
-            proposed.append((list(sequence.tokens), drafts))
-    llm._frontend.close(request.request_id)
-    assert len(proposed) >= 3
-    for known_tokens, drafts in proposed:
-        assert llm.draft(known_tokens[:-1], 5, next_token=known_tokens[-1]) == drafts
+    requests = [frontend.add(llm.tokenizer.encode(text), long) for text in (first, second)]
+    while not all(r.finished for r in requests):
+        if len(requests) == 2 and requests[1].sequences[0].num_outputs > 8:  # finds the first one's pages
+            requests.append(frontend.add(requests[0].prompt_token_ids, long))
+        frontend.step()
+        for sequence in (s for r in requests for s in r.sequences if s.num_outputs and not r.finished):
+            known, num = len(sequence.tokens), sequence.num_drafts
+            if known + 5 < sequence.limit:  # the end of a request cuts its drafts
+                drafts = state.slots.tokens_SL[sequence.slot, known : known + num].tolist()
+                proposed.append((list(sequence.tokens), drafts))
+        if any(r.finished for r in requests) and not CASES[method].forgets:
+            break
+    assert len(proposed) >= 20 and llm.stats.num_cached_tokens > 0 and any(drafts for _, drafts in proposed)
+    scratch = LLM(**settings)
+    for known_tokens, drafts in proposed[:: len(proposed) // 20]:
+        assert scratch.draft(known_tokens[:-1], 5, next_token=known_tokens[-1]) == drafts

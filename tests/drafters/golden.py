@@ -10,12 +10,12 @@ from draftproof import LLM, SamplingParams, assets
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "golden.json").read_text())}
-SUPPORTED = ["tiny-eagle3", "small-eagle3"]
+SUPPORTED = ["tiny-eagle3", "tiny-mtp", "small-eagle3", "small-mtp"]
 
 
 def find(name: str, extra: Path | None) -> Path | None:
-    """The folder of a model or head: in the package, else in `extra`; None where neither has it."""
-    places = [assets.path(assets.TARGET).parent, *([extra] if extra else [])]
+    """The folder of a model or head: in the package, the tests' data or `extra`; None where none has it."""
+    places = [assets.path(assets.TARGET).parent, DATA, *([extra] if extra else [])]
     return next((root / name for root in places if (root / name).is_dir()), None)
 
 
@@ -48,10 +48,13 @@ def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
     }
 
 
+def drafting(target: Path, head: Path, num_drafts: int, **settings: Any) -> LLM:
+    config = {"model": str(head), "num_speculative_tokens": num_drafts, "policy": "fixed"}
+    return LLM(str(target), dtype="float32", speculative_config=config, **settings)
+
+
 def measure(target: Path, head: Path, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(measured, golden) of one head in fp32; the two have the same keys."""
     golden = GOLDEN[head.name]
-    config = {"model": str(head), "num_speculative_tokens": golden["k"], "policy": "fixed"}
-    llm = LLM(str(target), dtype="float32", speculative_config=config, **settings)
-    measured = acceptance(llm, golden["k"], golden["max_new"])
+    measured = acceptance(drafting(target, head, golden["k"], **settings), golden["k"], golden["max_new"])
     return measured, {key: golden[key] for key in measured}

@@ -33,7 +33,8 @@ ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 class Pair:
     """A target and a head for it, fp32, torch operators, K = 5."""
 
-    def __init__(self, folder: str, target: str) -> None:
+    def __init__(self, folder: str, target: str, reference: Path | None = None) -> None:
+        """`reference`: the folder of inputs and outputs, where it is not the head's own."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
         weights = Weights.open(directory)
@@ -55,7 +56,7 @@ class Pair:
         assert isinstance(drafter, HeadDrafter)
         self.drafter = drafter
         self.head = drafter._head
-        self.io: dict[str, Tensor] = load_file(ORACLE / folder / "oracle_io.safetensors")
+        self.io: dict[str, Tensor] = load_file((reference or ORACLE / folder) / "oracle_io.safetensors")
         self.tokens: list[int] = self.io["input_ids_raw"].tolist()
 
     def taps(self) -> tuple[Tensor, ...]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from draftproof import assets
 from tests.drafters import golden
+from tests.drafters.derived import eagle_from_mtp
 
 # More models than the repository holds: DRAFTPROOF_TEST_MODELS=folder with `small`, `small-eagle3`, ...
 EXTRA = os.environ.get("DRAFTPROOF_TEST_MODELS")
@@ -21,3 +23,12 @@ def test_acceptance_equals_the_reference(name: str) -> None:
         pytest.skip("set DRAFTPROOF_TEST_MODELS to the folder that holds this model")
     measured, expected = golden.measure(*found)
     assert measured == expected
+
+
+def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> None:
+    """An MTP head as an EAGLE head: another tap and another format, but for the first draft the same numbers."""
+    target, head = assets.path("tiny"), golden.DATA / "tiny-mtp"
+    other = eagle_from_mtp(head, target, tmp_path)
+    first, second = (golden.acceptance(golden.drafting(target, h, 1), 1, 24) for h in (head, other))
+    assert first == second
+    assert first["tau_accepted"] > 1.3

@@ -19,19 +19,23 @@ def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoin
     """
     raw = read_json(directory / "config.json")
     for reader in _READERS:
-        if reader.matches(raw):
-            with reading(directory / "config.json"):
+        with reading(directory / "config.json"):
+            if reader.matches(directory, raw):
                 return reader.read(directory, raw, weights)
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
-        "(speculators_model_type), nor a flat EAGLE-3 head (draft_vocab_size), nor a language model (model_type)"
+        "(speculators_model_type), nor a flat EAGLE head (fc.weight), nor a language model (model_type)"
     )
 
 
 def is_draft_head(directory: Path) -> bool:
     """Whether the folder holds a draft head rather than a language model."""
     path = directory / "config.json"
-    return path.is_file() and any(reader.matches(read_json(path)) for reader in (speculators, safeailab))
+    if not path.is_file():
+        return False
+    raw = read_json(path)
+    with reading(path):
+        return any(reader.matches(directory, raw) for reader in (speculators, safeailab))
 
 
 def target_of(checkpoint: DraftCheckpoint) -> str | None:

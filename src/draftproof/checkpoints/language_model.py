@@ -13,7 +13,7 @@ from draftproof.models.families import FAMILIES
 from draftproof.models.loading import Weights, WeightSource
 
 
-def matches(raw: Mapping[str, Any]) -> bool:
+def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") in FAMILIES
 
 

@@ -2,72 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from draftproof.checkpoints.tensors import open_weights, tensor_names
 from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.config import ModelConfig
+from draftproof.models.loading import WeightSource
+
+# keys of the flat form that describe the head, not its layers
+_OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
+_OWN_KEYS |= {"qkv_bias", "bias"}
 
 
-def matches(raw: Mapping[str, Any]) -> bool:
-    """The flat form names the draft vocabulary beside ordinary Llama keys."""
-    return "draft_vocab_size" in raw and "speculators_model_type" not in raw
+def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
+    """By a key, by the architecture's name, else by tensors: the config of the first EAGLE is an ordinary Llama's."""
+    if "draft_vocab_size" in raw or "eagle" in _architecture(raw):
+        return True
+    names = tensor_names(directory)
+    return "fc.weight" in names and "hidden_norm.weight" not in names
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The format's fixed conventions: taps 2, n/2, n-3; base 10000 unless stated; the raw state as residual."""
+    """The format's fixed conventions: base 10000 unless stated; bias on q, k and v alone, by a key of its own."""
     where = str(directory / "config.json")
-    known = {
-        "draft_vocab_size",
-        "target_hidden_size",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "qkv_bias",
-        "bias",
-    }
-    flat = {"model_type": "llama", "rope_theta": 10000.0} | {k: v for k, v in raw.items() if k not in known}
-    if "qkv_bias" in raw:
-        flat["attention_bias"] = raw["qkv_bias"]
+    flat = {"model_type": "llama", "rope_theta": 10000.0}
+    flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
     layers = model_config.parse(flat, where=where)
+    if raw.get("qkv_bias"):
+        layers = dataclasses.replace(layers, qkv_bias=True)
+    third = "draft_vocab_size" in raw or "eagle3" in _architecture(raw)
+    third = third or "layers.0.hidden_norm.weight" in map(_rename, tensor_names(directory))
     return DraftCheckpoint(
-        method="eagle3",
+        method="eagle3" if third else "eagle",
         where=where,
-        settings=Eagle3Settings(
-            layers=layers,
-            draft_vocab_size=raw["draft_vocab_size"],
-            taps=None,
-            norm_before_residual=False,
-            norm_before_fc=raw.get("norm_before_fc", False),
-            fc_norm=raw.get("fc_norm", False),
-            norm_output=raw.get("norm_output", False),
-        ),
-        weights=_weights(directory) if weights is None else weights,
+        settings=_eagle3(raw, layers) if third else _eagle1(raw, layers),
+        weights=open_weights(directory).renamed(_rename) if weights is None else weights,
         directory=directory,
     )
 
 
-def _weights(directory: Path) -> Weights:
-    """Safetensors where there are any; a pickle only through `weights_only`, which runs no code."""
-    if any(directory.glob("*.safetensors")):
-        tensors = Weights.open(directory)
-        names = {_rename(n): n for n in tensors.names()}
-        return Weights(str(directory), names, lambda name: tensors.get(names[name]))
-    path = directory / "pytorch_model.bin"
-    if not path.is_file():
-        raise ValueError(f"{directory}: holds neither model.safetensors nor pytorch_model.bin")
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"{path}: cannot be read as plain tensors ({type(error).__name__}: {error})"
-        ) from error
-    return Weights.of({_rename(name): tensor for name, tensor in loaded.items()}, str(path))
+def _eagle1(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle1Settings:
+    return Eagle1Settings(layers=layers, fc_bias=raw.get("bias", True))
+
+
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle3Settings:
+    """Taps are 2, n/2 and n-3; the raw state is the residual; `bias` says nothing about this one's `fc`."""
+    return Eagle3Settings(
+        layers=layers,
+        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
+        taps=None,
+        norm_before_residual=False,
+        norm_before_fc=raw.get("norm_before_fc", False),
+        fc_norm=raw.get("fc_norm", False),
+        norm_output=raw.get("norm_output", False),
+    )
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return " ".join(raw.get("architectures") or ()).lower()
 
 
 def _rename(name: str) -> str:

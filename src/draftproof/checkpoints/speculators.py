@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from draftproof.checkpoints import speculators_fused
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
+from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights, WeightSource
 
 
-def matches(raw: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in raw
+def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
+    return _kind(raw) is not None
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """ValueError for a type that is not supported, or settings that are missing."""
-    where = str(directory / "config.json")
-    kind = raw["speculators_model_type"]
+    where, kind = str(directory / "config.json"), str(_kind(raw))
     if kind not in _SETTINGS:
         raise ValueError(
             f"{where}: speculators_model_type={kind!r}: not supported; supported: {', '.join(_SETTINGS)}"
         )
     envelope = raw.get("speculators_config") or {}
+    layers = model_config.parse(_layers(raw, where), where=f"{where}: transformer_layer_config")
     return DraftCheckpoint(
         method=kind,
         where=where,
-        settings=_SETTINGS[kind](raw, where),
-        weights=Weights.open(directory) if weights is None else weights,
+        settings=_SETTINGS[kind](raw, layers, where),
+        weights=Weights.open(directory).renamed(speculators_fused.rename) if weights is None else weights,
         directory=directory,
         num_drafts=_num_drafts(envelope, where),
         target=(envelope.get("verifier") or {}).get("name_or_path") or None,
     )
+
+
+def _kind(raw: Mapping[str, Any]) -> str | None:
+    """The type, by its key, else by the architecture's name: Eagle3DraftModel and Eagle3Speculator are `eagle3`."""
+    names = [str(name).lower() for name in raw.get("architectures") or ()]
+    stems = [name.removesuffix(end) for name in names for end in _ENDINGS if name.endswith(end)]
+    return raw.get("speculators_model_type") or next(iter(stems), None)
 
 
 def _num_drafts(envelope: Mapping[str, Any], where: str) -> int | None:
@@ -49,8 +58,7 @@ def _num_drafts(envelope: Mapping[str, Any], where: str) -> int | None:
     return number
 
 
-def _eagle3(raw: Mapping[str, Any], where: str) -> Eagle3Settings:
-    layers = model_config.parse(_layers(raw, where), where=f"{where}: transformer_layer_config")
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle3Settings:
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     return Eagle3Settings(
         layers=layers,
@@ -72,4 +80,9 @@ def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return layers
 
 
-_SETTINGS = {"eagle3": _eagle3}
+_SETTINGS: Mapping[str, Callable[[Mapping[str, Any], ModelConfig, str], object]] = {
+    "eagle": speculators_fused.eagle,
+    "eagle3": _eagle3,
+    "mtp": speculators_fused.mtp,
+}
+_ENDINGS = ("draftmodel", "speculator")  # of the classes' names

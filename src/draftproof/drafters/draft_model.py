@@ -5,15 +5,14 @@ Shapes: N draft rows, M read rows.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_vocabulary
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
@@ -49,12 +48,7 @@ def build(given: DraftBuild) -> HeadDrafter:
     """Raises ValueError where the vocabularies differ, naming both sizes or the first token that differs."""
     s, made = given.settings(DraftModelSettings), given.build
     assert given.checkpoint is not None
-    if s.model.vocab_size != given.target.config.vocab_size:
-        raise ValueError(
-            f"{given.checkpoint.where}: vocab_size={s.model.vocab_size}, but the target's is "
-            f"{given.target.config.vocab_size}; a draft model must share the target's tokenizer"
-        )
-    _check_tokenizers(given.checkpoint.directory, given.target_directory)
+    check_vocabulary(given, s.model.vocab_size)
     decoder = Decoder.load(
         given.checkpoint.weights,
         s.model,
@@ -66,25 +60,3 @@ def build(given: DraftBuild) -> HeadDrafter:
         exact=False,
     )
     return HeadDrafter(DraftModelHead(decoder), given.num_drafts)
-
-
-def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Equal sizes are not enough: token 17 must be the same text in both. Without both files there is no telling."""
-    draft_ids, target_ids = _vocabulary(draft), _vocabulary(target)
-    if draft_ids is None or target_ids is None or draft_ids == target_ids:
-        return
-    token = min(
-        (t for t in target_ids if draft_ids.get(t) != target_ids[t]), key=target_ids.__getitem__, default="?"
-    )
-    raise ValueError(
-        f"{draft}: its tokenizer differs from the target's: token {token!r} has id {draft_ids.get(token)} there and "
-        f"{target_ids.get(token)} in the target's; a draft model must share the target's tokenizer"
-    )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    vocab = json.loads(path.read_text(encoding="utf-8")).get("model", {}).get("vocab")
-    return vocab if isinstance(vocab, dict) else None

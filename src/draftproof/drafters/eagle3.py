@@ -14,9 +14,10 @@ from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_vocabulary
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import Build, DecoderLayer, Norm
+from draftproof.models.layers import Build, DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
 
@@ -79,17 +80,13 @@ class Eagle3Head:
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor]:
         assert features_NF is not None
-        first = self._layers[0]
-        assert first.input_norm is not None
+        embed_norm = self._layers[0].input_norm
+        assert embed_norm is not None
         normed_NH = self._hidden_norm(features_NF)
         residual_NH = normed_NH if self._settings.norm_before_residual else features_NF
-        embedded_NH = first.input_norm(self._ops.gather(self._embed_VH, tokens_N))
+        embedded_NH = embed_norm(self._ops.gather(self._embed_VH, tokens_N))
         x_NX = self._ops.concat((embedded_NH, normed_NH))
-        x_NH, residual_NH = first(x_NX, residual_NH, attn)
-        for layer in self._layers[1:]:
-            assert layer.input_norm is not None
-            x_NH, residual_NH = layer.input_norm.add(x_NH, residual_NH)
-            x_NH, residual_NH = layer(x_NH, residual_NH, attn)
+        x_NH, residual_NH = run_layers(self._layers, x_NX, residual_NH, attn)
         out_NH, stream_NH = self._norm.add(x_NH, residual_NH)
         return out_NH, out_NH if self._settings.norm_output else stream_NH
 
@@ -109,11 +106,7 @@ def _taps(s: Eagle3Settings, given: DraftBuild) -> tuple[int, ...]:
     """The tapped layers, checked against the target; so are the other sizes that must agree."""
     assert given.checkpoint is not None
     where, target = given.checkpoint.where, given.target.config
-    if s.layers.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{where}: vocab_size={s.layers.vocab_size}, but the target's is {target.vocab_size}; "
-            "this draft head belongs to another target"
-        )
+    check_vocabulary(given, s.layers.vocab_size)
     taps = s.taps
     if taps is None:
         n = target.num_layers

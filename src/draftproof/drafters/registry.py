@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftproof.config import parse_options, reject_unknown_keys
-from draftproof.drafters import custom, draft_model, eagle3, replay
+from draftproof.drafters import custom, draft_model, eagle1, eagle3, mtp, replay, suffix
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.ngram import NgramDrafter, NgramOptions
@@ -40,8 +40,11 @@ def _without_options(build: Callable[[DraftBuild], Drafter]) -> Callable[[DraftB
 METHODS: dict[str, Method] = {
     "ngram": Method(build=_build_ngram, needs_model=False, default_drafts=4),
     "draft_model": Method(build=_without_options(draft_model.build)),
+    "eagle": Method(build=_without_options(eagle1.build)),
     "eagle3": Method(build=_without_options(eagle3.build)),
+    "mtp": Method(build=_without_options(mtp.build)),
     "replay": Method(build=replay.build, needs_model=False, runs_others=True),
+    "suffix": Method(build=suffix.build, needs_model=False, default_drafts=16),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
 

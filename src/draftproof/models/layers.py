@@ -187,3 +187,15 @@ class DecoderLayer:
         after the layer: (MLP's output, stream between attention and MLP)."""
         x_TH, residual_TH = self.post_norm.add(self.attention(x_TX, attn), residual_TH)
         return self.mlp(x_TH), residual_TH
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
+) -> tuple[Tensor, Tensor]:
+    """All layers in turn; the first is given its input already normed. Returns what the last one does."""
+    x_TH, residual_TH = layers[0](x_TX, residual_TH, attn)
+    for layer in layers[1:]:
+        assert layer.input_norm is not None
+        x_TH, residual_TH = layer.input_norm.add(x_TH, residual_TH)
+        x_TH, residual_TH = layer(x_TH, residual_TH, attn)
+    return x_TH, residual_TH

@@ -92,6 +92,11 @@ class Weights:
         """Tensors already in memory; `where` names their source in errors."""
         return cls(where, tensors, tensors.__getitem__)
 
+    def renamed(self, rename: Callable[[str], str]) -> Weights:
+        """The same tensors under the names that `rename` gives them."""
+        names = {rename(name): name for name in self._names}
+        return Weights(self.where, names, lambda name: self._read(names[name]))
+
     def __contains__(self, name: object) -> bool:
         return name in self._names
 

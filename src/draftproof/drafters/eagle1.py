@@ -1,0 +1,31 @@
+"""EAGLE-1: one layer that predicts the target's next state from its last one. Li et al., arXiv 2401.15077.
+
+EAGLE-2 and HASS heads are the same network, trained otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftproof.drafters.base import Taps
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fused import FusedHead, Norms
+from draftproof.drafters.head import HeadDrafter
+from draftproof.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle1Settings:
+    """`layers`: the draft's own decoder layers. `norms`: the variant with norms of embedding, input and output; the
+    original has none of them, and none of the state in either form."""
+
+    layers: ModelConfig
+    fc_bias: bool
+    norms: bool = False
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    s = given.settings(Eagle1Settings)
+    norms = Norms(embed=s.norms, hidden=False, input=s.norms, final=s.norms)
+    head = FusedHead(given, s.layers, Taps(final=True), norms, fc_bias=s.fc_bias)
+    return HeadDrafter(head, given.num_drafts)

@@ -1,0 +1,69 @@
+"""Whether a draft checkpoint belongs to its target: refused at start, with both values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from draftproof.drafters.build import DraftBuild
+from draftproof.models.loading import Weights
+
+# what checkpoints carry along and no head needs; `embed_tokens` and `lm_head` are used where the head wants its own
+_IGNORABLE = (
+    r"verifier_.*",
+    r".*rotary_emb\.inv_freq",
+    r"embed_tokens\.weight",
+    r"lm_head\.weight",
+    "[dt]2[dt]",
+)
+
+
+def check_vocabulary(given: DraftBuild, vocab_size: int) -> None:
+    """ValueError where draft and target count or spell their tokens differently."""
+    assert given.checkpoint is not None
+    if vocab_size != given.target.config.vocab_size:
+        raise ValueError(
+            f"{given.checkpoint.where}: vocab_size={vocab_size}, but the target's is "
+            f"{given.target.config.vocab_size}; the draft must share the target's tokenizer, so this one belongs to "
+            "another target"
+        )
+    _check_tokenizers(given.checkpoint.directory, given.target_directory)
+
+
+def check_hidden(given: DraftBuild, hidden_size: int) -> None:
+    """ValueError where a head that reads target states, or shares the target's tables, is of another width."""
+    assert given.checkpoint is not None
+    if hidden_size != given.target.config.hidden_size:
+        raise ValueError(
+            f"{given.checkpoint.where}: hidden_size={hidden_size}, but the target's is "
+            f"{given.target.config.hidden_size}; this draft head belongs to another target"
+        )
+
+
+def check_leftovers(given: DraftBuild) -> None:
+    """ValueError for a tensor of the head that found no place in it, such as a bias that the config denies."""
+    assert given.checkpoint is not None
+    if isinstance(given.checkpoint.weights, Weights):
+        given.checkpoint.weights.check_used(lambda _: True, _IGNORABLE)
+
+
+def _check_tokenizers(draft: Path, target: Path) -> None:
+    """Equal sizes are not enough: token 17 must be the same text in both. Without both files there is no telling."""
+    draft_ids, target_ids = _vocabulary(draft), _vocabulary(target)
+    if draft_ids is None or target_ids is None or draft_ids == target_ids:
+        return
+    token = min(
+        (t for t in target_ids if draft_ids.get(t) != target_ids[t]), key=target_ids.__getitem__, default="?"
+    )
+    raise ValueError(
+        f"{draft}: its tokenizer differs from the target's: token {token!r} has id {draft_ids.get(token)} there and "
+        f"{target_ids.get(token)} in the target's; the draft must share the target's tokenizer"
+    )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    vocab = json.loads(path.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+    return vocab if isinstance(vocab, dict) else None

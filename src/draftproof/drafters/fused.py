@@ -1,0 +1,95 @@
+"""The head that reads one target state and one token: `fc([token; state])`, decoder layers, the target's own lm_head.
+
+Shapes: N draft rows, M read rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
+from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_hidden, check_leftovers, check_vocabulary
+from draftproof.models.config import ModelConfig
+from draftproof.models.layers import DecoderLayer, Norm, run_layers
+from draftproof.models.rope import cos_sin_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norms:
+    """Which norms a head has: of the embedding, of the state, of the first layer's input, of the output."""
+
+    embed: bool
+    hidden: bool
+    input: bool
+    final: bool
+
+
+class FusedHead:
+    """`x = fc([embed_norm(embed); hidden_norm(h)])`, layers, `out = norm(x)`: logits and feedback are both of `out`.
+
+    `taps` is the one state h. Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*.
+    """
+
+    ids_V: Tensor | None = None
+
+    def __init__(
+        self, given: DraftBuild, config: ModelConfig, taps: Taps, norms: Norms, *, fc_bias: bool = False
+    ) -> None:
+        check_vocabulary(given, config.vocab_size)
+        check_hidden(given, config.hidden_size)
+        build, hidden, vocab = given.build, config.hidden_size, config.vocab_size
+        self._ops = build.ops
+        self.spec = DraftSpec(
+            taps=taps,
+            layout=lambda _: InputLayout(context="all", shift=1),
+            kv=tuple(
+                KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=w) for w in config.windows
+            ),
+        )
+
+        def norm(name: str, wanted: bool) -> Norm | None:
+            return Norm.load(build, name, hidden, config.norm_eps) if wanted else None
+
+        self._embed_norm = norm("embed_norm", norms.embed)
+        self._hidden_norm = norm("hidden_norm", norms.hidden)
+        ones_H = torch.ones(hidden, dtype=build.dtype, device=build.device)
+        self._has_final_norm = norms.final
+        self._norm = norm("norm", norms.final) or Norm(ones_H, config.norm_eps, build.ops)
+        self._fc = build.linear("fc", 2 * hidden, hidden, bias=fc_bias)
+        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self._layers = [
+            DecoderLayer(build, f"layers.{i}", config, table, i, window, input_norm=norms.input or i > 0)
+            for i, window in enumerate(config.windows)
+        ]
+        self._embed_VH = given.own_or_target("embed_tokens.weight", given.target_embed_name, (vocab, hidden))
+        head_VH = given.own_or_target("lm_head.weight", given.target_head_name, (vocab, hidden))
+        self._head = build.pack(head_VH, out_dtype=torch.float32)
+        check_leftovers(given)
+
+    def features(self, taps: tuple[Tensor, ...]) -> Tensor:
+        return taps[0]
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, Tensor]:
+        assert features_NF is not None
+        embedded_NH = self._ops.gather(self._embed_VH, tokens_N)
+        if self._embed_norm is not None:
+            embedded_NH = self._embed_norm(embedded_NH)
+        state_NH = features_NF if self._hidden_norm is None else self._hidden_norm(features_NF)
+        fused_NH = self._fc(self._ops.concat((embedded_NH, state_NH)))
+        first = self._layers[0].input_norm
+        x_NH = fused_NH if first is None else first(fused_NH)
+        x_NH, residual_NH = run_layers(self._layers, x_NH, fused_NH, attn)
+        normed_NH, stream_NH = self._norm.add(x_NH, residual_NH)
+        out_NH = normed_NH if self._has_final_norm else stream_NH
+        return out_NH, out_NH
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        return self._head(hidden_MH)
