@@ -17,7 +17,7 @@ from draftproof.kernels import certify, ops
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
-from draftproof.kernels.gpu.planner import graph_microseconds
+from draftproof.kernels.gpu.planner import Replayed
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
@@ -73,7 +73,7 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
                 passes["cublas"][rows].append(lambda f=free, g=given: f(g))
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
     found = {
-        name: {rows: graph_microseconds(calls[rows]) * len(calls[rows]) / 1e3 for rows in ROWS}
+        name: {rows: Replayed(calls[rows]).microseconds() * len(calls[rows]) / 1e3 for rows in ROWS}
         for name, calls in passes.items()
     }
     for name, times in found.items():
@@ -124,9 +124,10 @@ def attention(
         q = torch.randn(1, HEADS, rows, D, device=DEVICE, dtype=BF16)
         k, v = (torch.randn(1, KV_HEADS, context, D, device=DEVICE, dtype=BF16) for _ in range(2))
         found = [_timed(cache, t, 1, rows, context) for t in prompts]
-        torch_us = graph_microseconds(
+        whole = Replayed(
             [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]  # noqa: B023
         )
+        torch_us = whole.microseconds()
         print(
             f"  prompt {rows} rows at {context}: {' | '.join(found)} | torch, causal from the top: {torch_us:.0f}"
         )
@@ -141,7 +142,7 @@ def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bo
     """Microseconds, or why there are none."""
     try:
         calls = cache.calls(TritonAttention(tiling), batch, rows, context, bound)
-        return f"{graph_microseconds(calls[:64]):8.1f}"
+        return f"{Replayed(calls[:64]).microseconds():8.1f}"
     except Exception as error:
         return repr(error)[:60]
 
@@ -161,9 +162,10 @@ def sampling() -> None:
         ):
             columns = [torch.full((rows,), value, device=DEVICE) for value in params]
             seeds = torch.arange(rows, device=DEVICE)
-            us = graph_microseconds([lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4)  # noqa: B023
+            calls = [lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4  # noqa: B023
+            us = Replayed(calls).microseconds()
             line += f" {title} {us:.1f};"
-        us = graph_microseconds([lambda: table.log_normalizer(logits)] * 4)  # noqa: B023
+        us = Replayed([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023
         print(line + f" log normalizer {us:.1f}; roof {rows * width * 4 / BANDWIDTH:.1f}")
 
 
@@ -193,7 +195,7 @@ def small() -> None:
         }  # fmt: skip
         line = f"{rows:4} rows, us:"
         for name, call in calls.items():
-            line += f" {name} {graph_microseconds([call] * 20):.1f};"
+            line += f" {name} {Replayed([call] * 20).microseconds():.1f};"
         if rows == 1:
             for name, call in calls.items():
                 torch.cuda.synchronize()

@@ -40,7 +40,7 @@ class Tiling:
     most_prompt: int = 64  # the same from `prompt_rows` rows on
     prompt_rows: int = 512
     programs: int = 6  # a multiprocessor
-    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two
+    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class AttentionPass:
         most = min(most, 32) if wide else most
         together = min(rows, self._most_each or rows)
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
-        scratch = rows * heads * chunks * (dim + 2) * 4
+        scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
         return _Shape(
             rows=rows,
             heads=heads,
@@ -157,18 +157,18 @@ class AttentionPass:
             chunk=self._tiling.chunk,
             chunks=chunks,
             step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
-            split=rows <= self._tiling.split_rows and scratch <= SCRATCH_BYTES,
+            split=rows <= self._tiling.split_rows and scratch <= SCRATCH_BYTES and num_slots < 1 << 16,
             itemsize=k_cache.dtype.itemsize,
             shared_bytes=shared_bytes(q_THD.device),
         )
 
     def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
-        """int32 [2 + rows + 1 + rows], see `tiles_kernel`."""
+        """int32 [2 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
         per_tile = shape.tile // shape.group2
         key = (per_tile, shape.window, shape.split)
         plan = self._plans.get(key)
         if plan is None:
-            plan = slots_T.new_empty(2 * shape.rows + 3, dtype=torch.int32)
+            plan = slots_T.new_empty(3 * shape.rows + 3 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
                 *(slots_T, ends_T, plan, shape.rows, shape.window),
                 CHUNK=shape.chunk,
@@ -192,7 +192,7 @@ class AttentionPass:
         most = shape.rows * shape.chunks * shape.kv_heads
         programs = min(self._tiling.programs * num_processors(q.device), most)
         split_kernel[(programs,)](
-            *(*inputs, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
+            *(*inputs[:4], ends_T, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
             **early(q),
