@@ -31,7 +31,7 @@ def tiles_kernel(
 ):  # fmt: skip
     """Cut the pass into tiles of up to ROWS neighbouring rows of one slot; one program.
 
-    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each, slot of each].
+    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each, slots].
     """
     begin(EARLY)
     carried, tiles = 0, 0

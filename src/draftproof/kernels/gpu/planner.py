@@ -48,7 +48,7 @@ def times(
 
 
 def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """Least microseconds of a call; those that are close run again, in turns: clocks and neighbours change with time."""
+    """Least microseconds of a call; those that are close run again, in turns: clocks change with time."""
     graphs = {name: Replayed(several) for name, several in calls.items()}
     best = {name: graph.microseconds() for name, graph in graphs.items()}
     close = [name for name, t in best.items() if t <= CLOSE * min(best.values())]
