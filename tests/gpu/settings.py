@@ -18,6 +18,7 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.engine import Parts
+from tests.conformance.cases import CASES
 from tests.drafters import golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ class Models:
         return {**found, "load_format": "dummy"} if name == DUMMY else found
 
     def drafter(self, target: str, method: str) -> dict[str, Any]:
-        """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts."""
+        """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts; for tiny, any with a case."""
         draft = {"small": "tiny", "tiny": "draft"}.get(target, "")
         heads: dict[str, Callable[[], dict[str, Any]]] = {
             "ngram": lambda: {"method": "ngram", "prompt_lookup_min": 1},
@@ -119,7 +120,8 @@ class Models:
                 "drafters": [heads[name]() for name in ("ngram", "eagle3", "draft_model")],
             },
         }
-        return {**heads[method](), "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
+        found = heads[method]() if method in heads else dict(CASES[method].config)
+        return {**found, "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
 
     def path(self, name: str) -> Path:
         """Of a model or head; ValueError where it is not at hand."""
