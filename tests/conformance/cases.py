@@ -10,14 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
-from tests.drafters.derived import eagle_from_mtp
+from tests.drafters.derived import (
+    dflash2_from_dflash,
+    dspark_from_dflash,
+    eagle_from_mtp,
+    pard_from_model,
+    peagle_from_eagle3,
+    xpress_from_dflash,
+)
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
 DRAFT = str(DATA / "draft")
 MTP = str(DATA / "tiny-mtp")
-MADE = tempfile.TemporaryDirectory()  # lives as long as the process
-EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), Path(MADE.name) / "eagle1"))
+DFLASH = str(DATA / "tiny-dflash")
+TEMPORARY = tempfile.TemporaryDirectory()  # lives as long as the process
+MADE = Path(TEMPORARY.name)
+EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), MADE / "eagle1"))
+PEAGLE = str(peagle_from_eagle3(Path(EAGLE3), MADE / "peagle"))
+PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
+DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
+DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
+XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
 RECORDINGS = str(DATA / "recordings.json")
 
 
@@ -51,6 +65,12 @@ CASES: dict[str, Case] = {
     ),
     "eagle": Case({"model": EAGLE1}),
     "mtp": Case({"model": MTP}),
+    "peagle": Case({"model": PEAGLE}),
+    "pard": Case({"model": PARD}),
+    "dflash": Case({"model": DFLASH}, max_drafts=7),
+    "dspark": Case({"model": DSPARK, "confidence_threshold": 0.3}, max_drafts=7),
+    "dflash2": Case({"model": DFLASH2}, max_drafts=7),
+    "xpress": Case({"model": XPRESS}, max_drafts=7),
     "suffix": Case({"method": "suffix"}, forgets=False),
     "replay": Case(
         {

@@ -49,10 +49,93 @@ def speculators_from_original(source: Path, folder: Path) -> Path:
     return _write(folder, {**raw, "transformer_layer_config": read_json(source / "config.json")}, tensors)
 
 
+def peagle_from_eagle3(source: Path, folder: Path) -> Path:
+    """An EAGLE-3 head with a mask state: its first draft is EAGLE-3's, the others are anybody's guess; `folder`."""
+    tensors = load_file(source / "model.safetensors")
+    tensors["mask_hidden"] = _random((1, 1, tensors["fc.weight"].shape[1]), 0.3)
+    raw = read_json(source / "config.json") | {"speculators_model_type": "peagle", "mask_token_id": 3}
+    return _write(folder, raw, tensors)
+
+
+def pard_from_model(source: Path, folder: Path) -> Path:
+    """A language model that says it was trained to fill masks: its first draft is a draft model's; `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).symlink_to((source / name).resolve())
+    (folder / "config.json").write_text(json.dumps(read_json(source / "config.json") | {"pard_token": 3}))
+    return folder
+
+
+def dspark_from_dflash(source: Path, folder: Path, kind: str = "rnn", rank: int = 8) -> Path:
+    """A DFlash head with a small bias, and confidence that is high or low by chance; `folder`."""
+    tensors = load_file(source / "model.safetensors")
+    raw = read_json(source / "config.json")
+    vocab, hidden = raw["draft_vocab_size"], raw["transformer_layer_config"]["hidden_size"]
+    joint = {"rnn": ("joint_proj", 2 * rank + hidden, 3 * rank), "gated": ("gate_proj", rank + hidden, rank)}
+    tensors |= {
+        "markov_head.markov_w1.weight": _random((vocab, rank), 0.3),
+        "markov_head.markov_w2.weight": _random((vocab, rank), 0.3),
+        "confidence_head.proj.weight": _random((1, hidden + rank), 0.3),
+        "confidence_head.proj.bias": torch.ones(1),
+    }
+    if kind in joint:
+        name, width, out = joint[kind]
+        tensors[f"markov_head.{name}.weight"] = _random((out, width), 0.1)
+        tensors[f"markov_head.{name}.bias"] = torch.zeros(out)
+    raw |= {"speculators_model_type": "dspark", "markov_rank": rank, "markov_head_type": kind}
+    return _write(folder, raw, tensors)
+
+
+def dflash2_from_dflash(source: Path, folder: Path, rank: int = 8, group: int = 16) -> Path:
+    """A DFlash head with convolutions that hardly do anything, and a selector with an opinion; `folder`."""
+    tensors = load_file(source / "model.safetensors")
+    raw = read_json(source / "config.json")
+    vocab, hidden = raw["draft_vocab_size"], raw["transformer_layer_config"]["hidden_size"]
+    for i in range(raw["transformer_layer_config"]["num_hidden_layers"]):
+        for part in ("attention", "mlp"):
+            kernel = _random((2, 2, hidden), 0.02)
+            kernel[:, 0] += 1
+            tensors[f"layers.{i}.{part}_conv.base_kernel"] = kernel
+            projection = _random((4 * (hidden // group), hidden), 0.002)
+            tensors[f"layers.{i}.{part}_conv.kernel_projection.weight"] = projection
+    for name in ("predecessor_codebook", "successor_codebook"):
+        tensors[f"candidate_selector.{name}"] = _random((vocab, rank), 0.3)
+    tensors["candidate_selector.hidden_projection.weight"] = _random((rank, hidden), 0.1)
+    own = {"selector_rank": rank, "selector_top_k": 4, "conv_group_size": group, "conv_kernel_size": 2}
+    return _write(folder, raw | own | {"speculators_model_type": "dflash2"}, tensors)
+
+
+def xpress_from_dflash(source: Path, folder: Path, rank: int = 8, ratio: int = 2) -> Path:
+    """A DFlash head with a refiner of little weight; `folder`."""
+    tensors = load_file(source / "model.safetensors")
+    raw = read_json(source / "config.json")
+    vocab, hidden, size = (
+        raw["draft_vocab_size"],
+        raw["transformer_layer_config"]["hidden_size"],
+        raw["block_size"],
+    )
+    shapes = {
+        "token_embed": (vocab, rank),
+        "down_h": (rank, hidden),
+        "down_g": (rank, hidden),
+        "in_proj": (rank, 3 * rank),
+        "mlp_gate": (rank * ratio, rank),
+        "mlp_up": (rank * ratio, rank),
+        "mlp_down": (rank, rank * ratio),
+        "readout": (vocab, rank),
+    }
+    tensors |= {f"refiner_head.{name}.weight": _random(shape, 0.2) for name, shape in shapes.items()}
+    tensors["refiner_head.mix_l"] = _random((rank, size, size), 0.2)
+    own = {"xpress_rank": rank, "xpress_mlp_ratio": ratio, "num_jacobi_passes": 3}
+    return _write(folder, raw | own | {"speculators_model_type": "xpress"}, tensors)
+
+
+def _random(shape: tuple[int, ...], std: float) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * std
+
+
 def _write(folder: Path, raw: dict[str, object], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(
-        {name: t.contiguous().to(torch.float32) for name, t in tensors.items()}, folder / "model.safetensors"
-    )
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     return folder

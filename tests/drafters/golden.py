@@ -10,7 +10,10 @@ from draftproof import LLM, SamplingParams, assets
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "golden.json").read_text())}
-SUPPORTED = ["tiny-eagle3", "tiny-mtp", "small-eagle3", "small-mtp"]
+SUPPORTED = [
+    *("tiny-eagle3", "tiny-mtp", "tiny-dflash", "tiny-peagle", "tiny-dspark", "tiny-dflash2"),
+    *("small-eagle3", "small-mtp", "small-dflash"),
+]
 
 
 def find(name: str, extra: Path | None) -> Path | None:

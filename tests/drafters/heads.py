@@ -5,6 +5,7 @@ Shapes: T target rows, N draft rows, S slots.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,16 @@ ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 
 
 class Pair:
-    """A target and a head for it, fp32, torch operators, K = 5."""
+    """A target and a head for it, fp32, torch operators."""
 
-    def __init__(self, folder: str, target: str, reference: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        target: str,
+        reference: Path | None = None,
+        num_drafts: int = 5,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """`reference`: the folder of inputs and outputs, where it is not the head's own."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
@@ -42,8 +50,8 @@ class Pair:
         checkpoint = detect.read(ORACLE / folder)
         given = DraftBuild(
             config=EngineConfig(),
-            options={},
-            num_drafts=5,
+            options=options or {},
+            num_drafts=num_drafts,
             checkpoint=checkpoint,
             target=self.target,
             target_weights=weights,
@@ -55,7 +63,7 @@ class Pair:
         planner.certify()
         assert isinstance(drafter, HeadDrafter)
         self.drafter = drafter
-        self.head = drafter._head
+        self.head = drafter.head
         self.io: dict[str, Tensor] = load_file((reference or ORACLE / folder) / "oracle_io.safetensors")
         self.tokens: list[int] = self.io["input_ids_raw"].tolist()
 

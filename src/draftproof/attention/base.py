@@ -1,11 +1,11 @@
 """Attention over the paged cache: what a backend computes, and what a layer calls.
 
-Shapes: T rows, S slots, B blocks per slot, D head size.
+Shapes: T rows, S slots, B blocks per slot, D head size; in a pass over draft blocks R blocks of J rows each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -36,6 +36,14 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Where the rows of a pass are draft blocks, block after block: what their layers see beyond `Rows.ends_T`."""
+
+    ends_T: Tensor  # int64: the end of the row's block
+    rows_JR: Tensor  # int64: index of each block's first row, second row, ...
+
+
 @dataclass(slots=True)
 class Rows:
     """Where the rows of one flat pass sit. A padding row has position -1 and end 0."""
@@ -43,6 +51,7 @@ class Rows:
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
     ends_T: Tensor  # int64; position + 1 where attention is causal
+    block: BlockRows | None = None
     most_each: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
 
     @classmethod
@@ -52,13 +61,18 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """The constants of one attention layer."""
+    """The constants of one attention layer.
+
+    In a pass over draft blocks `window` counts from the block's first row, so every row of a block sees the same
+    context; `causal` False: rows see their whole block.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int = 0
+    causal: bool = True
     eps: float = 1e-6
     cos_sin_PD: Tensor
     q_norm_D: Tensor | None = None
@@ -73,18 +87,22 @@ class PagedAttention:
     backend: AttentionBackend
     cache: PagedCache
     rows: Rows
-
-    def __post_init__(self) -> None:
-        # A backend may want to share work between the layers of a pass: `begin` gives one that does.
-        begin = getattr(self.backend, "begin", None)
-        if begin is not None:
-            self.backend = begin(self.rows.most_each)
+    _begun: dict[int, AttentionBackend] = field(default_factory=dict)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]."""
+        q_THD, rows, block = self.store(layer, qkv_TX, spec), self.rows, self.rows.block
+        if block is None:
+            return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
+        if not spec.causal:
+            window = spec.window + len(block.rows_JR) if spec.window else 0
+            return self._attend(-1, layer, q_THD, rows.slots_T, block.ends_T, window, spec)
+        return self._staggered(layer, q_THD, block.rows_JR, spec)
+
+    def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
+        """Keys and values into the cache; q [T, num_heads, D], normed and rotated. Columns of q may be left out."""
         kv = self.cache.layers[layer]
-        table = self.cache.block_table_SB
-        q_THD = self.ops.rope_store(
+        return self.ops.rope_store(
             qkv_TX,
             self.rows.positions_T,
             self.rows.slots_T,
@@ -94,8 +112,37 @@ class PagedAttention:
             spec.eps,
             kv.k,
             kv.v,
-            table,
+            self.cache.block_table_SB,
         )
-        return self.backend(
-            q_THD, kv.k, kv.v, table, self.rows.slots_T, self.rows.ends_T, spec.window, spec.scale
-        )
+
+    def _staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
+        """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
+        gather, (num_rows, *head) = self.ops.gather, q_THD.shape
+        outs = []
+        for j, index_R in enumerate(rows_JR.unbind()):
+            q_RX = gather(q_THD.view(num_rows, -1), index_R)
+            slots_R1, ends_R1 = (
+                gather(x_T.view(-1, 1), index_R) for x_T in (self.rows.slots_T, self.rows.ends_T)
+            )
+            window = spec.window + j + 1 if spec.window else 0
+            q_RHD = q_RX.view(-1, *head)
+            outs.append(self._attend(j, layer, q_RHD, slots_R1.view(-1), ends_R1.view(-1), window, spec))
+        return self.ops.concat(outs).view(num_rows, -1)
+
+    def _attend(
+        self,
+        kind: int,
+        layer: int,
+        q_THD: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        window: int,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """A backend may want to share work between calls whose rows are the same, which `kind` tells apart: from 0 on
+        they are one row of each block."""
+        if kind not in self._begun:
+            begin = getattr(self.backend, "begin", lambda _: self.backend)
+            self._begun[kind] = begin(1 if kind >= 0 else self.rows.most_each)
+        kv, table = self.cache.layers[layer], self.cache.block_table_SB
+        return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, ends_T, window, spec.scale)

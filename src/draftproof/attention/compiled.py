@@ -34,6 +34,7 @@ class CompiledAttention:
         if code is None or k_cache.dtype != dtype:
             return sdpa_attention(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
         assert slots_T.dtype == ends_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
+        assert slots_T.is_contiguous() and ends_T.is_contiguous() and block_table_SB.is_contiguous()
         rows, num_heads, head_dim = q_THD.shape
         _, num_kv_heads, block_size, _ = k_cache.shape
         q_THD = q_THD.contiguous()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftproof.checkpoints import language_model, safeailab, speculators
+from draftproof.checkpoints import language_model, safeailab, speculators, zlab
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.config import read_json, reading
 from draftproof.models.loading import WeightSource
 
-_READERS = (speculators, safeailab, language_model)  # the first that matches reads
+_HEADS = (zlab, speculators, safeailab)
+_READERS = (*_HEADS, language_model)  # the first that matches reads
 
 
 def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
@@ -24,7 +25,8 @@ def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoin
                 return reader.read(directory, raw, weights)
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
-        "(speculators_model_type), nor a flat EAGLE head (fc.weight), nor a language model (model_type)"
+        "(speculators_model_type), nor z-lab's (dflash_config), nor a flat EAGLE head (fc.weight), nor a language "
+        "model (model_type)"
     )
 
 
@@ -35,7 +37,7 @@ def is_draft_head(directory: Path) -> bool:
         return False
     raw = read_json(path)
     with reading(path):
-        return any(reader.matches(directory, raw) for reader in (speculators, safeailab))
+        return any(reader.matches(directory, raw) for reader in _HEADS)
 
 
 def target_of(checkpoint: DraftCheckpoint) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from draftproof.checkpoints.tensors import open_weights, tensor_names
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
-from draftproof.drafters.eagle3 import Eagle3Settings
+from draftproof.drafters.tapped import TappedSettings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
@@ -51,9 +51,9 @@ def _eagle1(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle1Settings:
     return Eagle1Settings(layers=layers, fc_bias=raw.get("bias", True))
 
 
-def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle3Settings:
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> TappedSettings:
     """Taps are 2, n/2 and n-3; the raw state is the residual; `bias` says nothing about this one's `fc`."""
-    return Eagle3Settings(
+    return TappedSettings(
         layers=layers,
         draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
         taps=None,

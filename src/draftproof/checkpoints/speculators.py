@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftproof.checkpoints import speculators_fused
+from draftproof.checkpoints import speculators_block, speculators_fused
 from draftproof.drafters.build import DraftCheckpoint
-from draftproof.drafters.eagle3 import Eagle3Settings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights, WeightSource
@@ -58,19 +57,6 @@ def _num_drafts(envelope: Mapping[str, Any], where: str) -> int | None:
     return number
 
 
-def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle3Settings:
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    return Eagle3Settings(
-        layers=layers,
-        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
-        taps=None if ids is None else tuple(ids),
-        norm_before_residual=raw.get("norm_before_residual", True),  # what the format means by a missing key
-        norm_before_fc=raw.get("norm_before_fc", False),
-        fc_norm=raw.get("fc_norm", False),
-        norm_output=raw.get("norm_output", False),
-    )
-
-
 def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, Mapping):
@@ -82,7 +68,12 @@ def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 _SETTINGS: Mapping[str, Callable[[Mapping[str, Any], ModelConfig, str], object]] = {
     "eagle": speculators_fused.eagle,
-    "eagle3": _eagle3,
+    "eagle3": speculators_fused.eagle3,
+    "peagle": speculators_fused.peagle,
+    "dflash": speculators_block.dflash,
+    "dspark": speculators_block.dspark,
+    "dflash2": speculators_block.dflash2,
+    "xpress": speculators_block.xpress,
     "mtp": speculators_fused.mtp,
 }
 _ENDINGS = ("draftmodel", "speculator")  # of the classes' names

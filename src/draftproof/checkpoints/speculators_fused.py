@@ -1,4 +1,4 @@
-"""The types of the `speculators` format whose head reads one state and one token: settings, and names of tensors."""
+"""The types of the `speculators` format whose rows carry a token and target states: settings, and tensors' names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.mtp import MtpSettings
+from draftproof.drafters.tapped import TappedSettings
 from draftproof.models.config import ModelConfig
 
 _NAMES = (  # longest first: one of them begins like another
@@ -36,6 +38,29 @@ def mtp(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> MtpSettings:
     if modules != 1:
         raise ValueError(f"{where}: num_nextn_predict_layers={modules!r}: only 1 module is supported")
     return MtpSettings(layers=_one(layers), target_layers=layers.num_layers)
+
+
+def eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSettings:
+    return _tapped(raw, layers, norm_before_residual=True)
+
+
+def peagle(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSettings:
+    return _tapped(raw, layers, norm_before_residual=False)
+
+
+def _tapped(raw: Mapping[str, Any], layers: ModelConfig, norm_before_residual: bool) -> TappedSettings:
+    """norm_before_residual: what the type means where the key is missing."""
+    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    return TappedSettings(
+        layers=layers,
+        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
+        taps=None if ids is None else tuple(ids),
+        norm_before_residual=raw.get("norm_before_residual", norm_before_residual),
+        norm_before_fc=raw.get("norm_before_fc", False),
+        fc_norm=raw.get("fc_norm", False),
+        norm_output=raw.get("norm_output", False),
+        mask_token=mask_token(raw),
+    )
 
 
 def rename(name: str) -> str:

@@ -41,7 +41,17 @@ class DraftSpec:
     taps: Taps = field(default_factory=Taps)
     layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
+    unroll: Literal["recurrent", "parallel"] = (
+        "recurrent"  # parallel: one pass, a draft from each of the last rows
+    )
+    mask_token: int | None = None
+    anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
+
+    def lookahead(self, num_drafts: int) -> int:
+        """How many positions past the verified rows a draft pass may write to."""
+        layout = self.layout(num_drafts)
+        return max(num_drafts, layout.anchor + layout.masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

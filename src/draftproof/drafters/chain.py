@@ -77,8 +77,12 @@ def _any(open_R: Tensor) -> bool:
 
 
 def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
-    """What the engine reads of a layout: whether rows look one token ahead."""
-    return InputLayout(context="all", shift=1 if any(layout.shift for layout in layouts) else 0)
+    """What the engine reads of a layout: whether rows look one token ahead, and how many follow the verified ones."""
+    return InputLayout(
+        context="all",
+        shift=1 if any(layout.shift for layout in layouts) else 0,
+        masks=max(layout.anchor + layout.masks for layout in layouts),
+    )
 
 
 def _call(drafter: Drafter, name: str, *args: object) -> None:

@@ -20,17 +20,20 @@ from draftproof.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelSettings:
+    """`mask_token`: of models that were trained to fill masks."""
+
     model: ModelConfig
+    mask_token: int | None = None
 
 
 class DraftModelHead:
-    """The model as a head: it reads every token unshifted, then the newest one as a row of its own."""
+    """The model as a head."""
 
     ids_V: Tensor | None = None
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, spec: DraftSpec) -> None:
         self._decoder = decoder
-        self.spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
+        self.spec = spec
 
     def features(self, taps: tuple[Tensor, ...]) -> None:
         return None
@@ -45,11 +48,18 @@ class DraftModelHead:
 
 
 def build(given: DraftBuild) -> HeadDrafter:
+    """Every token unshifted, then the newest one as a row of its own."""
+    decoder = load(given)
+    spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
+    return HeadDrafter(DraftModelHead(decoder, spec), given.num_drafts)
+
+
+def load(given: DraftBuild) -> Decoder:
     """Raises ValueError where the vocabularies differ, naming both sizes or the first token that differs."""
     s, made = given.settings(DraftModelSettings), given.build
     assert given.checkpoint is not None
     check_vocabulary(given, s.model.vocab_size)
-    decoder = Decoder.load(
+    return Decoder.load(
         given.checkpoint.weights,
         s.model,
         made.ops,
@@ -59,4 +69,3 @@ def build(given: DraftBuild) -> HeadDrafter:
         max_positions=given.max_positions,
         exact=False,
     )
-    return HeadDrafter(DraftModelHead(decoder), given.num_drafts)

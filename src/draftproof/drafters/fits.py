@@ -8,13 +8,15 @@ from pathlib import Path
 from draftproof.drafters.build import DraftBuild
 from draftproof.models.loading import Weights
 
-# what checkpoints carry along and no head needs; `embed_tokens` and `lm_head` are used where the head wants its own
+# what checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are used
+# where the head wants them
 _IGNORABLE = (
     r"verifier_.*",
     r".*rotary_emb\.inv_freq",
     r"embed_tokens\.weight",
     r"lm_head\.weight",
     "[dt]2[dt]",
+    r"confidence_head\..*",
 )
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Draw, Proposal, Verified
+from draftproof.drafters.base import DraftSpec, Draw, InputLayout, Proposal, Verified
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.step import Layout
+from draftproof.kernels.step import DraftRows, Layout
 
 
 class DraftHead(Protocol):
@@ -26,7 +26,10 @@ class DraftHead(Protocol):
     ids_V: Tensor | None
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
-        """Fusion of the tapped target states, [T, F]; None where the head reads tokens only."""
+        """Fusion of the tapped target states, [T, F]; None where the head reads tokens only.
+
+        A head whose mask rows have features gives theirs as a row of its own after the T.
+        """
         ...
 
     def __call__(
@@ -49,9 +52,87 @@ class DraftMemory:
     cache: PagedCache
     graphs: Graphs
 
+    def attention(self, rows: Rows) -> PagedAttention:
+        return PagedAttention(self.ops, self.backend, self.cache, rows)
 
-class DraftInputs(NamedTuple):
-    """The buffers of a draft pass: `kernels.step.DraftRows` and the requests' slots."""
+
+class Unroll(Protocol):
+    """How drafts come out of a head. All of `draft` is one function of buffers, so it can be run again without
+    Python: no look at the host, no shape that depends on data."""
+
+    num_read: int  # rows read per request
+    most_drafts: int
+
+    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> tuple[Tensor, ...]:
+        """The buffers of a draft pass, beside the taps and what the draw needs."""
+        ...
+
+    def draft(
+        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """K tensors of R tokens, then possibly how many of them each request should use."""
+        ...
+
+
+class HeadDrafter:
+    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
+
+    def __init__(self, head: DraftHead, num_drafts: int, unroll: Unroll | None = None) -> None:
+        self.spec = head.spec
+        self.head = head
+        self.unroll = unroll or Recurrent(head)
+        layout = head.spec.layout(num_drafts)
+        self._layout = kernel_layout(head.spec, layout, self.unroll.num_read)
+        # where nothing is drafted, rows only keep the cache in step
+        context = "all" if layout.context == "none" else layout.context
+        self._idle = kernel_layout(head.spec, InputLayout(context=context, shift=layout.shift), 1)
+        self._memory: DraftMemory | None = None
+
+    def bind(self, memory: DraftMemory) -> None:
+        self._memory = memory
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
+        memory, unroll = self._memory, self.unroll
+        assert memory is not None, "bind comes before propose"
+        num = min(num_drafts, unroll.most_drafts)
+        fed = draft_rows(memory, self._layout if num else self._idle, verified, num)
+        own, draw = unroll.inputs(memory, verified, fed), verified.draw
+        inputs = (*own, *draw.inputs, *verified.taps)
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            split = len(own) + len(draw.inputs)
+            return unroll.draft(memory, given[: len(own)], draw.over(given[len(own) : split]), given[split:])
+
+        num_requests = len(verified.slots_R)
+        key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), num_requests, num)
+        # a draw without inputs depends on more than the buffers
+        drawn = (memory.graphs if draw.inputs else EAGER).run(key, run, inputs)
+        tokens_RK = torch.stack(drawn[:num], 1) if num else verified.next_R.new_zeros((num_requests, 0))
+        count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
+        return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
+
+
+def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:
+    return Layout(
+        context=("none", "last", "all").index(given.context),
+        shift=given.shift,
+        anchor=int(given.anchor),
+        masks=given.masks,
+        num_read=num_read,
+        mask_token=spec.mask_token or 0,
+    )
+
+
+def draft_rows(memory: DraftMemory, layout: Layout, verified: Verified, num_drafts: int) -> DraftRows:
+    v = verified
+    return memory.ops.step.draft_rows(
+        *(layout, v.cu_R1, v.tokens_T, v.positions_T, v.slots_R, v.live_R, v.next_R, v.k_R, num_drafts)
+    )
+
+
+class _Inputs(NamedTuple):
+    """The buffers of a recurrent pass: `kernels.step.DraftRows` and the requests' slots."""
 
     tokens_N: Tensor
     source_N: Tensor
@@ -65,82 +146,36 @@ class DraftInputs(NamedTuple):
     ends_KR: Tensor
 
 
-class HeadDrafter:
-    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
+class Recurrent:
+    """One row a step, which sits at the read row's position + step and carries the token drafted before."""
 
-    def __init__(self, head: DraftHead, num_drafts: int) -> None:
-        self.spec = head.spec
+    num_read = 1
+    most_drafts = 1 << 30
+
+    def __init__(self, head: DraftHead) -> None:
         self._head = head
-        given = head.spec.layout(num_drafts)
-        self._layout = Layout(
-            context=("none", "last", "all").index(given.context),
-            shift=given.shift,
-            anchor=int(given.anchor),
-            masks=given.masks,
-            num_read=1,
-            mask_token=0,
-        )
-        self._memory: DraftMemory | None = None
 
-    def bind(self, memory: DraftMemory) -> None:
-        self._memory = memory
-
-    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Feed the verified rows, then draft `num_drafts` tokens per request, one row a step.
-
-        The row of step j sits at the read row's position + j. All of it is one function of buffers, so it can be run
-        again without Python.
-        """
-        fed = self._bound.ops.step.draft_rows(
-            self._layout,
-            verified.cu_R1,
-            verified.tokens_T,
-            verified.positions_T,
-            verified.slots_R,
-            verified.live_R,
-            verified.next_R,
-            verified.k_R,
-            num_drafts,
-        )
-        draw, read_R = verified.draw, fed.read_RJ[:, 0].contiguous()
-        inputs = (
+    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> _Inputs:
+        read_R = fed.read_RJ[:, 0].contiguous()
+        return _Inputs(
             *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N, read_R),
             *(verified.slots_R, fed.drawn_KR, fed.positions_KR, fed.ends_KR),
-            *(*draw.inputs, *verified.taps),
         )
 
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
-            split = 10 + len(draw.inputs)
-            return self._draft(DraftInputs(*given[:10]), draw.over(given[10:split]), given[split:])
-
-        key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), len(read_R), num_drafts)
-        # a draw without inputs depends on more than the buffers
-        drawn = (self._bound.graphs if draw.inputs else EAGER).run(key, run, inputs)
-        tokens_RK = torch.stack(drawn, 1) if drawn else read_R.new_zeros((len(read_R), 0))
-        return Proposal(tokens_RK, verified.k_R)
-
-    def _draft(self, given: DraftInputs, draw: Draw, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The whole draft pass: the verified rows, then one drafted row a request and step. K tensors of R tokens."""
-        gather, logits = self._bound.ops.gather, self._head.logits
-        features_TF = self._head.features(taps)
-        features_NF = None if features_TF is None else gather(features_TF, given.source_N)
-        attn = self._attention(given.positions_N, given.slots_N, given.ends_N)
-        hidden_NH, feedback_NF = self._head(given.tokens_N, features_NF, attn)
-        hidden_RH = gather(hidden_NH, given.read_R)
-        feedback_RF = None if feedback_NF is None else gather(feedback_NF, given.read_R)
+    def draft(
+        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        gather, head, i = memory.ops.gather, self._head, _Inputs(*given)
+        features_TF = head.features(taps)
+        features_NF = None if features_TF is None else gather(features_TF, i.source_N)
+        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N))
+        hidden_NH, feedback_NF = head(i.tokens_N, features_NF, attn)
+        hidden_RH = gather(hidden_NH, i.read_R)
+        feedback_RF = None if feedback_NF is None else gather(feedback_NF, i.read_R)
         drawn: list[Tensor] = []
-        for step in range(len(given.drawn_KR)):
+        for step in range(len(i.drawn_KR)):
             if step:
-                attn = self._attention(given.positions_KR[step], given.slots_R, given.ends_KR[step])
-                hidden_RH, feedback_RF = self._head(drawn[-1], feedback_RF, attn)
-            drawn.append(draw(logits(hidden_RH), None, given.drawn_KR[step], self._head.ids_V))
+                attn = memory.attention(Rows(i.positions_KR[step], i.slots_R, i.ends_KR[step], most_each=1))
+                hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
+            drawn.append(draw(head.logits(hidden_RH), None, i.drawn_KR[step], head.ids_V))
         return tuple(drawn)
-
-    @property
-    def _bound(self) -> DraftMemory:
-        assert self._memory is not None, "bind comes before propose"
-        return self._memory
-
-    def _attention(self, positions_N: Tensor, slots_N: Tensor, ends_N: Tensor) -> PagedAttention:
-        m = self._bound
-        return PagedAttention(m.ops, m.backend, m.cache, Rows(positions_N, slots_N, ends_N))

@@ -7,7 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draftproof.config import parse_options, reject_unknown_keys
-from draftproof.drafters import custom, draft_model, eagle1, eagle3, mtp, replay, suffix
+from draftproof.drafters import (
+    custom,
+    dflash,
+    dflash2,
+    draft_model,
+    dspark,
+    eagle1,
+    eagle3,
+    mtp,
+    pard,
+    peagle,
+    replay,
+    suffix,
+    xpress,
+)
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.ngram import NgramDrafter, NgramOptions
@@ -44,6 +58,12 @@ METHODS: dict[str, Method] = {
     "eagle3": Method(build=_without_options(eagle3.build)),
     "mtp": Method(build=_without_options(mtp.build)),
     "replay": Method(build=replay.build, needs_model=False, runs_others=True),
+    "peagle": Method(build=_without_options(peagle.build)),
+    "pard": Method(build=_without_options(pard.build)),
+    "dflash": Method(build=_without_options(dflash.build)),
+    "dspark": Method(build=dspark.build),
+    "dflash2": Method(build=_without_options(dflash2.build)),
+    "xpress": Method(build=_without_options(xpress.build)),
     "suffix": Method(build=suffix.build, needs_model=False, default_drafts=16),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together

@@ -293,7 +293,8 @@ def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progres
 def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:
     config, device, spec = base.config, base.device, drafting.spec
     drafter, num_drafts = drafting.drafter, drafting.num_drafts
-    state = _state(base, num_drafts)
+    lookahead = spec.lookahead(num_drafts)
+    state = _state(base, num_drafts, lookahead)
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
@@ -323,7 +324,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
             pages,
             num_slots=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            num_lookahead=num_drafts,
+            num_lookahead=lookahead,
         ),
         state=state,
         table=table,
@@ -346,14 +347,14 @@ def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
 
 
-def _state(base: _Base, num_drafts: int) -> State:
+def _state(base: _Base, num_drafts: int, lookahead: int) -> State:
     block_size = base.config.block_size
     return State(
         base.ops.step,
         num_slots=base.config.max_num_seqs,
         max_len=base.max_model_len,
         # rows and drafts past a sequence's limit find entries that point at the scrap page
-        max_blocks=-(-base.max_model_len // block_size) + 1 + num_drafts // block_size,
+        max_blocks=-(-base.max_model_len // block_size) + 1 + lookahead // block_size,
         num_drafts=num_drafts,
         device=base.device,
     )

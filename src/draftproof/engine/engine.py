@@ -233,7 +233,9 @@ class Engine:
     ) -> tuple[Tensor, ...]:
         """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
         p = self.parts
-        attn = PagedAttention(p.ops, p.backend, p.cache, Rows(positions_T, slots_T, ends_T, most_rows))
+        attn = PagedAttention(
+            p.ops, p.backend, p.cache, Rows(positions_T, slots_T, ends_T, most_each=most_rows)
+        )
         out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
         return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), out.hidden_TH, *out.taps)
 

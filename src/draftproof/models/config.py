@@ -116,12 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def read_config(directory: Path, families: Mapping[str, Family] = FAMILIES) -> ModelConfig:
-    """The config of a language model in `directory`. ValueError names the file, the key and the fix."""
+def read_config(
+    directory: Path, families: Mapping[str, Family] = FAMILIES, *, extra: Collection[str] = ()
+) -> ModelConfig:
+    """The config of a language model in `directory`; extra as in `parse`. ValueError names the file, key and fix."""
     path = directory / "config.json"
     raw = read_json(path)
     with reading(path):
-        config = parse(raw, families, where=str(path))
+        config = parse(raw, families, where=str(path), extra=extra)
         known = families[config.model_type].architectures
         given = raw.get("architectures") or known
         fits = bool(set(given) & set(known))

@@ -1,0 +1,141 @@
+"""The network of the block methods: mask rows that see each other, over keys and values made of target states.
+
+The cache holds what the layers make of fused target states. A pass over one block, the newest token and its masks,
+leaves keys and values behind it that the next target states overwrite.
+Shapes: T target rows, N draft rows, M read rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
+from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_leftovers
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.parallel import Decode, Parallel
+from draftproof.drafters.shared import (
+    check_num_drafts,
+    check_target,
+    checked_mask_token,
+    embedding,
+    output_head,
+)
+from draftproof.models.config import ModelConfig
+from draftproof.models.layers import DecoderLayer, Norm
+from draftproof.models.rope import cos_sin_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSettings:
+    """`sample_from_anchor`: the newest token's own row predicts, too. `sliding_causal`: in sliding layers a row sees
+    the block up to itself only; the window counts from the block's first row. `last_tap_is_normed`: by the last
+    layer's output the checkpoint means the state after the final norm, which is not kept."""
+
+    layers: ModelConfig
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    block_size: int
+    mask_token: int | None
+    sample_from_anchor: bool
+    sliding_causal: bool
+    last_tap_is_normed: bool = False
+
+
+Layer = Callable[[Tensor, Tensor, PagedAttention], tuple[Tensor, Tensor]]  # as `DecoderLayer`
+
+
+class BlockNetwork:
+    """A `BlockHead`. `wrap(i, layer)` may put something around layer i."""
+
+    def __init__(
+        self,
+        given: DraftBuild,
+        s: BlockSettings,
+        wrap: Callable[[int, DecoderLayer], Layer] = lambda i, layer: layer,
+    ) -> None:
+        check_target(given, s.layers, s.taps)
+        build, config, hidden = given.build, s.layers, s.layers.hidden_size
+        self.spec = _spec(given, s)
+        self._ops = build.ops
+        self._fc = build.linear("fc", len(s.taps) * given.target.config.hidden_size, hidden)
+        self._hidden_norm = Norm.load(build, "hidden_norm", hidden, config.norm_eps)
+        table = cos_sin_table(config.rope, given.max_positions + s.block_size, build.device)
+        layers = [
+            DecoderLayer(build, f"layers.{i}", config, table, i, w) for i, w in enumerate(config.windows)
+        ]
+        kv = config.num_kv_heads * config.head_dim
+        self._context = [
+            build.linear(
+                [f"layers.{i}.self_attn.{part}_proj" for part in "kv"],
+                hidden,
+                [kv, kv],
+                bias=config.qkv_bias,
+            )
+            for i in range(len(layers))
+        ]
+        for layer in layers:
+            attention = layer.attention
+            attention.spec = replace(attention.spec, causal=bool(attention.spec.window) and s.sliding_causal)
+        self._specs = [layer.attention.spec for layer in layers]
+        input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
+        self._norms = (*input_norms, Norm.load(build, "norm", hidden, config.norm_eps))
+        self._layers = [wrap(i, layer) for i, layer in enumerate(layers)]
+        self._embed_VH = embedding(given, config)
+        self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
+
+    def features(self, taps: tuple[Tensor, ...]) -> Tensor:
+        return self._hidden_norm(self._fc(self._ops.concat(taps)))
+
+    def remember(self, features_TF: Tensor, attn: PagedAttention) -> None:
+        for i, (keys_values, spec) in enumerate(zip(self._context, self._specs, strict=True)):
+            attn.store(i, keys_values(features_TF), spec)
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, None]:
+        residual_NH = self._ops.gather(self._embed_VH, tokens_N)
+        x_NH = self._norms[0](residual_NH)
+        for layer, norm in zip(self._layers, self._norms[1:], strict=True):
+            x_NH, residual_NH = layer(x_NH, residual_NH, attn)
+            x_NH, residual_NH = norm.add(x_NH, residual_NH)
+        return x_NH, None
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        return self._head(hidden_MH)
+
+
+def drafter(given: DraftBuild, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
+    check_leftovers(given)
+    unroll = Parallel(network, given.num_drafts, block=network, decode=decode)
+    return HeadDrafter(network, given.num_drafts, unroll)
+
+
+def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
+    """The block is always whole: its rows see each other, so a shorter one would predict something else."""
+    assert given.checkpoint is not None
+    num_layers = given.target.config.num_layers
+    if s.last_tap_is_normed and num_layers in s.taps:
+        raise ValueError(
+            f"{given.checkpoint.where}: target_layer_ids={[i - 1 for i in s.taps]}: {num_layers - 1} means the state "
+            f"after the final norm of a target of {num_layers} layers, which is not among those that can be tapped; "
+            f"ids may run from 0 to {num_layers - 2}"
+        )
+    check_num_drafts(given, s.block_size - (not s.sample_from_anchor), f"block_size={s.block_size}")
+    c = s.layers
+    return DraftSpec(
+        taps=Taps(layers=s.taps),
+        layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
+        kv=tuple(
+            KVShape(heads=c.num_kv_heads, head_dim=c.head_dim, window=w + s.block_size if w else 0)
+            for w in c.windows
+        ),
+        unroll="parallel",
+        mask_token=checked_mask_token(given, s.mask_token),
+        anchor_predicts=s.sample_from_anchor,
+    )

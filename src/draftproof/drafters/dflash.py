@@ -1,0 +1,11 @@
+"""DFlash: a block of masks is filled in one pass, over keys and values made of target states. arXiv 2602.06036."""
+
+from __future__ import annotations
+
+from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import HeadDrafter
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    return drafter(given, BlockNetwork(given, given.settings(BlockSettings)))

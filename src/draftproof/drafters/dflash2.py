@@ -1,0 +1,123 @@
+"""DFlash-2: a DFlash block with short convolutions around its sublayers, and a selector among each row's best tokens.
+
+Shapes: R requests, N draft rows = R blocks of B rows, H hidden in G groups, W taps, E rank, C candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.parallel import Block, DrawSlot
+from draftproof.models.layers import DecoderLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlash2Settings:
+    block: BlockSettings
+    taps: int
+    group_size: int
+    rank: int
+    num_candidates: int
+
+
+class BlockConv:
+    """Causal convolutions within a block, before and after a sublayer. Each row makes its own kernels: a learned one
+    of [taps, H], plus what a projection of the sublayer's input adds for each tap and group."""
+
+    def __init__(self, given: DraftBuild, s: DFlash2Settings, prefix: str) -> None:
+        hidden, self._size = s.block.layers.hidden_size, s.block.block_size
+        groups = hidden // s.group_size
+        self._kernel_2WH = given.build.tensor(f"{prefix}.base_kernel", (2, s.taps, hidden))
+        self._projection = given.build.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
+        self._shape = (2, s.taps, groups, 1)
+
+    def before(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """(the sublayer's input, the kernels of its output [N, W, H])."""
+        added_N2WG1 = self._projection(x_NH).view(-1, *self._shape)
+        groups = self._kernel_2WH.view(*self._shape[:-1], -1)
+        kernels_N2WH = (added_N2WG1 + groups).view(-1, *self._kernel_2WH.shape)
+        return self.convolve(x_NH, kernels_N2WH[:, 0]), kernels_N2WH[:, 1]
+
+    def convolve(self, x_NH: Tensor, kernels_NWH: Tensor) -> Tensor:
+        x_RBH, out_NH = x_NH.view(-1, self._size, x_NH.shape[1]), x_NH * kernels_NWH[:, 0]
+        for tap in range(1, kernels_NWH.shape[1]):
+            earlier_RBH = torch.nn.functional.pad(x_RBH, (0, 0, tap, 0))[:, : self._size]
+            out_NH = out_NH + earlier_RBH.reshape(x_NH.shape) * kernels_NWH[:, tap]
+        return out_NH
+
+
+class ConvLayer:
+    """A decoder layer with convolutions around attention and MLP."""
+
+    def __init__(self, layer: DecoderLayer, attention: BlockConv, mlp: BlockConv) -> None:
+        self._layer, self._attention, self._mlp = layer, attention, mlp
+
+    def __call__(self, x_NH: Tensor, residual_NH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
+        layer = self._layer
+        x_NH, kernels = self._attention.before(x_NH)
+        x_NH = self._attention.convolve(layer.attention(x_NH, attn), kernels)
+        x_NH, residual_NH = layer.post_norm.add(x_NH, residual_NH)
+        x_NH, kernels = self._mlp.before(x_NH)
+        return self._mlp.convolve(layer.mlp(x_NH), kernels), residual_NH
+
+
+class SelectorDecode:
+    """A `Decode`: the best candidates of a row are scored again, by the token before and the row's state."""
+
+    def __init__(self, given: DraftBuild, s: DFlash2Settings) -> None:
+        build, size = given.build, (s.block.layers.vocab_size, s.rank)
+        self._before_VE = build.tensor("candidate_selector.predecessor_codebook", size)
+        self._after_VE = build.tensor("candidate_selector.successor_codebook", size)
+        self._projection = build.linear(
+            "candidate_selector.hidden_projection", s.block.layers.hidden_size, s.rank
+        )
+        self._num = s.num_candidates
+
+    def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], None]:
+        tokens, before_R = list[Tensor](), block.anchor_R
+        for k, logits_RV in enumerate(block.logits_KRV):
+            ids_RC = logits_RV.topk(self._num).indices
+            scores_RC = self.scores(logits_RV, block.hidden_JRH[block.first + k], before_R, ids_RC)
+            tokens.append(draw(k, torch.full_like(logits_RV, -torch.inf).scatter(1, ids_RC, scores_RC)))
+            before_R = tokens[-1]
+        return tokens, None
+
+    def scores(self, logits_RV: Tensor, hidden_RH: Tensor, before_R: Tensor, ids_RC: Tensor) -> Tensor:
+        context_RE = self._before_VE[before_R.clamp(min=0)] * self._projection(hidden_RH)
+        return logits_RV.gather(1, ids_RC) + (context_RE[:, None] * self._after_VE[ids_RC]).sum(-1)
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    s = given.settings(DFlash2Settings)
+    _check(given, s)
+
+    def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
+        return ConvLayer(
+            layer, *(BlockConv(given, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp"))
+        )
+
+    return drafter(given, BlockNetwork(given, s.block, wrap), SelectorDecode(given, s))
+
+
+def _check(given: DraftBuild, s: DFlash2Settings) -> None:
+    assert given.checkpoint is not None
+    where, c = given.checkpoint.where, s.block
+    if c.draft_vocab_size != c.layers.vocab_size:
+        raise ValueError(
+            f"{where}: draft_vocab_size={c.draft_vocab_size}, but vocab_size={c.layers.vocab_size}: must be equal"
+        )
+    if c.layers.hidden_size % s.group_size:
+        raise ValueError(
+            f"{where}: conv_group_size={s.group_size} does not divide hidden_size={c.layers.hidden_size}"
+        )
+    if not 1 <= s.num_candidates <= c.layers.vocab_size:
+        raise ValueError(
+            f"{where}: selector_top_k={s.num_candidates}: must be from 1 to {c.layers.vocab_size}"
+        )

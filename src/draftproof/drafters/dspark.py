@@ -1,0 +1,120 @@
+"""DSpark: a DFlash block whose drafts also depend on the one before, by a low-rank bias drawn from left to right.
+
+Its confidence head estimates whether a draft will be accepted, and may end a proposal early.
+Shapes: R requests, H hidden, E rank of the bias, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftproof.config import parse_options
+from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.parallel import Block, DrawSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkSettings:
+    """`rank` 0: no bias. `confidence`: there is such a head; `confidence_reads_token`: it sees the token before."""
+
+    block: BlockSettings
+    rank: int
+    kind: Literal["vanilla", "gated", "rnn"]
+    confidence: bool
+    confidence_reads_token: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkOptions:
+    """A proposal ends before the first draft that is estimated to be accepted less often; 0: never."""
+
+    confidence_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        value = self.confidence_threshold
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ValueError(
+                f"speculative_config: confidence_threshold={value!r}: must be a probability from 0 to 1"
+            )
+
+
+class MarkovDecode:
+    """A `Decode`. Its state is carried from slot to slot by the `rnn` kind only."""
+
+    def __init__(self, given: DraftBuild, s: DSparkSettings, threshold: float) -> None:
+        build, c = given.build, s.block
+        hidden, rank, vocab = c.layers.hidden_size, s.rank, c.layers.vocab_size
+        self._rank, self._kind, self._threshold = rank, s.kind, threshold
+        if rank:
+            self._before_VE = build.tensor("markov_head.markov_w1.weight", (vocab, rank))
+            self._bias = build.linear(
+                "markov_head.markov_w2", rank, c.draft_vocab_size, out_dtype=torch.float32
+            )
+        if s.kind == "gated":
+            self._gate = build.linear("markov_head.gate_proj", hidden + rank, rank, bias=True)
+        elif s.kind == "rnn":
+            self._joint = build.linear("markov_head.joint_proj", 2 * rank + hidden, 3 * rank, bias=True)
+        self._reads_token = s.confidence_reads_token and rank > 0
+        width = hidden + (rank if self._reads_token else 0)
+        self._confidence = (
+            build.linear("confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32)
+            if s.confidence and threshold
+            else None
+        )
+
+    def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]:
+        tokens: list[Tensor] = []
+        state_RE, before_R = None, block.anchor_R
+        open_R, count_R = torch.ones_like(before_R), torch.zeros_like(before_R)
+        for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
+            k = j - block.first  # a row that has no draft of its own is a step of the recurrence all the same
+            bias_RV, before_RE, state_RE = self.step(hidden_RH, before_R, state_RE, block)
+            if k < 0:
+                continue
+            if self._confidence is not None:
+                open_R = open_R * (self.confidence(hidden_RH, before_RE) >= self._threshold)
+                count_R = count_R + open_R
+            tokens.append(draw(k, block.logits_KRV[k] if bias_RV is None else block.logits_KRV[k] + bias_RV))
+            before_R = tokens[-1]
+        return tokens, None if self._confidence is None else count_R
+
+    def step(
+        self, hidden_RH: Tensor, before_R: Tensor, state_RE: Tensor | None, block: Block
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(bias of the logits, embedding of the token before, next state)."""
+        if not self._rank:
+            return None, None, None
+        before_RE = block.gather(self._before_VE, before_R)
+        if self._kind == "vanilla":
+            return self._bias(before_RE), before_RE, None
+        if self._kind == "gated":
+            gate_RE = torch.sigmoid(self._gate(torch.cat((hidden_RH, before_RE), -1)))
+            return self._bias(gate_RE * before_RE), before_RE, None
+        state_RE = torch.zeros_like(before_RE) if state_RE is None else state_RE
+        joint = self._joint(torch.cat((state_RE, before_RE, hidden_RH), -1))
+        gate_RE, fresh_RE, out_RE = joint.split(self._rank, -1)
+        gate_RE = torch.sigmoid(gate_RE)
+        state_RE = gate_RE * state_RE + (1 - gate_RE) * torch.tanh(fresh_RE)
+        return self._bias(torch.tanh(out_RE)), before_RE, state_RE
+
+    def confidence(self, hidden_RH: Tensor, before_RE: Tensor | None) -> Tensor:
+        """Probability that the row's draft is accepted, [R]."""
+        assert self._confidence is not None
+        read = (
+            torch.cat((hidden_RH, before_RE), -1)
+            if self._reads_token and before_RE is not None
+            else hidden_RH
+        )
+        return torch.sigmoid(self._confidence(read))[:, 0]
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    options = parse_options("speculative_config", given.options, DSparkOptions)
+    s = given.settings(DSparkSettings)
+    return drafter(given, BlockNetwork(given, s.block), MarkovDecode(given, s, options.confidence_threshold))

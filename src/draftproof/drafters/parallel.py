@@ -1,0 +1,127 @@
+"""Unrolls a head in one pass: mask rows after the newest token, and a draft from each row that is read.
+
+Shapes: R requests, T target rows, N draft rows, J rows read per request (row 0: the newest token's or last context
+row), K drafts, H hidden, F feature width, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from draftproof.attention.base import BlockRows, PagedAttention, Rows
+from draftproof.drafters.base import Draw, InputLayout, Verified
+from draftproof.drafters.head import DraftHead, DraftMemory, draft_rows, kernel_layout
+from draftproof.kernels.ops import Gather
+from draftproof.kernels.step import DraftRows
+
+DrawSlot = Callable[[int, Tensor], Tensor]  # k, logits_RV -> tokens_R: the k-th draft of each request
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the pass gave. Draft k is read from row `first + k`."""
+
+    hidden_JRH: Tensor
+    logits_KRV: Tensor  # fp32
+    first: int
+    anchor_R: Tensor  # the newest token
+    before_R: Tensor  # the one before it
+    ids_V: Tensor | None  # target id of each column of the logits
+    gather: Gather
+
+
+class Decode(Protocol):
+    """Chooses a block's tokens where a draft depends on the one before it: (K tensors of R tokens, drafts worth
+    keeping per request or None for all). Drawing a draft again replaces it."""
+
+    def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]: ...
+
+
+class BlockHead(DraftHead, Protocol):
+    """A head whose layers keep keys and values of target states instead of their own."""
+
+    def remember(self, features_TF: Tensor, attn: PagedAttention) -> None:
+        """Store every layer's keys and values of context rows."""
+        ...
+
+
+class _Inputs(NamedTuple):
+    tokens_N: Tensor
+    source_N: Tensor
+    positions_N: Tensor
+    ends_N: Tensor
+    slots_N: Tensor
+    read_JR: Tensor
+    drawn_KR: Tensor
+    anchor_R: Tensor
+    before_R: Tensor
+    block_ends_N: Tensor
+    context_positions_T: Tensor
+    context_slots_T: Tensor
+
+
+class Parallel:
+    """All drafts from one pass. `block`: the head where it remembers target states (its layout has no context)."""
+
+    def __init__(
+        self, head: DraftHead, num_drafts: int, block: BlockHead | None = None, decode: Decode | None = None
+    ) -> None:
+        self._head, self._block, self._decode = head, block, decode
+        self._first = 0 if head.spec.anchor_predicts else 1
+        self.num_read = 1 + head.spec.layout(num_drafts).masks
+        self.most_drafts = self.num_read - self._first
+        self._context = kernel_layout(head.spec, InputLayout(context="all"), 1)
+
+    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> _Inputs:
+        context, before_R, block_ends_N = fed, verified.next_R, fed.ends_N
+        if self._block is not None and len(fed.drawn_KR):
+            context = draft_rows(memory, self._context, verified, 0)
+            before_R = verified.tokens_T[context.read_RJ[:, 0]]
+            ends_RJ = fed.ends_N.view(-1, self.num_read)
+            block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
+        return _Inputs(
+            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N),
+            *(fed.read_RJ.t().contiguous(), fed.drawn_KR, verified.next_R, before_R),
+            *(block_ends_N, context.positions_N, context.slots_N),
+        )
+
+    def draft(
+        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        i, head, gather = _Inputs(*given), self._head, memory.ops.gather
+        features_TF = head.features(taps)
+        block = None
+        if self._block is not None:
+            assert features_TF is not None
+            rows = Rows(i.context_positions_T, i.context_slots_T, i.context_positions_T)
+            self._block.remember(features_TF, memory.attention(rows))
+            if not len(i.drawn_KR):
+                return ()
+            block, features_TF = BlockRows(i.block_ends_N, i.read_JR), None
+        features_NF = None if features_TF is None else gather(features_TF, i.source_N)
+        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N, block))
+        hidden_NH, _ = head(i.tokens_N, features_NF, attn)
+        return self._read(hidden_NH, i, draw, gather)
+
+    def _read(self, hidden_NH: Tensor, i: _Inputs, draw: Draw, gather: Gather) -> tuple[Tensor, ...]:
+        """Rows are read slot by slot, so that each draft's rows lie together."""
+        num, first, ids_V = len(i.drawn_KR), self._first, self._head.ids_V
+        if not num:
+            return ()
+        (num_read, R), hidden = i.read_JR.shape, hidden_NH.shape[1]
+        hidden_JRH = gather(hidden_NH, i.read_JR.view(-1)).view(num_read, R, hidden)
+        logits = self._head.logits(hidden_JRH[first : first + num].view(num * R, hidden))
+        logits_KRV = logits.view(num, R, -1)
+
+        def slot(k: int, logits_RV: Tensor) -> Tensor:
+            return draw(logits_RV, None, i.drawn_KR[k], ids_V)
+
+        if self._decode is None:
+            return tuple(slot(k, logits_KRV[k]) for k in range(num))
+        given = Block(hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, gather)
+        tokens, count_R = self._decode(given, slot)
+        return (*tokens, *(() if count_R is None else (count_R,)))

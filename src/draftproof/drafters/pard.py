@@ -1,0 +1,22 @@
+"""PARD: a draft model that was trained to fill mask tokens, so that one pass drafts all tokens. arXiv 2504.18583."""
+
+from __future__ import annotations
+
+from draftproof.drafters.base import DraftSpec, InputLayout
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.draft_model import DraftModelHead, DraftModelSettings, load
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.parallel import Parallel
+from draftproof.drafters.shared import checked_mask_token
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    decoder = load(given)
+    spec = DraftSpec(
+        layout=lambda k: InputLayout(context="all", anchor=True, masks=k - 1),
+        kv=decoder.kv,
+        unroll="parallel",
+        mask_token=checked_mask_token(given, given.settings(DraftModelSettings).mask_token),
+    )
+    head = DraftModelHead(decoder, spec)
+    return HeadDrafter(head, given.num_drafts, Parallel(head, given.num_drafts))

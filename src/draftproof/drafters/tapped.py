@@ -1,0 +1,107 @@
+"""The network that reads fused states of several target layers beside its tokens: `a = [input_layernorm(embed);
+hidden_norm(h)]` into the first layer, logits from `norm(x)`. One layer or more.
+
+Shapes: T target rows, N draft rows, M read rows, F = H fused width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
+from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.shared import check_target, embedding, output_head
+from draftproof.models.config import ModelConfig
+from draftproof.models.layers import DecoderLayer, Norm, run_layers
+from draftproof.models.rope import cos_sin_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TappedSettings:
+    """`layers` describes the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n layers."""
+
+    layers: ModelConfig
+    draft_vocab_size: int
+    taps: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token: int | None = None
+
+
+class TappedNetwork:
+    """A `DraftHead`."""
+
+    def __init__(self, given: DraftBuild, spec: DraftSpec) -> None:
+        s = given.settings(TappedSettings)
+        build, config, hidden = given.build, s.layers, s.layers.hidden_size
+        check_target(given, config, spec.taps.layers)
+        self._settings = s
+        self.ops = build.ops
+        self.spec = spec
+
+        def norm(name: str, size: int) -> Norm:
+            return Norm.load(build, name, size, config.norm_eps)
+
+        num_taps, target_hidden = len(spec.taps.layers), given.target.config.hidden_size
+        self._input_norm = norm("input_norm", num_taps * target_hidden) if s.norm_before_fc else None
+        self._fc_norms = [norm(f"fc_norm.{i}", target_hidden) for i in range(num_taps) if s.fc_norm]
+        self._fc = build.linear("fc", num_taps * target_hidden, hidden)
+        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self._layers = [
+            DecoderLayer(build, f"layers.{i}", config, table, i, w, 2 * hidden if i == 0 else None)
+            for i, w in enumerate(config.windows)
+        ]
+        self._hidden_norm = norm("layers.0.hidden_norm", hidden)
+        self._norm = norm("norm", hidden)
+        self._embed_VH = embedding(given, config)
+        self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
+
+    def features(self, taps: tuple[Tensor, ...]) -> Tensor:
+        if self._fc_norms:
+            taps = tuple(norm(tap) for norm, tap in zip(self._fc_norms, taps, strict=True))
+        fused_TF = self.ops.concat(taps)
+        return self._fc(self._input_norm(fused_TF) if self._input_norm else fused_TF)
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, Tensor]:
+        assert features_NF is not None
+        embed_norm = self._layers[0].input_norm
+        assert embed_norm is not None
+        normed_NH = self._hidden_norm(features_NF)
+        residual_NH = normed_NH if self._settings.norm_before_residual else features_NF
+        embedded_NH = embed_norm(self.ops.gather(self._embed_VH, tokens_N))
+        x_NX = self.ops.concat((embedded_NH, normed_NH))
+        x_NH, residual_NH = run_layers(self._layers, x_NX, residual_NH, attn)
+        out_NH, stream_NH = self._norm.add(x_NH, residual_NH)
+        return out_NH, out_NH if self._settings.norm_output else stream_NH
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        return self._head(hidden_MH)
+
+
+def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
+    return tuple(
+        KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=w) for w in config.windows
+    )
+
+
+def tapped(given: DraftBuild) -> tuple[int, ...]:
+    """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
+    assert given.checkpoint is not None
+    taps, n = given.settings(TappedSettings).taps, given.target.config.num_layers
+    if taps is not None:
+        return taps
+    usual = (2, n // 2, n - 3)
+    if n <= 6:
+        raise ValueError(
+            f"{given.checkpoint.where}: names no tapped layers, and the usual ones {list(usual)} make no sense for a "
+            f"target of {n} layers; add eagle_aux_hidden_state_layer_ids to its config.json"
+        )
+    return usual

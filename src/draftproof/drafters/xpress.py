@@ -1,0 +1,79 @@
+"""XPress: a DFlash block whose drafts are refined together, each round reading the round before (Jacobi iteration).
+
+Shapes: R requests, J rows of a block, H hidden, E rank, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.parallel import Block, DrawSlot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XPressSettings:
+    block: BlockSettings
+    rank: int
+    mlp_ratio: int
+    num_rounds: int
+
+
+class JacobiDecode:
+    """A `Decode`. After round n the first n drafts are what drawing them one by one would have given."""
+
+    def __init__(self, given: DraftBuild, s: XPressSettings) -> None:
+        build, c = given.build, s.block
+        hidden, rank, inner, size = c.layers.hidden_size, s.rank, s.rank * s.mlp_ratio, c.block_size
+        self._num_rounds = s.num_rounds
+        self._before_VE = build.tensor("refiner_head.token_embed.weight", (c.layers.vocab_size, rank))
+        self._own = build.linear("refiner_head.down_h", hidden, rank)
+        self._whole = build.linear("refiner_head.down_g", hidden, rank)
+        self._in = build.linear("refiner_head.in_proj", 3 * rank, rank)
+        self._mix_EJJ = build.tensor("refiner_head.mix_l", (rank, size, size)).tril()
+        self._gate_up = build.linear(
+            [f"refiner_head.mlp_{part}" for part in ("gate", "up")], rank, [inner, inner]
+        )
+        self._down = build.linear("refiner_head.mlp_down", inner, rank)
+        self._readout = build.linear(
+            "refiner_head.readout", rank, c.draft_vocab_size, out_dtype=torch.float32
+        )
+        self._silu_mul = build.ops.silu_mul
+
+    def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], None]:
+        num, first = len(block.logits_KRV), block.first
+        known = [block.before_R, block.anchor_R] if first else [block.anchor_R]
+        tokens = [draw(k, block.logits_KRV[k]) for k in range(num)]
+        cache_JRX = self.cache(block.hidden_JRH)[: first + num]
+        for _ in range(self._num_rounds):
+            before_JR = torch.stack([*known, *tokens][: first + num])
+            bias_JRV = self.bias(cache_JRX, before_JR, block)
+            tokens = [draw(k, block.logits_KRV[k] + bias_JRV[first + k]) for k in range(num)]
+        return tokens, None
+
+    def cache(self, hidden_JRH: Tensor) -> Tensor:
+        """What does not change from round to round: each row's state and the whole block's mean, [J, R, 2E]."""
+        num_rows, R, hidden = hidden_JRH.shape
+        own = self._own(hidden_JRH.reshape(-1, hidden)).view(num_rows, R, -1)
+        return torch.cat((own, self._whole(hidden_JRH.mean(0)).expand_as(own)), -1)
+
+    def bias(self, cache_JRX: Tensor, before_JR: Tensor, block: Block) -> Tensor:
+        """What a round adds to the logits of the first J rows, given the token before each: [J, R, V]."""
+        num_rows, R = before_JR.shape
+        before_NE = block.gather(self._before_VE, before_JR.reshape(-1))
+        x_NE = self._in(torch.cat((cache_JRX.flatten(0, 1), before_NE), -1))
+        x_JRE = x_NE.view(num_rows, R, -1)
+        mixed_JRE = torch.einsum("ekj,jre->kre", self._mix_EJJ[:, :num_rows, :num_rows], x_JRE)
+        x_NE = x_NE + mixed_JRE.reshape(x_NE.shape)
+        x_NE = x_NE + self._down(self._silu_mul(self._gate_up(x_NE)))
+        return self._readout(x_NE).view(num_rows, R, -1)
+
+
+def build(given: DraftBuild) -> HeadDrafter:
+    s = given.settings(XPressSettings)
+    return drafter(given, BlockNetwork(given, s.block), JacobiDecode(given, s))
