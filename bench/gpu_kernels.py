@@ -17,7 +17,7 @@ from draftproof.kernels import certify, ops
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
-from draftproof.kernels.gpu.planner import graph_microseconds
+from draftproof.kernels.gpu.planner import Replayed
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
@@ -36,8 +36,8 @@ CASES = tuple(
 FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32768, 131072, 65536, 524288))
 
 
-def products() -> None:
-    """All products of a pass in one graph, exact and cuBLAS."""
+def products() -> tuple[dict[str, dict[int, float]], int]:
+    """All products of a pass in one graph, "exact" and "cublas": (milliseconds by rows, bytes of the weights)."""
     buckets, total_bytes = certify.buckets_up_to(512), 0
     passes: dict[str, dict[int, list[Callable[[], object]]]] = {
         name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
@@ -72,9 +72,13 @@ def products() -> None:
                 passes["exact"][rows].append(lambda f=exact, g=given: f(g))
                 passes["cublas"][rows].append(lambda f=free, g=given: f(g))
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
-    for name, calls in passes.items():
-        found = [graph_microseconds(calls[rows]) * len(calls[rows]) / 1e3 for rows in ROWS]
-        print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in zip(ROWS, found, strict=True)))
+    found = {
+        name: {rows: Replayed(calls[rows]).microseconds() * len(calls[rows]) / 1e3 for rows in ROWS}
+        for name, calls in passes.items()
+    }
+    for name, times in found.items():
+        print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in times.items()))
+    return found, total_bytes
 
 
 class Cache:
@@ -120,9 +124,10 @@ def attention(
         q = torch.randn(1, HEADS, rows, D, device=DEVICE, dtype=BF16)
         k, v = (torch.randn(1, KV_HEADS, context, D, device=DEVICE, dtype=BF16) for _ in range(2))
         found = [_timed(cache, t, 1, rows, context) for t in prompts]
-        torch_us = graph_microseconds(
+        whole = Replayed(
             [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]  # noqa: B023
         )
+        torch_us = whole.microseconds()
         print(
             f"  prompt {rows} rows at {context}: {' | '.join(found)} | torch, causal from the top: {torch_us:.0f}"
         )
@@ -137,7 +142,7 @@ def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bo
     """Microseconds, or why there are none."""
     try:
         calls = cache.calls(TritonAttention(tiling), batch, rows, context, bound)
-        return f"{graph_microseconds(calls[:64]):8.1f}"
+        return f"{Replayed(calls[:64]).microseconds():8.1f}"
     except Exception as error:
         return repr(error)[:60]
 
@@ -157,9 +162,10 @@ def sampling() -> None:
         ):
             columns = [torch.full((rows,), value, device=DEVICE) for value in params]
             seeds = torch.arange(rows, device=DEVICE)
-            us = graph_microseconds([lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4)  # noqa: B023
+            calls = [lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4  # noqa: B023
+            us = Replayed(calls).microseconds()
             line += f" {title} {us:.1f};"
-        us = graph_microseconds([lambda: table.log_normalizer(logits)] * 4)  # noqa: B023
+        us = Replayed([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023
         print(line + f" log normalizer {us:.1f}; roof {rows * width * 4 / BANDWIDTH:.1f}")
 
 
@@ -189,7 +195,7 @@ def small() -> None:
         }  # fmt: skip
         line = f"{rows:4} rows, us:"
         for name, call in calls.items():
-            line += f" {name} {graph_microseconds([call] * 20):.1f};"
+            line += f" {name} {Replayed([call] * 20).microseconds():.1f};"
         if rows == 1:
             for name, call in calls.items():
                 torch.cuda.synchronize()
@@ -213,7 +219,7 @@ PROMPTS = (Tiling(), Tiling(most_prompt=128, num_warps=8, num_stages=5))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = {
+    parts: dict[str, Callable[[], object]] = {
         "small": small,
         "sampling": sampling,
         "attention": lambda: attention(VARIANTS[:1], PROMPTS[:1], CASES),

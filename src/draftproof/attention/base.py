@@ -52,6 +52,7 @@ class Rows:
     slots_T: Tensor  # int64
     ends_T: Tensor  # int64; position + 1 where attention is causal
     block: BlockRows | None = None
+    most_each: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
 
     @classmethod
     def causal(cls, positions_T: Tensor, slots_T: Tensor) -> Rows:
@@ -138,8 +139,10 @@ class PagedAttention:
         window: int,
         spec: AttentionSpec,
     ) -> Tensor:
-        """A backend may want to share work between calls whose rows are the same, which `kind` tells apart."""
+        """A backend may want to share work between calls whose rows are the same, which `kind` tells apart: from 0 on
+        they are one row of each block."""
         if kind not in self._begun:
-            self._begun[kind] = getattr(self.backend, "begin", lambda: self.backend)()
+            begin = getattr(self.backend, "begin", lambda _: self.backend)
+            self._begun[kind] = begin(1 if kind >= 0 else self.rows.most_each)
         kv, table = self.cache.layers[layer], self.cache.block_table_SB
         return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, ends_T, window, spec.scale)

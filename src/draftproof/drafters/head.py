@@ -175,7 +175,7 @@ class Recurrent:
         drawn: list[Tensor] = []
         for step in range(len(i.drawn_KR)):
             if step:
-                attn = memory.attention(Rows(i.positions_KR[step], i.slots_R, i.ends_KR[step]))
+                attn = memory.attention(Rows(i.positions_KR[step], i.slots_R, i.ends_KR[step], most_each=1))
                 hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
             drawn.append(draw(head.logits(hidden_RH), None, i.drawn_KR[step], head.ids_V))
         return tuple(drawn)

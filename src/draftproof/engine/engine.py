@@ -139,7 +139,7 @@ class Engine:
         """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
         p = self.parts
         num_rows = min(p.scheduler.max_num_batched_tokens, p.state.max_len)
-        prompt = Size(1, num_rows, 1, 1, p.num_drafts)
+        prompt = Size(1, num_rows, num_rows, 1, 1, p.num_drafts)
         for size in (prompt, *(Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in p.buckets[-1:])):
             self._step_tensors(size, p.state.idle(size))
 
@@ -206,9 +206,8 @@ class Engine:
         rows, verify = p.state.fill(size, work_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
         graphs = p.graphs if size.num_rows <= MOST_GRAPH_ROWS else EAGER
-        logits_MV, hidden_TH, *taps = graphs.run(
-            ("target", size.num_rows, size.num_sampled), self._target, inputs
-        )
+        key = ("target", size.num_rows, size.num_sampled, size.most_rows)
+        logits_MV, hidden_TH, *taps = graphs.run(key, partial(self._target, size.most_rows), inputs)
         verdict = p.verifier.verify(
             logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, slots_host, verify
         )
@@ -224,11 +223,19 @@ class Engine:
         return result_RX, checked.logits_MV, checked.hidden_TH
 
     def _target(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor, sampled_M: Tensor
+        self,
+        most_rows: int,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
         """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
         p = self.parts
-        attn = PagedAttention(p.ops, p.backend, p.cache, Rows(positions_T, slots_T, ends_T))
+        attn = PagedAttention(
+            p.ops, p.backend, p.cache, Rows(positions_T, slots_T, ends_T, most_each=most_rows)
+        )
         out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
         return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), out.hidden_TH, *out.taps)
 

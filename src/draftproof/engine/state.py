@@ -28,6 +28,7 @@ class Size:
 
     num_requests: int
     num_rows: int
+    most_rows: int  # of one request
     num_sampled: int
     most_sampled: int  # of one request; at least 1
     num_drafts: int  # the most that any request wants after it
@@ -35,13 +36,13 @@ class Size:
     @classmethod
     def of(cls, work: Seq[Work], wanted: Seq[int]) -> Size:
         sampled = [w.num_sampled for w in work]
-        num_rows = sum(w.num_rows for w in work)
-        return cls(len(work), num_rows, sum(sampled), max(1, *sampled), max(wanted))
+        rows = [w.num_rows for w in work]
+        return cls(len(work), sum(rows), max(rows), sum(sampled), max(1, *sampled), max(wanted))
 
     @classmethod
     def decoding(cls, num_requests: int, each: int, num_drafts: int) -> Size:
         """Every request samples `each` rows and has no others."""
-        return cls(num_requests, num_requests * each, num_requests * each, each, num_drafts)
+        return cls(num_requests, num_requests * each, each, num_requests * each, each, num_drafts)
 
 
 class State:

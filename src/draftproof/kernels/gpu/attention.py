@@ -26,8 +26,8 @@ SCRATCH_BYTES = 512 << 20  # more than this, and they are not
 class Tiling:
     """How the work is cut. Bits depend on `chunk` and `step`, and on no other setting.
 
-    The defaults were measured on an H200. Where every request has one row, `most` 16 is up to 15 % faster at large
-    batches; with six rows each it is 40 % slower, and the backend cannot see which it is without asking the device.
+    The defaults were measured on an H200. Tiles that are mostly empty cost: where it is known that requests have one
+    row each, they are smaller than `most`.
     """
 
     chunk: int = 256  # keys
@@ -40,7 +40,7 @@ class Tiling:
     most_prompt: int = 64  # the same from `prompt_rows` rows on
     prompt_rows: int = 512
     programs: int = 6  # a multiprocessor
-    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two
+    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,9 @@ class TritonAttention:
     def __init__(self, tiling: Tiling | None = None) -> None:
         self._tiling = tiling or Tiling()
 
-    def begin(self) -> AttentionPass:
-        return AttentionPass(self._tiling)
+    def begin(self, most_each: int = 0) -> AttentionPass:
+        """`most_each`: no slot has more neighbouring rows; 0 = not known."""
+        return AttentionPass(self._tiling, most_each)
 
     def __call__(
         self,
@@ -102,8 +103,9 @@ class TritonAttention:
 class AttentionPass:
     """Attention for the layers of one pass, whose rows must stay as they are: they are cut into tiles once."""
 
-    def __init__(self, tiling: Tiling) -> None:
+    def __init__(self, tiling: Tiling, most_each: int) -> None:
         self._tiling = tiling
+        self._most_each = most_each
         self._plans: dict[tuple[int, int, bool], Tensor] = {}
 
     def __call__(
@@ -141,8 +143,9 @@ class AttentionPass:
         wide = q_THD.dtype == torch.float32
         most = self._tiling.most if rows < self._tiling.prompt_rows else self._tiling.most_prompt
         most = min(most, 32) if wide else most
+        together = min(rows, self._most_each or rows)
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
-        scratch = rows * heads * chunks * (dim + 2) * 4
+        scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
         return _Shape(
             rows=rows,
             heads=heads,
@@ -150,22 +153,22 @@ class AttentionPass:
             dim=dim,
             block_size=block_size,
             window=window,
-            tile=max(min(power_of_two(rows * group2), most), group2, 16),
+            tile=max(min(power_of_two(together * group2), most), group2, 16),
             chunk=self._tiling.chunk,
             chunks=chunks,
             step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
-            split=rows <= self._tiling.split_rows and scratch <= SCRATCH_BYTES,
+            split=rows <= self._tiling.split_rows and scratch <= SCRATCH_BYTES and num_slots < 1 << 16,
             itemsize=k_cache.dtype.itemsize,
             shared_bytes=shared_bytes(q_THD.device),
         )
 
     def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
-        """int32 [2 + rows + 1 + rows], see `tiles_kernel`."""
+        """int32 [2 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
         per_tile = shape.tile // shape.group2
         key = (per_tile, shape.window, shape.split)
         plan = self._plans.get(key)
         if plan is None:
-            plan = slots_T.new_empty(2 * shape.rows + 3, dtype=torch.int32)
+            plan = slots_T.new_empty(3 * shape.rows + 3 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
                 *(slots_T, ends_T, plan, shape.rows, shape.window),
                 CHUNK=shape.chunk,
@@ -189,7 +192,7 @@ class AttentionPass:
         most = shape.rows * shape.chunks * shape.kv_heads
         programs = min(self._tiling.programs * num_processors(q.device), most)
         split_kernel[(programs,)](
-            *(*inputs, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
+            *(*inputs[:4], ends_T, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
             **early(q),

@@ -31,7 +31,7 @@ def tiles_kernel(
 ):  # fmt: skip
     """Cut the pass into tiles of up to ROWS neighbouring rows of one slot; one program.
 
-    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each].
+    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each, slots].
     """
     begin(EARLY)
     carried, tiles = 0, 0
@@ -64,6 +64,7 @@ def tiles_kernel(
         last = tl.max(end, axis=1)
         chunks = tl.where(last > 0, (last + CHUNK - 1) // CHUNK - low, 0)
         tl.store(plan + 3 + rows + i, tl.cumsum(chunks, axis=0) - chunks, mask=i < tiles)
+        tl.store(plan + 3 + 2 * rows + i, tl.load(slots + first, mask=i < tiles, other=0), mask=i < tiles)
         tl.store(plan + 1, tl.sum(chunks, axis=0))
 
 
@@ -75,12 +76,11 @@ def power(x):
 
 @triton.jit
 def _load_tile(
-    q, slots, ends, plan, tile, head, window, M: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, ends, first, count, head, window, M: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP2: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """(q_MD, row of each tile row, head of each, whether it is one, its end, its first key, slot)."""
-    first = tl.load(plan + 2 + tile)
-    count = tl.load(plan + 3 + tile) - first
+    """Of `count` rows from `first` on: (q_MD, row of each tile row, head of each, whether it is one, its end, its first
+    key)."""
     m = tl.arange(0, M)
     r, g, d = m // GROUP2, m % GROUP2, tl.arange(0, DP)
     valid_M = (r < count) & (g < GROUP)
@@ -90,10 +90,9 @@ def _load_tile(
     low_M = tl.zeros((M,), tl.int32)
     if WINDOWED:
         low_M = tl.maximum(end_M - window, 0)
-    slot = tl.load(slots + first)
     at_M = (t_M * HEADS + head_M) * D
     q_MD = tl.load(q + at_M[:, None] + d[None, :], mask=valid_M[:, None] & (d < D)[None, :], other=0.0)
-    return q_MD, t_M, head_M, valid_M, end_M, low_M, slot
+    return q_MD, t_M, head_M, valid_M, end_M, low_M
 
 
 @triton.jit
@@ -152,20 +151,23 @@ def _chunk(
 ):  # fmt: skip
     """Keys start..start+CHUNK-1 for a tile, from nothing: (maximum_M, sum [M, ONES], weighted values_MD).
 
-    The chunk is gone through whole whatever the rows see of it; steps that all rows see whole take no masks.
+    A step is gone through whole whatever the rows see of it; steps that all rows see whole take no masks, and those
+    that none sees, which would leave every sum as it is, are left out.
     """
     m_M = tl.full((M,), -float("inf"), tl.float32)
     l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
     limit, d = tl.max(end_M, axis=0), tl.arange(0, DP)
     j0, bottom = 0, 0
     j1 = tl.minimum(tl.maximum((tl.min(tl.where(valid_M, end_M, FAR), axis=0) - start) // N, 0), CHUNK // N)
+    j2 = tl.minimum(tl.maximum((limit - start + N - 1) // N, 0), CHUNK // N)
     if WINDOWED:
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
         j0 = tl.maximum((tl.max(tl.where(valid_M, low_M, 0), axis=0) - start + N - 1) // N, 0)
         j0 = tl.minimum(j0, CHUNK // N)
         j1 = tl.maximum(j0, j1)
         m_M, l_MO, acc_MD = _masked_steps(
-            q_MD, k, v, row_table, head, start, 0, j0, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+            q_MD, k, v, row_table, head, start, tl.minimum(tl.maximum((bottom - start) // N, 0), j0), j0,
+            end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
             KV_HEADS, BLOCK_SIZE, D, DP, N,
         )  # fmt: skip
     for j in range(j0, j1):
@@ -183,17 +185,17 @@ def _chunk(
         l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
         acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
     return _masked_steps(
-        q_MD, k, v, row_table, head, start, j1, CHUNK // N, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+        q_MD, k, v, row_table, head, start, j1, j2, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
         KV_HEADS, BLOCK_SIZE, D, DP, N,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["rows", "width", "chunks", "window"],
-    do_not_specialize_on_alignment=["table", "slots", "ends", "plan"],
+    do_not_specialize_on_alignment=["table", "ends", "plan"],
 )
 def split_kernel(
-    q, k, v, table, slots, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
+    q, k, v, table, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
@@ -203,17 +205,20 @@ def split_kernel(
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
     begin(EARLY)
-    tiles, total = tl.load(plan), tl.load(plan + 1)
-    i, d = tl.arange(0, TILES), tl.arange(0, DP)
-    before_I = tl.load(plan + 3 + rows + i, mask=i < tiles, other=FAR)
+    tiles, total, i, d = tl.load(plan), tl.load(plan + 1), tl.arange(0, TILES), tl.arange(0, DP)
+    # Read all of the plan at once, the unused end too: what waits for a load should not be another load.
+    first_I, after_I = tl.load(plan + 2 + i).to(tl.int64), tl.load(plan + 3 + i)
+    before_I, slot_I = tl.load(plan + 3 + rows + i), tl.load(plan + 3 + 2 * rows + i).to(tl.int64)
+    # In one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 chunks before.
+    packed_I = i.to(tl.int64) << 56 | first_I << 48 | (after_I - first_I) << 40 | slot_I << 24 | before_I
     for item in range(tl.program_id(0), total * KV_HEADS, tl.num_programs(0)):
         work, head = item // KV_HEADS, item % KV_HEADS
-        tile = tl.max(tl.where(before_I <= work, i, 0), axis=0)
-        before = tl.max(tl.where(before_I <= work, before_I, 0), axis=0)
-        q_MD, t_M, head_M, valid_M, end_M, low_M, slot = _load_tile(
-            q, slots, ends, plan, tile, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+        packed = tl.max(tl.where((i < tiles) & (before_I <= work), packed_I, 0), axis=0)
+        first, count = (packed >> 48 & 255).to(tl.int32), (packed >> 40 & 255).to(tl.int32)
+        slot, chunk = packed >> 24 & 65535, work - (packed & 0xFFFFFF).to(tl.int32)
+        q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
+            q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
         )
-        chunk = work - before
         if WINDOWED:
             chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
         start = chunk * CHUNK
@@ -279,8 +284,10 @@ def loop_kernel(
     if tile < 0:
         return
     d = tl.arange(0, DP)
-    q_MD, t_M, head_M, valid_M, end_M, low_M, slot = _load_tile(
-        q, slots, ends, plan, tile, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+    first = tl.load(plan + 2 + tile)
+    slot, count = tl.load(slots + first), tl.load(plan + 3 + tile) - first
+    q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
+        q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
     )
     first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
     if WINDOWED:

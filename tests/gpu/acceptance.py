@@ -1,0 +1,39 @@
+"""Acceptance of trained heads in fp32 against that of an independent reference implementation.
+
+PYTHONPATH=src:. python tests/gpu/acceptance.py --models DIR
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tests.drafters import golden
+from tests.gpu.settings import Report, describe, parser, run_stages
+
+
+def stage(report: Report, head: str, device: str, folder: Path | None) -> None:
+    found = golden.folders(head, folder)
+    if found is None:
+        raise ValueError(f"--models: {head!r} is not in {folder}; give the folder that holds it")
+    start = time.perf_counter()
+    measured, expected = golden.measure(*found, device=device)
+    for key, value in expected.items():
+        took = f"{time.perf_counter() - start:.0f} s"
+        report.check(f"{head} {key}", measured[key] == value, f"{measured[key]}, golden {value}; {took}")
+
+
+def main() -> int:
+    given = parser(__doc__, golden.SUPPORTED).parse_args()
+    print(describe(given.device), flush=True)
+    report = Report()
+    stages = {
+        head: (lambda head=head: stage(report, head, given.device, given.models)) for head in golden.SUPPORTED
+    }
+    wanted = "tiny-eagle3" if given.quick and given.stages == ",".join(stages) else given.stages
+    return run_stages(report, wanted, stages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
