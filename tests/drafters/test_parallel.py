@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,25 @@ def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
     assert counts[0][0] > counts[1][0] > counts[1][3] > 0 and sum(counts[2]) < 0.01 * sum(counts[0])
 
 
+def test_a_block_without_bias_and_estimate_is_a_plain_block(tmp_path: Path) -> None:
+    """Every part of the head may be off; a threshold then has nothing to look at."""
+    raw = json.loads((Path(DFLASH) / "config.json").read_text())
+    raw |= {"speculators_model_type": "dspark", "markov_rank": 0, "enable_confidence_head": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(Path(DFLASH) / "model.safetensors")
+    bare, block = engine({"model": str(tmp_path)}), engine({"model": DFLASH})
+    tokens = text(block)
+    assert bare.draft(tokens[:-1], 5, next_token=tokens[-1]) == block.draft(
+        tokens[:-1], 5, next_token=tokens[-1]
+    )
+    with pytest.raises(ValueError, match="confidence_threshold: this head makes no such estimate"):
+        engine({"model": str(tmp_path), "confidence_threshold": 0.5})
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.5, "high", True])
 def test_a_threshold_that_is_no_probability_is_refused(tmp_path: Path, value: Any) -> None:
     head = str(dspark_from_dflash(Path(DFLASH), tmp_path))
-    with pytest.raises(ValueError, match=f"confidence_threshold={value!r}: must be a probability"):
+    with pytest.raises(ValueError, match=f"confidence_threshold={value!r}: must be from 0 to 1"):
         engine({"model": head, "confidence_threshold": value})
 
 

@@ -47,13 +47,21 @@ def dspark(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> DSparkSet
 
 
 def dflash2(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> DFlash2Settings:
-    return DFlash2Settings(
+    s = DFlash2Settings(
         block=dflash(raw, layers, where, non_causal=True),
         taps=raw.get("conv_kernel_size", 2),
         group_size=raw.get("conv_group_size", 16),
         rank=raw.get("selector_rank", 256),
         num_candidates=raw.get("selector_top_k", 16),
     )
+    size, vocab, hidden = s.block.draft_vocab_size, layers.vocab_size, layers.hidden_size
+    if size != vocab:
+        raise ValueError(f"{where}: draft_vocab_size={size}, but vocab_size={vocab}: must be equal here")
+    if hidden % s.group_size:
+        raise ValueError(f"{where}: conv_group_size={s.group_size} does not divide hidden_size={hidden}")
+    if not 1 <= s.num_candidates <= vocab:
+        raise ValueError(f"{where}: selector_top_k={s.num_candidates}: must be from 1 to {vocab}")
+    return s
 
 
 def xpress(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> XPressSettings:

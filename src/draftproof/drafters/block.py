@@ -13,21 +13,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers
+from draftproof.drafters.fits import check_leftovers, check_num_drafts, check_target, checked_mask_token
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Decode, Parallel
-from draftproof.drafters.shared import (
-    check_num_drafts,
-    check_target,
-    checked_mask_token,
-    embedding,
-    output_head,
-)
+from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import DecoderLayer, Norm
+from draftproof.models.decoder import kv_shapes
+from draftproof.models.layers import DecoderLayer, Layer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
 
@@ -45,9 +39,6 @@ class BlockSettings:
     sample_from_anchor: bool
     sliding_causal: bool
     last_tap_is_normed: bool = False
-
-
-Layer = Callable[[Tensor, Tensor, PagedAttention], tuple[Tensor, Tensor]]  # as `DecoderLayer`
 
 
 class BlockNetwork:
@@ -83,8 +74,7 @@ class BlockNetwork:
             attention = layer.attention
             attention.spec = replace(attention.spec, causal=bool(attention.spec.window) and s.sliding_causal)
         self._specs = [layer.attention.spec for layer in layers]
-        input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
-        self._norms = (*input_norms, Norm.load(build, "norm", hidden, config.norm_eps))
+        self._norm = Norm.load(build, "norm", hidden, config.norm_eps)
         self._layers = [wrap(i, layer) for i, layer in enumerate(layers)]
         self._embed_VH = embedding(given, config)
         self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
@@ -99,12 +89,9 @@ class BlockNetwork:
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, None]:
-        residual_NH = self._ops.gather(self._embed_VH, tokens_N)
-        x_NH = self._norms[0](residual_NH)
-        for layer, norm in zip(self._layers, self._norms[1:], strict=True):
-            x_NH, residual_NH = layer(x_NH, residual_NH, attn)
-            x_NH, residual_NH = norm.add(x_NH, residual_NH)
-        return x_NH, None
+        embedded_NH, first = self._ops.gather(self._embed_VH, tokens_N), self._layers[0].input_norm
+        assert first is not None
+        return self._norm.add(*run_layers(self._layers, first(embedded_NH), embedded_NH, attn))[0], None
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
@@ -127,13 +114,11 @@ def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
             f"ids may run from 0 to {num_layers - 2}"
         )
     check_num_drafts(given, s.block_size - (not s.sample_from_anchor), f"block_size={s.block_size}")
-    c = s.layers
     return DraftSpec(
         taps=Taps(layers=s.taps),
         layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
         kv=tuple(
-            KVShape(heads=c.num_kv_heads, head_dim=c.head_dim, window=w + s.block_size if w else 0)
-            for w in c.windows
+            replace(kv, window=kv.window + s.block_size if kv.window else 0) for kv in kv_shapes(s.layers)
         ),
         unroll="parallel",
         mask_token=checked_mask_token(given, s.mask_token),

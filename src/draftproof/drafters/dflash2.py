@@ -57,13 +57,14 @@ class ConvLayer:
     """A decoder layer with convolutions around attention and MLP."""
 
     def __init__(self, layer: DecoderLayer, attention: BlockConv, mlp: BlockConv) -> None:
+        self.input_norm = layer.input_norm
         self._layer, self._attention, self._mlp = layer, attention, mlp
 
-    def __call__(self, x_NH: Tensor, residual_NH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         layer = self._layer
-        x_NH, kernels = self._attention.before(x_NH)
+        x_NH, kernels = self._attention.before(x_TX)
         x_NH = self._attention.convolve(layer.attention(x_NH, attn), kernels)
-        x_NH, residual_NH = layer.post_norm.add(x_NH, residual_NH)
+        x_NH, residual_NH = layer.post_norm.add(x_NH, residual_TH)
         x_NH, kernels = self._mlp.before(x_NH)
         return self._mlp.convolve(layer.mlp(x_NH), kernels), residual_NH
 
@@ -96,7 +97,6 @@ class SelectorDecode:
 
 def build(given: DraftBuild) -> HeadDrafter:
     s = given.settings(DFlash2Settings)
-    _check(given, s)
 
     def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
         return ConvLayer(
@@ -104,20 +104,3 @@ def build(given: DraftBuild) -> HeadDrafter:
         )
 
     return drafter(given, BlockNetwork(given, s.block, wrap), SelectorDecode(given, s))
-
-
-def _check(given: DraftBuild, s: DFlash2Settings) -> None:
-    assert given.checkpoint is not None
-    where, c = given.checkpoint.where, s.block
-    if c.draft_vocab_size != c.layers.vocab_size:
-        raise ValueError(
-            f"{where}: draft_vocab_size={c.draft_vocab_size}, but vocab_size={c.layers.vocab_size}: must be equal"
-        )
-    if c.layers.hidden_size % s.group_size:
-        raise ValueError(
-            f"{where}: conv_group_size={s.group_size} does not divide hidden_size={c.layers.hidden_size}"
-        )
-    if not 1 <= s.num_candidates <= c.layers.vocab_size:
-        raise ValueError(
-            f"{where}: selector_top_k={s.num_candidates}: must be from 1 to {c.layers.vocab_size}"
-        )

@@ -38,10 +38,8 @@ class DSparkOptions:
 
     def __post_init__(self) -> None:
         value = self.confidence_threshold
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise ValueError(
-                f"speculative_config: confidence_threshold={value!r}: must be a probability from 0 to 1"
-            )
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise ValueError(f"speculative_config: confidence_threshold={value!r}: must be from 0 to 1")
 
 
 class MarkovDecode:
@@ -56,17 +54,17 @@ class MarkovDecode:
             self._bias = build.linear(
                 "markov_head.markov_w2", rank, c.draft_vocab_size, out_dtype=torch.float32
             )
-        if s.kind == "gated":
+        if rank and s.kind == "gated":
             self._gate = build.linear("markov_head.gate_proj", hidden + rank, rank, bias=True)
-        elif s.kind == "rnn":
+        elif rank and s.kind == "rnn":
             self._joint = build.linear("markov_head.joint_proj", 2 * rank + hidden, 3 * rank, bias=True)
         self._reads_token = s.confidence_reads_token and rank > 0
-        width = hidden + (rank if self._reads_token else 0)
-        self._confidence = (
-            build.linear("confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32)
-            if s.confidence and threshold
-            else None
-        )
+        self._confidence = None
+        if threshold:
+            width = hidden + self._reads_token * rank
+            self._confidence = build.linear(
+                "confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32
+            )
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]:
         tokens: list[Tensor] = []
@@ -80,16 +78,16 @@ class MarkovDecode:
             if self._confidence is not None:
                 open_R = open_R * (self.confidence(hidden_RH, before_RE) >= self._threshold)
                 count_R = count_R + open_R
-            tokens.append(draw(k, block.logits_KRV[k] if bias_RV is None else block.logits_KRV[k] + bias_RV))
+            tokens.append(draw(k, block.logits_KRV[k] + bias_RV))
             before_R = tokens[-1]
         return tokens, None if self._confidence is None else count_R
 
     def step(
         self, hidden_RH: Tensor, before_R: Tensor, state_RE: Tensor | None, block: Block
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(bias of the logits, embedding of the token before, next state)."""
         if not self._rank:
-            return None, None, None
+            return hidden_RH.new_zeros(1), hidden_RH[:, :0], None
         before_RE = block.gather(self._before_VE, before_R)
         if self._kind == "vanilla":
             return self._bias(before_RE), before_RE, None
@@ -103,18 +101,16 @@ class MarkovDecode:
         state_RE = gate_RE * state_RE + (1 - gate_RE) * torch.tanh(fresh_RE)
         return self._bias(torch.tanh(out_RE)), before_RE, state_RE
 
-    def confidence(self, hidden_RH: Tensor, before_RE: Tensor | None) -> Tensor:
+    def confidence(self, hidden_RH: Tensor, before_RE: Tensor) -> Tensor:
         """Probability that the row's draft is accepted, [R]."""
         assert self._confidence is not None
-        read = (
-            torch.cat((hidden_RH, before_RE), -1)
-            if self._reads_token and before_RE is not None
-            else hidden_RH
-        )
-        return torch.sigmoid(self._confidence(read))[:, 0]
+        read_RX = torch.cat((hidden_RH, before_RE), -1) if self._reads_token else hidden_RH
+        return torch.sigmoid(self._confidence(read_RX))[:, 0]
 
 
 def build(given: DraftBuild) -> HeadDrafter:
     options = parse_options("speculative_config", given.options, DSparkOptions)
     s = given.settings(DSparkSettings)
+    if options.confidence_threshold and not s.confidence:
+        raise ValueError("speculative_config: confidence_threshold: this head makes no such estimate")
     return drafter(given, BlockNetwork(given, s.block), MarkovDecode(given, s, options.confidence_threshold))

@@ -6,7 +6,8 @@ from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_leftovers
 from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.tapped import TappedNetwork, TappedSettings, kv_shapes, tapped
+from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
+from draftproof.models.decoder import kv_shapes
 
 
 def build(given: DraftBuild) -> HeadDrafter:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftproof.drafters.build import DraftBuild
+from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights
 
 # what checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are used
@@ -47,6 +49,48 @@ def check_leftovers(given: DraftBuild) -> None:
     assert given.checkpoint is not None
     if isinstance(given.checkpoint.weights, Weights):
         given.checkpoint.weights.check_used(lambda _: True, _IGNORABLE)
+
+
+def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) -> None:
+    """ValueError where the head was made for another target, with both values."""
+    assert given.checkpoint is not None
+    where, target = given.checkpoint.where, given.target.config
+    check_vocabulary(given, layers.vocab_size)
+    given.target.check_taps(taps)
+    shape = given.checkpoint.weights.shape("fc.weight")
+    if shape is not None and shape[1] != len(taps) * target.hidden_size:
+        raise ValueError(
+            f"{where}: fc.weight reads {shape[1]} features, but {len(taps)} tapped layers of the target's "
+            f"hidden_size={target.hidden_size} are {len(taps) * target.hidden_size}; this draft head belongs to "
+            "another target"
+        )
+    if any(name not in given.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight")):
+        check_hidden(given, layers.hidden_size)
+
+
+def checked_mask_token(given: DraftBuild, mask_token: int | None) -> int:
+    """The id that mask rows carry; ValueError where there is none or the target has no such id."""
+    assert given.checkpoint is not None
+    where, vocab = given.checkpoint.where, given.target.config.vocab_size
+    if mask_token is None:
+        raise ValueError(f"{where}: mask_token_id is missing; add the id that the head was trained with")
+    if not 0 <= mask_token < vocab:
+        raise ValueError(
+            f"{where}: mask_token_id={mask_token}, but the target's vocab_size={vocab}; this draft head belongs to "
+            "another target"
+        )
+    return mask_token
+
+
+def check_num_drafts(given: DraftBuild, most: int, why: str) -> None:
+    """ValueError where the user asks for more drafts than the head has rows; in a chain the head gives what it can."""
+    speculative = given.config.speculative_config
+    asked = given.num_drafts if speculative is None or not speculative.drafters else 0
+    if asked > most:
+        raise ValueError(
+            f"speculative_config: num_speculative_tokens={asked}, but the draft head's {why} allows {most}; ask for at "
+            f"most {most}"
+        )
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:

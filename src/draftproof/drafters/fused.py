@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_hidden, check_leftovers, check_vocabulary
+from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import kv_shapes
 from draftproof.models.layers import DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
@@ -36,21 +37,17 @@ class FusedHead:
     `taps` is the one state h. Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*.
     """
 
-    ids_V: Tensor | None = None
-
     def __init__(
         self, given: DraftBuild, config: ModelConfig, taps: Taps, norms: Norms, *, fc_bias: bool = False
     ) -> None:
         check_vocabulary(given, config.vocab_size)
         check_hidden(given, config.hidden_size)
-        build, hidden, vocab = given.build, config.hidden_size, config.vocab_size
+        build, hidden = given.build, config.hidden_size
         self._ops = build.ops
         self.spec = DraftSpec(
             taps=taps,
             layout=lambda _: InputLayout(context="all", shift=1),
-            kv=tuple(
-                KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=w) for w in config.windows
-            ),
+            kv=kv_shapes(config),
         )
 
         def norm(name: str, wanted: bool) -> Norm | None:
@@ -67,9 +64,8 @@ class FusedHead:
             DecoderLayer(build, f"layers.{i}", config, table, i, window, input_norm=norms.input or i > 0)
             for i, window in enumerate(config.windows)
         ]
-        self._embed_VH = given.own_or_target("embed_tokens.weight", given.target_embed_name, (vocab, hidden))
-        head_VH = given.own_or_target("lm_head.weight", given.target_head_name, (vocab, hidden))
-        self._head = build.pack(head_VH, out_dtype=torch.float32)
+        self._embed_VH = embedding(given, config)
+        self.ids_V, self._head = output_head(given, config, config.vocab_size)
         check_leftovers(given)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:

@@ -103,7 +103,8 @@ class Parallel:
                 return ()
             block, features_TF = BlockRows(i.block_ends_N, i.read_JR), None
         features_NF = None if features_TF is None else gather(features_TF, i.source_N)
-        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N, block))
+        rows_each = 0 if block is None else self.num_read
+        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N, block, most_each=rows_each))
         hidden_NH, _ = head(i.tokens_N, features_NF, attn)
         return self._read(hidden_NH, i, draw, gather)
 

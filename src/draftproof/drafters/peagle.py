@@ -10,11 +10,11 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers
+from draftproof.drafters.fits import check_leftovers, checked_mask_token
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Parallel
-from draftproof.drafters.shared import checked_mask_token
-from draftproof.drafters.tapped import TappedNetwork, TappedSettings, kv_shapes, tapped
+from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
+from draftproof.models.decoder import kv_shapes
 
 
 class PEagleHead:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.shared import check_target, embedding, output_head
+from draftproof.drafters.fits import check_target
+from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
 from draftproof.models.layers import DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
@@ -84,12 +84,6 @@ class TappedNetwork:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
-
-
-def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
-    return tuple(
-        KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=w) for w in config.windows
-    )
 
 
 def tapped(given: DraftBuild) -> tuple[int, ...]:

@@ -49,10 +49,7 @@ class Decoder:
         self.config = config
         self._gather = ops.gather
         self.cos_sin_PD = cos_sin_PD
-        self.kv = tuple(
-            KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
-            for window in config.windows
-        )
+        self.kv = kv_shapes(config)
         self._embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
@@ -135,6 +132,14 @@ class Decoder:
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """States after the final norm -> fp32 [M, V]."""
         return self._head(hidden_MH)
+
+
+def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
+    """What the layers of a model, or of a draft head, keep in the cache."""
+    return tuple(
+        KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
+        for window in config.windows
+    )
 
 
 def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -189,8 +190,17 @@ class DecoderLayer:
         return self.mlp(x_TH), residual_TH
 
 
+class Layer(Protocol):
+    """`DecoderLayer`, or one with something around it."""
+
+    @property
+    def input_norm(self) -> Norm | None: ...
+
+    def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]: ...
+
+
 def run_layers(
-    layers: Sequence[DecoderLayer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
+    layers: Sequence[Layer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
 ) -> tuple[Tensor, Tensor]:
     """All layers in turn; the first is given its input already normed. Returns what the last one does."""
     x_TH, residual_TH = layers[0](x_TX, residual_TH, attn)
