@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftproof.bench import environment
 from draftproof.bench.compare import Difference, Tally, compare
 from draftproof.checkpoints import detect
 from draftproof.engine.frontend import Request
@@ -137,15 +138,15 @@ class Comparison:
         self._params, self._batch_size, self._repeats, self._tell = params, batch_size, repeats, tell
         self.runs: dict[str, tuple[Run, Run]] = {}  # name -> its own, and the plain one beside it
         self.notes: list[str] = []
+        self.environment: Record = {}
 
     def run(self) -> None:
         """Everything; what was measured before an exception stays."""
         self._tell("plain: loading")
         plain = self._make(PLAIN)
-        if plain.num_speculative_tokens:
-            raise ValueError(
-                "model: is a draft head; give its target as the model, and the head as a drafter"
-            )
+        assert not plain.num_speculative_tokens, "the plain engine drafts"
+        cache = plain._frontend.loaded.engine.parts.cache.layers[0].k
+        self.environment = environment.describe(cache.device, cache.dtype)
         for method in self._methods:
             run, beside = Run(), Run()
             for repeat in range(self._repeats):

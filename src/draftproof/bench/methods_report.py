@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from draftproof.bench import plots
 
 Record = Mapping[str, Any]
 MOST_POSITIONS = 5  # in the table; methods.json has all
@@ -34,7 +35,7 @@ def write(folder: Path, results: Mapping[str, Any]) -> list[str]:
         text = json.dumps(results, indent=1, ensure_ascii=False)
         (folder / names[0]).write_text(text + "\n", encoding="utf-8")
         (folder / names[1]).write_text(markdown(results), encoding="utf-8")
-        if can_draw():
+        if plots.available():
             draw(folder / "methods.png", results["methods"])
             names.append("methods.png")
     except OSError as error:
@@ -50,13 +51,23 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         *table(rows),
         "",
-        f"{results['conditions']}.",
+        conditions(results),
         "",
         identity(rows),
         "",
         *(f"Note: {note}\n" for note in results["notes"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def conditions(results: Mapping[str, Any]) -> str:
+    """What was asked, and of what."""
+    s, e = results["settings"], results["environment"]
+    return (
+        f"{s['num_prompts']} prompts, {s['batch_size']} at once, up to {s['max_tokens']} new tokens, temperature "
+        f"{s['temperature']:g}, policy {s['policy']}; {e['device']}, {e['dtype']}, {e['threads']} threads, torch "
+        f"{e['versions']['torch']}, commit {e['commit'] or 'unknown'}."
+    )
 
 
 def table(rows: Sequence[Record]) -> list[str]:
@@ -92,10 +103,6 @@ def _cell(row: Record, key: str, form: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return format(value, form) if form else str(value)
-
-
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(path: Path, rows: Sequence[Record]) -> None:

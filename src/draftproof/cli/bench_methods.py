@@ -13,6 +13,7 @@ import click
 
 from draftproof import assets
 from draftproof.cli import options
+from draftproof.cli.bench_setup import make_folder
 from draftproof.cli.prompts import Prompt, read_file
 
 if TYPE_CHECKING:
@@ -110,17 +111,28 @@ def methods(
             raise ValueError(f"--{flag.replace('_', '-')}: use --{instead} here")
     drafters, notes = all_drafters([*named, *more], heads, engine)
     common = {"policy": given["policy"], "num_speculative_tokens": given["num_drafts"]}
+    questions = _questions(given["prompt_file"], given["limit"], engine)
+    make_folder(output_dir)
     comparison = Comparison(
         lambda method: _engine(method, engine, given["batch_size"]),
         [_with(common, method) for method in drafters],
-        _questions(given["prompt_file"], given["limit"], engine),
+        questions,
         SamplingParams(temperature=given["temperature"], max_tokens=given["max_tokens"]),
         batch_size=given["batch_size"],
         repeats=given["repeats"],
         tell=lambda line: click.echo(line, err=True) if sys.stderr.isatty() else None,
     )
-    comparison.run()
-    return _conclude(comparison, output_dir, notes, engine, given)
+    interrupted = False
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        if not comparison.runs:
+            raise
+        interrupted = True
+        notes.append("interrupted: what was not measured is missing")
+    settings = {"engine": dict(engine), **given, "num_prompts": len(questions)}
+    status = _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
+    return 130 if interrupted else status
 
 
 def all_drafters(
@@ -197,41 +209,25 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
     ]
 
 
-def _conclude(
-    comparison: Comparison,
-    folder: Path,
-    notes: list[str],
-    engine: Mapping[str, Any],
-    given: Mapping[str, Any],
-) -> int:
+def _conclude(comparison: Comparison, folder: Path, notes: list[str], settings: Mapping[str, Any]) -> int:
     """Write and print; the exit status."""
-    import torch
+    from draftproof.bench import methods_report, plots
 
-    from draftproof.bench import methods_report as report
-
-    rows = comparison.records()
-    notes = [*notes, *comparison.notes]
+    rows, model = comparison.records(), settings["engine"].get("model")
     if not rows:
         raise ValueError("\n".join(["no drafter fits this target", *notes]))
-    notes += [f"{row['name']}: {row['num_faults']} faults" for row in rows if row["num_faults"]]
-    conditions = (
-        f"{rows[0]['num_outputs'] // (len(rows) - 1)} prompts, {given['batch_size']} at once, up to "
-        f"{given['max_tokens']} new tokens, temperature {given['temperature']:g}; {engine.get('dtype', 'dtype auto')}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
     results = {
-        "model": Path(engine["model"]).name if "model" in engine else assets.TARGET,
-        "conditions": conditions,
-        "settings": {"engine": dict(engine), **given},
+        "model": assets.TARGET if model is None else Path(model).name,
+        "environment": comparison.environment,
+        "settings": settings,
         "methods": rows,
-        "notes": notes,
+        "notes": notes + [f"{row['name']}: {row['num_faults']} faults" for row in rows if row["num_faults"]],
     }
-    files = report.write(folder, results)
-    page = report.markdown(results)
-    click.echo(page.partition("\n\n")[2], nl=False)
+    files = methods_report.write(folder, results)
+    click.echo(methods_report.markdown(results).partition("\n\n")[2], nl=False)
     for difference in comparison.differences[:3]:
         click.echo(str(difference))
-    if not report.can_draw():
+    if not plots.available():
         click.echo("no plot: matplotlib is not installed (pip install draftproof[bench])", err=True)
     click.echo(f"written to {folder}: {', '.join(files)}")
     return 1 if comparison.differences else 0
