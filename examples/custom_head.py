@@ -18,8 +18,8 @@ from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.shared import embedding, output_head
 from draftproof.drafters.tapped import TappedSettings
+from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.layers import DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
