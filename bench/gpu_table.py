@@ -272,7 +272,7 @@ def draft_work(llm: LLM, requests: int, context: int) -> rooflines.Work:
     guard = parts(llm).guard
     assert guard is not None
     drafter: Any = guard.drafter
-    head = getattr(drafter, "_inner", drafter)._head
+    head = getattr(drafter, "_inner", drafter).head
     s = head._settings
     num_taps, rows = len(head.spec.taps.layers), NUM_DRAFTS + 1
     return rooflines.draft_pass(s.layers, s.draft_vocab_size, num_taps, requests, rows, context, NUM_DRAFTS)
