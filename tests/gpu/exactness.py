@@ -155,7 +155,7 @@ class Exactness:
     models: Models
     report: Report
     modes: Sequence[str]
-    settings: Sequence[str]
+    settings: dict[str, Sequence[str]]  # of each mode
     _known: dict[str, dict[str, tuple[Requests, list[RequestOutput]]]] = field(default_factory=dict)
 
     def stage(self, model: str, method: str) -> None:
@@ -165,7 +165,7 @@ class Exactness:
         for mode in self.modes:
             tallies = {name: Tally() for name in WORKLOADS}
             for engine, settings in ENGINES:
-                settings = tuple(s for s in settings if s.name in self.settings)
+                settings = tuple(s for s in settings if s.name in self.settings[mode])
                 if not settings:
                     continue
                 name = f"{model}-{method} {mode}"
@@ -302,11 +302,16 @@ def main() -> int:
     flags.add_argument("--modes", default=",".join(MODES), help="of graphs,eager; default: both")
     names = [s.name for _, settings in ENGINES for s in settings]
     flags.add_argument("--settings", default=",".join(names), help=f"of {','.join(names)}; default: all")
+    flags.add_argument("--eager-settings", help="the same for the mode without graphs, which is slow")
     given = flags.parse_args()
+    settings = {
+        "graphs": given.settings.split(","),
+        "eager": (given.eager_settings or given.settings).split(","),
+    }
     print(describe(given.device), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(given.device, given.quick, given.models, Path(scratch))
-        exactness = Exactness(models, Report(), given.modes.split(","), given.settings.split(","))
+        exactness = Exactness(models, Report(), given.modes.split(","), settings)
         stages = {name: (lambda pair=pair: exactness.stage(*pair)) for name, pair in STAGES.items()}
         return run_stages(exactness.report, given.stages, stages)
 

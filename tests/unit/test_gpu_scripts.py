@@ -126,7 +126,7 @@ def test_an_unknown_stage_is_named_and_a_broken_one_does_not_end_the_others() ->
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[exactness.Exactness, Any]:
     models = settings.Models("cpu", True, None, tmp_path_factory.mktemp("scratch"))
-    run = exactness.Exactness(models, settings.Report(), ["eager"])
+    run = exactness.Exactness(models, settings.Report(), ["eager"], {"eager": ["batch 64", "mixed"]})
     return run, run.reference("tiny", exactness.scale_of("tiny", True))
 
 
