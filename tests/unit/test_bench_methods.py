@@ -153,3 +153,16 @@ def test_wrong_input_is_answered_with_what_to_do(
 def test_the_final_number_is_the_answer(answer: str, right: bool) -> None:
     assert is_right(answer, "42") == right
     assert is_right(answer.replace("42", "-1,042"), "-1042") == right or answer == "It is 1,042."
+
+
+def test_the_plot_is_drawn(results: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    methods_report.draw(tmp_path / "methods.png", results[0]["methods"])
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_column_about_which_nothing_is_known_is_left_out(results: tuple[dict[str, Any], str]) -> None:
+    without = {"verify_ms": None, "draft_ms": None, "rest_ms": None, "num_right": 0, "num_asked": 0}
+    head, *lines = methods_report.table([row | without for row in results[0]["methods"]])
+    assert "verify ms" not in head and "right" not in head and "speed-up" in head
+    assert {line.count("|") for line in lines} == {head.count("|")}
