@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
         repeatable=False,
     ),
     "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, repeatable=False),
+    "custom_head": Case({"method": "examples.custom_head.build"}),
 }
 
 

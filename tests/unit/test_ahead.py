@@ -16,7 +16,8 @@ from draftproof.drafters.head import DraftMemory
 from draftproof.engine.engine import Engine
 from tests.conformance.cases import CASES, mixture
 
-HOSTS = ("ngram", "suffix", "chain", "custom")  # they think on the host, so nothing may run ahead of them
+# they think on the host, or are checked there: nothing may run ahead of them
+HOSTS = ("ngram", "suffix", "chain", "custom", "custom_head")
 METHODS = [None, *(method for method in CASES if method not in HOSTS)]
 
 

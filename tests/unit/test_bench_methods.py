@@ -14,7 +14,7 @@ from draftproof.bench.methods import Comparison, Method, Question, find, is_righ
 from draftproof.cli.main import main
 
 DATA = Path(__file__).parent.parent / "data"
-QUICK = ["bench", "methods", "--limit", "2", "--max-tokens", "24"]
+QUICK = ["bench", "methods", "--repeats", "1", "--limit", "2", "--max-tokens", "24"]
 
 
 @pytest.fixture(scope="module")

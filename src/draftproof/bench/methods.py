@@ -48,71 +48,94 @@ class Method:
 PLAIN = Method("plain", None)
 
 
-@dataclass(slots=True)
-class Run:
-    """What one engine did. `verifying`, `drafting` and `stepping`: seconds of the `num_steps` steps after the prompts.
-    `outputs`: of the last repeat, one a question."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One batch, or several. `verifying`, `drafting`, `stepping`: seconds of the `num_steps` steps after the prompts."""
 
-    num_drafts: int = 0
     seconds: float = 0.0
+    num_tokens: int = 0
     num_steps: int = 0
     verifying: float = 0.0
     drafting: float = 0.0
     stepping: float = 0.0
+
+    def __add__(self, other: Timed) -> Timed:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Timed(*(a + b for a, b in pairs))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Run:
+    """What one engine did. `fastest`: of each batch, over the repeats, since what disturbs a clock only adds to it.
+    `outputs`: of the last repeat, one a question."""
+
+    num_drafts: int = 0
     num_faults: int = 0
+    fastest: dict[int, Timed] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     outputs: list[RequestOutput] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.tally.tokens / self.seconds if self.seconds else 0.0
+    def total(self) -> Timed:
+        return sum(self.fastest.values(), Timed())
 
-    def ask(self, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]) -> None:
-        """One batch, from its prompts to its last token. ValueError for a question that cannot be served."""
-        frontend, stats = llm._frontend, llm.stats  # `generate` does not say where the prompts end
-        requests: list[Request] = []
-        begun: EngineStats | None = None
-        faults, start = stats.num_drafter_faults, time.perf_counter()
-        try:
-            for question, p in zip(batch, params, strict=True):
-                requests.append(frontend.add({"prompt_token_ids": question.token_ids}, p))
-            while not all(r.finished for r in requests):
-                if begun is None and all(r.sequences[0].num_outputs for r in requests):
-                    begun = dataclasses.replace(stats)
-                frontend.step()
-                for request in requests:
-                    request.pending.clear()
-            outputs = [frontend.output(r) for r in requests]
-        finally:
-            for request in requests:
-                frontend.close(request.request_id)
-        self.seconds += time.perf_counter() - start
-        self.num_faults += stats.num_drafter_faults - faults
-        if begun is not None:
-            self.num_steps += stats.num_steps - begun.num_steps
-            self.verifying += stats.target_seconds - begun.target_seconds
-            self.drafting += stats.draft_seconds - begun.draft_seconds
-            self.stepping += stats.step_seconds - begun.step_seconds
-        for question, output in zip(batch, outputs, strict=True):
-            if output.error is not None:
-                raise ValueError(f"question {question.id}: {output.error}")
+    def ask(self, index: int, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]) -> None:
+        """Batch number `index`. ValueError for a question that cannot be served."""
+        faults = llm.stats.num_drafter_faults
+        timed, outputs = ask(llm, batch, params)
+        self.num_faults += llm.stats.num_drafter_faults - faults
+        self.fastest[index] = min(timed, self.fastest.get(index, timed), key=lambda t: t.seconds)
         self.tally.add(outputs)
         self.outputs += outputs
 
-    def add(self, other: Run) -> None:
-        """Sum another run's times and counts into this one."""
-        for name in ("seconds", "num_steps", "verifying", "drafting", "stepping"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.tally.add(other.outputs)
-        self.outputs = other.outputs
+
+def ask(
+    llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]
+) -> tuple[Timed, list[RequestOutput]]:
+    """One batch, from its prompts to its last token. ValueError for a question that cannot be served."""
+    frontend, stats = llm._frontend, llm.stats  # `generate` does not say where the prompts end
+    requests: list[Request] = []
+    begun: EngineStats | None = None
+    start = time.perf_counter()
+    try:
+        for question, p in zip(batch, params, strict=True):
+            requests.append(frontend.add({"prompt_token_ids": question.token_ids}, p))
+        while not all(r.finished for r in requests):
+            if begun is None and all(r.sequences[0].num_outputs for r in requests):
+                begun = dataclasses.replace(stats)
+            frontend.step()
+            for request in requests:
+                request.pending.clear()
+        outputs = [frontend.output(r) for r in requests]
+    finally:
+        for request in requests:
+            frontend.close(request.request_id)
+    seconds, before = time.perf_counter() - start, begun or dataclasses.replace(stats)
+    for question, output in zip(batch, outputs, strict=True):
+        if output.error is not None:
+            raise ValueError(f"question {question.id}: {output.error}")
+    timed = Timed(
+        seconds,
+        sum(len(output.outputs[0].token_ids) for output in outputs),
+        stats.num_steps - before.num_steps,
+        stats.target_seconds - before.target_seconds,
+        stats.draft_seconds - before.draft_seconds,
+        stats.step_seconds - before.step_seconds,
+    )
+    return timed, outputs
 
 
 class Comparison:
     """Runs it. `make` builds a method's engine; `tell` gets a line for people when something begins.
 
     A plain engine and a drafting one take turns, batch by batch, so that a machine whose speed drifts is as fast for
-    both. A drafter that learns from what it has seen starts anew in each repeat.
+    both, and of the repeats each batch's fastest counts. A drafter that learns from what it has seen starts anew in
+    each repeat.
     """
 
     def __init__(
@@ -170,27 +193,30 @@ class Comparison:
         other = dataclasses.replace(self._questions[0], token_ids=self._questions[0].token_ids[::-1])
         pairs = ((plain, beside), (llm, run))
         for engine, its in pairs:
-            Run().ask(engine, [other], [dataclasses.replace(self._params, max_tokens=WARM_UP)])
+            ask(engine, [other], [dataclasses.replace(self._params, max_tokens=WARM_UP)])
             its.outputs = []
         for first in range(0, len(self._questions), self._batch_size):
             batch = slice(first, first + self._batch_size)
             for engine, its in pairs:
-                its.ask(engine, self._questions[batch], params[batch])
+                its.ask(first, engine, self._questions[batch], params[batch])
         run.differences += compare(beside.outputs, run.outputs)
 
     def records(self) -> list[Record]:
         """A row each, plain first, as they go to methods.json."""
-        plain = Run()
-        for _, beside in self.runs.values():
-            plain.add(beside)
-        rows = [self._record(name, *pair) for name, pair in self.runs.items()]
-        return [self._record(PLAIN.name, plain, plain), *rows] if rows else []
+        if not self.runs:
+            return []
+        besides = [beside for _, beside in self.runs.values()]
+        plain, total = Run(outputs=besides[0].outputs), sum((b.total for b in besides), Timed())
+        for beside in besides:
+            plain.tally.add(beside.outputs)
+        rows = [self._record(name, run, run.total, its.total) for name, (run, its) in self.runs.items()]
+        return [self._record(PLAIN.name, plain, total, total), *rows]
 
-    def _record(self, name: str, run: Run, plain: Run) -> Record:
+    def _record(self, name: str, run: Run, timed: Timed, plain: Timed) -> Record:
         config = next((m.config for m in self._methods if m.name == name), None)
-        steps, stats = max(1, run.num_steps), run.tally.speculation
-        verify, draft, whole = (1e3 * t / steps for t in (run.verifying, run.drafting, run.stepping))
-        has_clock = run.verifying > 0  # an engine that runs ahead on a GPU has none
+        steps, stats = max(1, timed.num_steps), run.tally.speculation
+        verify, draft, whole = (1e3 * t / steps for t in (timed.verifying, timed.drafting, timed.stepping))
+        has_clock = timed.verifying > 0  # an engine that runs ahead on a GPU has none
         scores = [
             is_right(output.outputs[0].text, question.reference)
             for question, output in zip(self._questions, run.outputs, strict=True)
@@ -205,8 +231,8 @@ class Comparison:
             "verify_ms": verify if has_clock else None,
             "draft_ms": draft if has_clock else None,
             "rest_ms": max(0.0, whole - verify - draft) if has_clock else None,
-            "tokens_per_second": run.tokens_per_second,
-            "speedup": run.tokens_per_second / plain.tokens_per_second,
+            "tokens_per_second": timed.tokens_per_second,
+            "speedup": timed.tokens_per_second / plain.tokens_per_second,
             "num_right": sum(scores),
             "num_asked": len(scores),
             "identical": not run.differences,

@@ -65,8 +65,8 @@ def conditions(results: Mapping[str, Any]) -> str:
     s, e = results["settings"], results["environment"]
     return (
         f"{s['num_prompts']} prompts, {s['batch_size']} at once, up to {s['max_tokens']} new tokens, temperature "
-        f"{s['temperature']:g}, policy {s['policy']}; {e['device']}, {e['dtype']}, {e['threads']} threads, torch "
-        f"{e['versions']['torch']}, commit {e['commit'] or 'unknown'}."
+        f"{s['temperature']:g}, policy {s['policy']}, best of {s['repeats']}; {e['device']}, {e['dtype']}, "
+        f"{e['threads']} threads, torch {e['versions']['torch']}, commit {e['commit'] or 'unknown'}."
     )
 
 
