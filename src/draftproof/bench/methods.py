@@ -50,7 +50,7 @@ PLAIN = Method("plain", None)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One batch, or several. `verifying`, `drafting`, `stepping`: seconds of the `num_steps` steps after the prompts."""
+    """One batch, or several. `verifying`, `drafting`, `stepping`: seconds of `num_steps` steps after the prompts."""
 
     seconds: float = 0.0
     num_tokens: int = 0
