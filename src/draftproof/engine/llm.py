@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ class LLM:
         self._defaults = read_generation_config(loaded.directory)
         self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
         self.max_model_len = loaded.max_model_len
+        self.memory = loaded.memory
+        logging.getLogger(__name__).info("%s", self.memory)
         self.num_speculative_tokens = loaded.num_drafts
 
     def _load_tokenizer(self, directory: Any) -> Tokenizer | None:
