@@ -110,9 +110,11 @@ def draft_pass_of(
     No work for drafters that compute nothing; None for those whose work nobody has counted.
     """
     drafter = getattr(drafter, "_inner", drafter)
-    head: Any = getattr(drafter, "_head", None)
+    head: Any = getattr(drafter, "head", None)
     if head is None:
         return None if drafter is not None and drafter.spec.kv else Work(0, 0)
+    if drafter.spec.unroll == "parallel":
+        return None
     if (settings := getattr(head, "_settings", None)) is not None:
         sizes = (settings.layers, settings.draft_vocab_size, len(head.spec.taps.layers))
         return draft_pass(*sizes, requests, rows, context, drafts, itemsize)

@@ -96,21 +96,19 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     methods = [p.method for plan in plans for p in (plan, *plan.inner)]
     drafting = _Drafting(drafter, num_drafts, trusted=not any(map(registry.is_custom, methods)))
     engine, num_graph_bytes = _engine(base, target, drafting, progress)
+    used = memory.Memory(
+        weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
+        kv_bytes_per_token=memory.bytes_per_token(target.kv, base.dtype),
+        draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
+        num_blocks=engine.parts.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
+    )  # fmt: skip
     return Loaded(
         engine=engine,
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
-        memory=memory.Memory(
-            weights=num_target_bytes,
-            draft_weights=base.planner.weight_bytes - num_target_bytes,
-            kv_bytes_per_token=memory.bytes_per_token(target.kv, base.dtype),
-            draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
-            num_blocks=engine.parts.pages.num_blocks,
-            block_size=config.block_size,
-            graphs=num_graph_bytes,
-        ),
+        memory=used,
     )
 
 
