@@ -1,147 +1,25 @@
-"""`draftproof bench`: when requests are sent, what the figures are, what is compared, what lies in the folder."""
+"""`draftproof bench`: what is swept and compared, what lies in the folder, what is refused."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections import deque
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from draftproof import LLM, SamplingParams, assets
-from draftproof.bench import against, figures, passes, plots, report, rooflines, workload
-from draftproof.bench.drive import Client, Job, Run, Step, Timing
-from draftproof.cli import bench_setup
+from draftproof import LLM, assets
+from draftproof.bench import against, plots, suite
+from draftproof.bench.drive import Client, Job, Run
+from draftproof.cli import options
 from draftproof.cli.main import main
-from draftproof.metrics import EngineStats, SpeculationStats
-from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from tests.unit.test_ahead import ahead
 
-PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+SHAPE = str(Path(__file__).parents[2] / "bench" / "shapes" / "llama-3.1-8b")
 SMALL = ["--output-len", "12", "--num-prompts", "3", "--num-iters", "1", "--dtype", "float32"]
-
-
-@dataclass
-class FakeFrontend:
-    """Gives each request 2 tokens a step, a step takes 1 second, a request 4 tokens."""
-
-    now: float = 0.0
-    most_seen: int = 0
-    live: list[Any] = field(default_factory=list)
-    slept: list[float] = field(default_factory=list)
-    loaded: Any = field(default_factory=lambda: SimpleNamespace(engine=SimpleNamespace(stats=EngineStats())))
-
-    def add(self, prompt: dict[str, list[int]], params: SamplingParams) -> Any:
-        tokens = list(prompt["prompt_token_ids"])
-        sequence = SimpleNamespace(tokens=tokens, num_outputs=0)
-        request = SimpleNamespace(
-            sequences=[sequence], pending=deque(), finished=False, request_id=id(tokens)
-        )
-        self.live.append(request)
-        return request
-
-    def step(self) -> None:
-        self.now += 1.0
-        self.most_seen = max(self.most_seen, len(self.live))
-        for request in self.live:
-            request.pending.append(Delta("0", 0, "", [7, 8]))
-            request.sequences[0].tokens += [7, 8]
-            request.sequences[0].num_outputs += 2
-            request.finished = request.sequences[0].num_outputs >= 4
-        self.live = [r for r in self.live if not r.finished]
-
-    def output(self, request: Any) -> RequestOutput:
-        choice = CompletionOutput(0, "", request.sequences[0].tokens[-4:], finish_reason="length")
-        return RequestOutput("0", None, [1], [choice], True, RequestMetrics(SpeculationStats()))
-
-    def close(self, request_id: Any) -> None:
-        pass
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-
-def drive(arrivals: Sequence[float | None], most: int) -> tuple[Run, FakeFrontend]:
-    frontend = FakeFrontend()
-    llm: Any = SimpleNamespace(_frontend=frontend)
-    jobs = [Job(i, [1], PARAMS, arrival) for i, arrival in enumerate(arrivals)]
-    return Client(llm, most, lambda: frontend.now, frontend.sleep).run(jobs), frontend
-
-
-def test_no_more_requests_are_in_flight_than_asked_for() -> None:
-    run, frontend = drive([None] * 5, 2)
-    assert frontend.most_seen == 2
-    assert run.seconds == 6.0
-    assert [t.came for t in run.timings] == [0, 0, 2, 2, 4], (
-        "without arrivals a request comes when it is sent"
-    )
-    assert [t.first_token for t in run.timings] == [1.0] * 5
-
-
-def test_a_request_that_arrives_waits_for_room_on_the_clock() -> None:
-    run, frontend = drive([0.0, 0.0, 10.0], 1)
-    assert [t.first_token for t in run.timings] == [1.0, 3.0, 1.0]
-    assert frontend.slept == [6.0], "nothing to do until the last one arrives"
-
-
-def test_only_steps_past_all_prompts_are_decoding_steps() -> None:
-    run, _ = drive([None, None], 2)
-    assert run.steps == [Step(num_requests=2, context=6, num_tokens=4, seconds=1.0)]
-    assert run.stepping == 2.0
-
-
-def timing(came: float, times: list[float], counts: list[int]) -> Timing:
-    return Timing(0, came, 10, times, counts)
-
-
-def test_figures_are_those_of_vllm() -> None:
-    """Request 0: first token after 1 s, 4 more in 2 s, in deliveries of 3 and 1; request 1: one token after 2 s."""
-    run = Run(seconds=4.0, timings=[timing(0.0, [1.0, 2.5, 3.0], [1, 3, 1]), timing(1.0, [3.0], [1])])
-    found = figures.summarise([run], figures.parse_goodput(["ttft:1500", "tpot:600"]))
-    expected = {
-        **{"completed": 2, "failed": 0, "duration": 4.0, "total_input_tokens": 20, "total_output_tokens": 6},
-        **{"request_throughput": 0.5, "output_throughput": 1.5, "total_token_throughput": 6.5},
-        **{"mean_ttft_ms": 1500.0, "median_ttft_ms": 1500.0, "p99_ttft_ms": 1990.0, "std_ttft_ms": 500.0},
-        **{"mean_tpot_ms": 500.0, "p99_tpot_ms": 500.0, "mean_itl_ms": 1000.0, "median_itl_ms": 1000.0},
-        **{"mean_e2el_ms": 2500.0, "max_concurrent_requests": 2, "request_goodput": 0.25},
-    }
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-
-
-def test_a_failed_request_counts_as_failed_and_nothing_else() -> None:
-    bad = timing(0.0, [], [])
-    bad.failed = True
-    found = figures.summarise([Run(seconds=1.0, timings=[bad, timing(0.0, [1.0], [1])])], {})
-    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (1, 1, 1)
-    assert found["request_goodput"] is None
-
-
-def test_arrivals_come_at_the_rate() -> None:
-    assert workload.arrivals(4, 2.0, math.inf, 0) == [0.0, 0.5, 1.0, 1.5]
-    assert workload.arrivals(3, math.inf, 1.0, 0) == [0.0] * 3
-    poisson = workload.arrivals(4001, 5.0, 1.0, 0)
-    gaps = torch.tensor(poisson).diff()
-    assert poisson == sorted(poisson) and poisson != workload.arrivals(4001, 5.0, 1.0, 1)
-    assert gaps.mean().item() == pytest.approx(0.2, rel=0.05)
-    assert gaps.std().item() == pytest.approx(0.2, rel=0.1), (
-        "exponential gaps spread as widely as they are long"
-    )
-
-
-def test_random_prompts_have_the_lengths_asked_for() -> None:
-    prompts = workload.random_prompts(200, 20, 0.5, 50, 0)
-    assert {len(p) for p in prompts} == set(range(10, 31))
-    assert {token for p in prompts for token in p} == set(range(10, 50))
-    assert prompts == workload.random_prompts(200, 20, 0.5, 50, 0)
-    assert {len(p) for p in workload.random_prompts(5, 20, 0.0, 50, 0)} == {20}
 
 
 def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -190,6 +68,44 @@ def test_replayed_drafts_are_right_as_often_as_asked(tmp_path: Path) -> None:
     assert always["spec_decode_acceptance_length"] > 2.5
 
 
+def test_what_was_measured_before_an_interruption_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Client):
+        left = 3  # two warm-ups, then plain decoding
+
+        def run(self, jobs: Sequence[Job]) -> Run:
+            Interrupted.left -= 1
+            if Interrupted.left < 0:
+                raise KeyboardInterrupt
+            return super().run(jobs)
+
+    monkeypatch.setattr(suite, "Client", Interrupted)
+    status, results = bench(tmp_path, "throughput", "--batch-sizes", "2")
+    assert status == 130
+    assert [run["name"] for run in results["runs"]] == ["plain"]
+    assert results["identical"] is None and "interrupted" in results["notes"][0]
+
+
+def test_engines_that_do_not_fit_together_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[LLM] = weakref.WeakSet()
+    most = []
+
+    def make(config: dict[str, Any]) -> LLM:
+        llm = LLM(**config)
+        alive.add(llm)
+        most.append(len(alive))
+        return llm
+
+    monkeypatch.setattr(suite, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(options, "make_llm", make)
+    status, results = bench(tmp_path, "throughput", "--batch-sizes", "2", "--num-drafts", "1,2")
+    assert status == 0 and results["identical"] is True and len(results["runs"]) == 3
+    assert most == [1, 1, 1]
+
+
 def test_output_that_differs_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Verification that keeps the distribution only."""
     status, results = bench(
@@ -227,6 +143,7 @@ def test_serve_like_counts_from_arrival_and_keeps_the_rate(tmp_path: Path) -> No
         ("latency --output-len 100000", "the model was made for"),
         ("latency --speculative-config nonsense", "did you mean|known:"),
         ("latency --model DIR --num-drafts 2", "name the drafter"),
+        ("latency --model SHAPE --load-format dummy", "use --random-input-len"),
         ("latency --model DIR --random-input-len 8 --output-dir FILE/x", "cannot be made"),
         ("serve-like --request-rate 0", "--request-rate 0: must be above 0"),
         ("serve-like --goodput ttlt:5", "must read NAME:MILLISECONDS"),
@@ -238,7 +155,8 @@ def test_bad_input_is_answered(
     file = tmp_path / "file"
     file.write_text("")
     words = [
-        w.replace("DIR", str(assets.path(assets.TARGET))).replace("FILE", str(file)) for w in line.split()
+        w.replace("DIR", str(assets.path(assets.TARGET))).replace("FILE", str(file)).replace("SHAPE", SHAPE)
+        for w in line.split()
     ]
     if "--output-dir" not in words:
         words += ["--output-dir", str(tmp_path / "out")]
@@ -294,89 +212,3 @@ def test_plots_are_drawn_where_something_was_measured(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     assert plots.draw(tmp_path, results["runs"][:1]) == ["time_split.png"]
     assert [p.name for p in tmp_path.glob("*.png")] == ["time_split.png"]
-
-
-def test_infinities_are_json() -> None:
-    assert json.loads(json.dumps(report._finite({"rate": [math.inf, 1.0]}))) == {"rate": ["inf", 1.0]}
-
-
-def test_memory_is_what_the_files_and_the_cache_hold() -> None:
-    llm = LLM(
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=2,
-        speculative_config={"model": str(assets.path("tiny-eagle3"))},
-    )
-    from safetensors import safe_open
-
-    stored = 0
-    with safe_open(assets.path(assets.TARGET) / "model.safetensors", "pt") as file:
-        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    parts, memory = llm._frontend.loaded.engine.parts, llm.memory
-    assert memory.weights == 4 * stored
-    assert memory.draft_weights > 0 == memory.graphs
-    layers = [*parts.cache.layers, *parts.draft_cache.layers]
-    assert memory.kv == sum(layer.k.nbytes + layer.v.nbytes for layer in layers)
-    assert memory.kv_tokens == 2 * 64
-    assert "draft weights" in str(memory) and "128 tokens" in str(memory)
-
-
-def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind() -> None:
-    llm = LLM(
-        dtype="float32", max_model_len=96, max_num_seqs=4,
-        speculative_config={"model": str(assets.path("tiny-eagle3")), "policy": "fixed", "num_speculative_tokens": 3},
-    )  # fmt: skip
-    prompts = [[5 + i, 9, 30 + i, 7] for i in range(2)]
-    jobs = workload.jobs(prompts, range(2), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
-    assert passes.device_split(llm, jobs) is None, "nothing is captured on a CPU"
-    before = Client(llm, 2).run(jobs)
-    graphs = ahead(llm)
-    calls: list[int] = []
-
-    def seconds(call: Any) -> float:
-        replays = graphs.num_replays
-        for _ in range(3):
-            call()
-        calls.append(graphs.num_replays - replays)
-        return 1.0
-
-    assert passes.device_split(llm, jobs, seconds) == {"step": 1.0, "verify": 1.0}
-    assert calls == [3, 3], "both were graphs"
-    after = Client(llm, 2).run(jobs)
-    assert [o.outputs[0].token_ids for o in after.outputs] == [o.outputs[0].token_ids for o in before.outputs]
-    assert llm.stats.num_drafter_faults == 0
-
-
-def test_rooflines_are_of_the_device() -> None:
-    assert rooflines.peaks_of("NVIDIA H200") == rooflines.H200
-    assert rooflines.peaks_of("Some CPU, 2 cores") is None
-    work = rooflines.Work(1e9, 1e12)
-    assert work.seconds_on(rooflines.Peaks(1e9, 1e13)) == 1.0
-    assert work.seconds_on(rooflines.Peaks(1e12, 1e12)) == 1.0
-
-
-def test_the_work_of_drafters_is_counted_where_it_is_known() -> None:
-    def drafter(**config: Any) -> tuple[Any, Any]:
-        config = {"num_speculative_tokens": 2, **config}
-        llm = LLM(dtype="float32", max_model_len=64, max_num_seqs=1, speculative_config=config)
-        loaded = llm._frontend.loaded
-        assert loaded.engine.parts.guard is not None
-        return loaded.engine.parts.guard.drafter, loaded.model
-
-    model, target = drafter(model=str(Path(__file__).parent.parent / "data" / "draft"))
-    found = rooflines.draft_pass_of(model, 1, 3, 50, 2)
-    assert found is not None and 0 < found.flops < rooflines.target_pass(target, 2, 3, 50).flops
-    head, _ = drafter(model=str(assets.path("tiny-eagle3")))
-    one, two = (rooflines.draft_pass_of(head, 1, 3, 50, k) for k in (1, 2))
-    assert one is not None and two is not None and 0 < one.bytes < two.bytes
-    assert rooflines.draft_pass_of(drafter(method="ngram")[0], 1, 3, 50, 2) == rooflines.Work(0, 0)
-
-
-def test_a_replayed_drafter_runs_the_one_that_was_named() -> None:
-    given: dict[str, Any] = {"num_drafts": [2], "replay_acceptance": [0.5]}
-    variants = bench_setup.make_variants({"method": "ngram", "policy": "adaptive"}, given, Path("r.json"))
-    assert [v.name for v in variants] == ["K=2, right at 0.5"]
-    assert variants[0].config == {
-        "policy": "fixed", "method": "replay", "recordings": "r.json", "acceptance": 0.5,
-        "drafters": [{"method": "ngram"}], "num_speculative_tokens": 2,
-    }  # fmt: skip

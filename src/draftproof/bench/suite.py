@@ -16,6 +16,7 @@ from draftproof.bench.drive import Client, Job, Run
 from draftproof.bench.rooflines import Peaks, peaks_of
 from draftproof.drafters.replay import save
 from draftproof.engine.llm import LLM
+from draftproof.engine.memory import free_bytes
 from draftproof.types import RequestOutput, SamplingParams
 
 Kind = Literal["latency", "throughput", "serve-like"]
@@ -81,7 +82,7 @@ class Measured:
 class Suite:
     """Runs it. `make` builds a variant's engine; `tell` gets a line for people when something begins.
 
-    On a CPU, whose speed drifts, the variants take turns, so all engines are in memory at once; on a GPU one engine
+    On a CPU, whose speed drifts, the variants take turns where all engines fit into memory at once; on a GPU one engine
     after the other has the memory to itself.
     """
 
@@ -108,24 +109,32 @@ class Suite:
 
     def run(self) -> None:
         """Everything; what was measured before an exception stays."""
-        cache = self._engine(PLAIN)._frontend.loaded.engine.parts.cache
-        device, dtype = cache.layers[0].k.device, cache.layers[0].k.dtype
-        self.environment = environment.describe(device, dtype)
-        if self.peaks is None and dtype.itemsize == 2:
-            self.peaks = peaks_of(self.environment["device"])
-        self.device, self.dtype = device, dtype
+        self._describe()
         if any(v.acceptance is not None for v in self._variants):
             self._record()
         everybody = [PLAIN, *self._variants]
-        groups = [everybody] if device.type == "cpu" else [[v] for v in everybody]
+        groups = [everybody] if self._take_turns() else [[v] for v in everybody]
         for group in groups:
             for cell in self._settings.cells:
                 self._measure(group, cell)
             for variant in group:
                 self._engines.pop(variant.name, None)
             gc.collect()
-            if device.type == "cuda":
+            if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _describe(self) -> None:
+        key = self._engine(PLAIN)._frontend.loaded.engine.parts.cache.layers[0].k
+        self.device, self.dtype = key.device, key.dtype
+        self.environment = environment.describe(self.device, self.dtype)
+        if self.peaks is None and self.dtype.itemsize == 2:
+            self.peaks = peaks_of(self.environment["device"])
+
+    def _take_turns(self) -> bool:
+        """Whether all engines can be in memory at once; one with a drafter is taken for twice a plain one."""
+        used = self._engine(PLAIN).memory
+        needed = 2 * len(self._variants) * (used.weights + used.kv)
+        return self.device.type == "cpu" and needed <= free_bytes(self.device) / 2
 
     def jobs(self, cell: Cell, iteration: int) -> list[Job]:
         """`latency`: one batch, walking through the prompts; else all of them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +133,19 @@ def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
         return int(free * CACHE_SHARE)
     total = torch.cuda.get_device_properties(device).total_memory
     return int(config.gpu_memory_utilization * total) - (total - free)
+
+
+@contextmanager
+def must_fit(config: EngineConfig) -> Iterator[None]:
+    """ValueError where the GPU's memory runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ValueError(
+            f"model={config.model!r}: does not fit into the GPU's memory ({reason}); free some, lower max_num_seqs or "
+            "max_num_batched_tokens, or take a smaller model or drafter"
+        ) from error
 
 
 def peak_bytes(rehearse: Callable[[], None]) -> int:
