@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import rooflines
 from draftproof import LLM, SamplingParams
 from draftproof.attention.base import PagedAttention, Rows
+from draftproof.bench import rooflines
 from draftproof.drafters.base import Verified
 from draftproof.models.config import ModelConfig
 from tests.gpu.settings import (
@@ -271,11 +271,9 @@ def draft_work(llm: LLM, requests: int, context: int) -> rooflines.Work:
     """Of the EAGLE-3 head that drafts, or that replay runs."""
     guard = parts(llm).guard
     assert guard is not None
-    drafter: Any = guard.drafter
-    head = getattr(drafter, "_inner", drafter).head
-    s = head._settings
-    num_taps, rows = len(head.spec.taps.layers), NUM_DRAFTS + 1
-    return rooflines.draft_pass(s.layers, s.draft_vocab_size, num_taps, requests, rows, context, NUM_DRAFTS)
+    found = rooflines.draft_pass_of(guard.drafter, requests, NUM_DRAFTS + 1, context, NUM_DRAFTS)
+    assert found is not None
+    return found
 
 
 def main() -> int:

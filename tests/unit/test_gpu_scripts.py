@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import rooflines
 from draftproof import SamplingParams
+from draftproof.bench import rooflines
 from draftproof.models import config as model_config
 from tests.gpu import exactness, settings, steady, timeline
 from tests.gpu.timeline import Event, Timeline

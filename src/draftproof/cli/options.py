@@ -189,10 +189,15 @@ def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_llm(engine: Mapping[str, Any]) -> LLM:
-    """The engine; torch and the model are loaded here and not before."""
+    """The engine; torch and the model are loaded here and not before. Says once a command what memory it takes."""
     from draftproof.engine.llm import LLM
 
-    return LLM(**engine)
+    llm, context = LLM(**engine), click.get_current_context(silent=True)
+    told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.memory", set())
+    if str(llm.memory) not in told:
+        click.echo(str(llm.memory), err=True)
+    told.add(str(llm.memory))
+    return llm
 
 
 def make_params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -55,6 +55,7 @@ class Loaded:
     model: ModelConfig
     max_model_len: int
     num_drafts: int  # K, 0 without a drafter
+    memory: memory.Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class _Base:
 @torch.inference_mode(False)  # what is made here is written to later, in whatever mode
 def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
-    config, directory = _locate(config)
+    config, directory = locate(config)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
     drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
@@ -87,23 +88,32 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
+    num_target_bytes = base.planner.weight_bytes
     drafter = _drafter(base, target, target_weights, plans, num_drafts) if plans else None
     if drafter is not None:
         target.check_taps(drafter.spec.taps.layers)
     base.planner.certify()
     methods = [p.method for plan in plans for p in (plan, *plan.inner)]
     drafting = _Drafting(drafter, num_drafts, trusted=not any(map(registry.is_custom, methods)))
+    engine, num_graph_bytes = _engine(base, target, drafting, progress)
+    used = memory.Memory(
+        weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
+        kv_bytes_per_token=memory.bytes_per_token(target.kv, base.dtype),
+        draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
+        num_blocks=engine.parts.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
+    )  # fmt: skip
     return Loaded(
-        engine=_engine(base, target, drafting, progress),
+        engine=engine,
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
+        memory=used,
     )
 
 
-def _locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
-    """The target's folder; a speculator given as the model names its target itself."""
+def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
     if config.model is None:
         return config, assets.path(assets.TARGET)
     directory = resolve(config.model, config.revision)
@@ -273,8 +283,10 @@ class _Drafting:
         return self.drafter.spec if self.drafter else DraftSpec()
 
 
-def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None) -> Engine:
-    """The engine, ready to run; on a GPU its graphs are captured, and the cache takes what they leave."""
+def _engine(
+    base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None
+) -> tuple[Engine, int]:
+    """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
     config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
         known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
@@ -285,9 +297,10 @@ def _engine(base: _Base, target: Decoder, drafting: _Drafting, progress: Progres
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
     engine = Engine(_parts(base, target, drafting, num_blocks))
     if base.device.type == "cuda":
-        show = progress or (lambda what, done, total: None)
+        show, free = progress or (lambda what, done, total: None), memory.free_bytes(base.device)
         engine.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
-    return engine
+        return engine, max(0, free - memory.free_bytes(base.device))
+    return engine, 0
 
 
 def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:

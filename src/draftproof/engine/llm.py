@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Progress, build
 from draftproof.engine.frontend import Frontend, Prompt, Request, one_each
+from draftproof.engine.memory import must_fit
 from draftproof.engine.probe import draft
 from draftproof.engine.text import Tokenizer
 from draftproof.metrics import EngineStats, SpeculationStats
@@ -30,10 +32,13 @@ class LLM:
         self, model: str | None = None, *, progress: Progress | None = None, **settings: Any
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
-        loaded = build(self.config, progress or _show_progress)
+        with must_fit(self.config):
+            loaded = build(self.config, progress or _show_progress)
         self._defaults = read_generation_config(loaded.directory)
         self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
         self.max_model_len = loaded.max_model_len
+        self.memory = loaded.memory
+        logging.getLogger(__name__).info("%s", self.memory)
         self.num_speculative_tokens = loaded.num_drafts
 
     def _load_tokenizer(self, directory: Any) -> Tokenizer | None:

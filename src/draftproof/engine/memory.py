@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +14,51 @@ from draftproof.cache.pool import KVShape
 from draftproof.config import EngineConfig
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere."""
+
+    weights: int
+    draft_weights: int
+    kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
+    num_blocks: int
+    block_size: int
+    graphs: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """That the cache holds; block 0 belongs to nobody."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def kv(self) -> int:
+        """Target's and drafter's keys and values."""
+        each = self.kv_bytes_per_token + self.draft_kv_bytes_per_token
+        return self.num_blocks * self.block_size * each
+
+    def __str__(self) -> str:
+        drafter = f", draft weights {_size(self.draft_weights)}" if self.draft_weights else ""
+        of_it = (
+            f" ({_size(self.draft_kv_bytes_per_token)} more for drafts)"
+            if self.draft_kv_bytes_per_token
+            else ""
+        )
+        graphs = f", CUDA graphs {_size(self.graphs)}" if self.graphs else ""
+        return (
+            f"memory: weights {_size(self.weights)}{drafter}{graphs}; keys and values {_size(self.kv)}: "
+            f"{self.num_blocks} blocks, {self.kv_tokens} tokens of {_size(self.kv_bytes_per_token)}{of_it}"
+        )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
 
 
 def pick_device(name: str) -> torch.device:
@@ -43,6 +90,11 @@ def _has_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
+def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
+    """Of all layers' keys and values."""
+    return sum(shape.bytes_per_token(dtype) for shape in shapes)
+
+
 def num_blocks(
     shapes: Sequence[KVShape],
     dtype: torch.dtype,
@@ -56,7 +108,7 @@ def num_blocks(
 
     ValueError if there is no room for that, or not even for one sequence.
     """
-    per_block = config.block_size * sum(shape.bytes_per_token(dtype) for shape in shapes)
+    per_block = config.block_size * bytes_per_token(shapes, dtype)
     free, given = free_bytes(device), config.num_kv_blocks
     if given is not None:
         if given * per_block > free:
@@ -81,6 +133,19 @@ def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
         return int(free * CACHE_SHARE)
     total = torch.cuda.get_device_properties(device).total_memory
     return int(config.gpu_memory_utilization * total) - (total - free)
+
+
+@contextmanager
+def must_fit(config: EngineConfig) -> Iterator[None]:
+    """ValueError where the GPU's memory runs out inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise ValueError(
+            f"model={config.model!r}: does not fit into the GPU's memory ({reason}); free some, lower max_num_seqs or "
+            "max_num_batched_tokens, or take a smaller model or drafter"
+        ) from error
 
 
 def peak_bytes(rehearse: Callable[[], None]) -> int:

@@ -118,6 +118,7 @@ class LinearPlanner:
         self._device, self._max_rows, self._library = device, max_rows, library
         self._progress, self._find_ways = progress, find_ways
         self._folder = cache_dir or native.default_cache_dir()
+        self.weight_bytes = 0  # of everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
 

@@ -38,7 +38,9 @@ class Build:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """A copy in the model's dtype: what is read may be a view of a mapped file, and not aligned."""
-        return self.weights.get(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
+        found = self.weights.get(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
+        self.planner.weight_bytes += found.nbytes
+        return found
 
     def linear(
         self,

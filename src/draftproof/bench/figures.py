@@ -1,0 +1,161 @@
+"""From runs to figures, under the names that `vllm bench serve` gives them where it has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftproof.bench.drive import Run, Step, Timing
+from draftproof.metrics import SpeculationStats
+
+Figures = dict[str, Any]
+GOODPUT_KEYS = ("ttft", "tpot", "e2el")
+
+
+def parse_goodput(given: Sequence[str]) -> dict[str, float]:
+    """`["ttft:500", "tpot:50"]` -> milliseconds by name; ValueError for anything else."""
+    found = {}
+    for item in given:
+        name, _, value = item.partition(":")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = math.nan
+        if name not in GOODPUT_KEYS or not found[name] > 0:
+            names = ", ".join(GOODPUT_KEYS)
+            raise ValueError(
+                f"--goodput {item}: must read NAME:MILLISECONDS, such as ttft:500; names are {names}"
+            )
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between neighbours, as numpy does; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered, place = sorted(values), share / 100 * (len(values) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(name: str, seconds: Sequence[float]) -> Figures:
+    """mean_, median_, std_, p50_ and p99_ of `name`, in milliseconds."""
+    ms = [1e3 * s for s in seconds]
+    mean = sum(ms) / len(ms) if ms else 0.0
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in ms) / len(ms)) if ms else 0.0
+    return {
+        f"mean_{name}_ms": mean,
+        f"median_{name}_ms": percentile(ms, 50),
+        f"std_{name}_ms": deviation,
+        f"p50_{name}_ms": percentile(ms, 50),
+        f"p99_{name}_ms": percentile(ms, 99),
+    }
+
+
+def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
+    """All iterations of one setting together."""
+    timings = [t for run in runs for t in run.timings]
+    done, duration = [t for t in timings if not t.failed], sum(run.seconds for run in runs)
+    prompts, outputs = sum(t.num_prompt for t in done), sum(t.num_tokens for t in done)
+    figures: Figures = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(timings) - len(done),
+        "total_input_tokens": prompts,
+        "total_output_tokens": outputs,
+        "request_throughput": len(done) / duration,
+        "request_goodput": sum(is_good(t, goodput) for t in done) / duration if goodput else None,
+        "output_throughput": outputs / duration,
+        "total_token_throughput": (prompts + outputs) / duration,
+        "max_concurrent_requests": max(map(most_at_once, runs)),
+        **spread("ttft", [t.first_token for t in done]),
+        **spread("tpot", [t.per_token for t in done if t.per_token is not None]),
+        **spread("itl", [gap for t in done for gap in t.between]),
+        **spread("e2el", [t.end_to_end for t in done]),
+    }
+    figures["output_throughput_by_iteration"] = [
+        sum(t.num_tokens for t in run.timings if not t.failed) / run.seconds for run in runs
+    ]
+    return figures | speculation(runs)
+
+
+def is_good(timing: Timing, goodput: Mapping[str, float]) -> bool:
+    """Whether a request kept all the promises."""
+    took = {"ttft": timing.first_token, "tpot": timing.per_token or 0.0, "e2el": timing.end_to_end}
+    return all(1e3 * took[name] <= most for name, most in goodput.items())
+
+
+def most_at_once(run: Run) -> int:
+    """Requests that had come and were not through, at the busiest moment."""
+    events = sorted([(t.came, 1) for t in run.timings] + [(t.times[-1], -1) for t in run.timings if t.times])
+    now = most = 0
+    for _, change in events:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def speculation(runs: Sequence[Run]) -> Figures:
+    """Acceptance: pooled over all rounds, by position of the draft, and of each request by itself (tau)."""
+    pooled, each = SpeculationStats(), []
+    for run in runs:
+        for output in run.outputs:
+            pooled.add(output.metrics.speculation)
+            each.append(output.metrics.speculation.acceptance_length)
+    drafted = pooled.num_draft_tokens
+    if not drafted:
+        return {"num_drafter_faults": sum(run.num_faults for run in runs)}
+    pairs = zip(pooled.accepted_per_position, pooled.drafted_per_position, strict=True)
+    return {
+        "num_drafter_faults": sum(run.num_faults for run in runs),
+        "spec_decode_num_drafts": pooled.num_rounds,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": pooled.num_accepted_tokens,
+        "spec_decode_acceptance_rate": 100 * pooled.num_accepted_tokens / drafted,
+        "spec_decode_acceptance_length": pooled.acceptance_length,
+        "spec_decode_per_position_acceptance_rates": [
+            taken / asked if asked else 0.0 for taken, asked in pairs
+        ],
+        "acceptance_length_by_request": each,
+        "median_acceptance_length": percentile(each, 50),
+        "min_acceptance_length": min(each),
+        "max_acceptance_length": max(each),
+    }
+
+
+def decoding(runs: Sequence[Run]) -> Figures | None:
+    """The steps in which everybody decoded; None where there was none."""
+    steps: list[Step] = [step for run in runs for step in run.steps]
+    if not steps:
+        return None
+    requests = sum(s.num_requests for s in steps)
+    seconds = sum(s.seconds for s in steps)
+    return {
+        "steps": len(steps),
+        "mean_step_ms": 1e3 * seconds / len(steps),
+        "tokens_per_second": sum(s.num_tokens for s in steps) / seconds,
+        "mean_requests": requests / len(steps),
+        "mean_context": sum(s.context for s in steps) / requests,
+    }
+
+
+def host_clock_split(runs: Sequence[Run], drafts: bool) -> Figures | None:
+    """Shares of the time in steps, where the host waits for what it asks for; None where the device works on alone."""
+    stepping = sum(run.stepping for run in runs)
+    verify, draft = sum(run.verifying for run in runs), sum(run.drafting for run in runs)
+    if not stepping or not verify:
+        return None
+    # without a drafter the engine's second clock times bookkeeping alone
+    return split(stepping, verify, draft if drafts else 0.0, "clock of the engine's steps, prompts included")
+
+
+def split(total: float, verify: float, draft: float, method: str) -> Figures:
+    """Parts of `total` (seconds); what is neither the target's nor the drafter's is the host's."""
+    return {
+        "method": method,
+        "verify": verify / total,
+        "draft": draft / total,
+        "host": max(0.0, 1 - (verify + draft) / total),
+    }

@@ -1,0 +1,112 @@
+"""A benchmark's plots as PNG files. Needs matplotlib, which `pip install draftproof[bench]` brings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftproof.bench.report import title
+
+Record = Mapping[str, Any]
+PARTS = ("verify", "draft", "host")
+
+
+def available() -> bool:
+    """Whether matplotlib can be imported."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(folder: Path, runs: Sequence[Record]) -> list[str]:
+    """The names of the files written: a plot for which nothing was measured is left out, and an older one removed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    plots: dict[str, Callable[[Any, Sequence[Record]], bool]] = {
+        "speedup.png": _speedup,
+        "acceptance.png": _acceptance,
+        "time_split.png": _time_split,
+        "roofline.png": _roofline,
+    }
+    written = []
+    for name, plot in plots.items():
+        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+        if plot(axes, runs):
+            figure.savefig(folder / name, dpi=130)
+            written.append(name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+        pyplot.close(figure)
+    return written
+
+
+def _by_batch(axes: Any, runs: Sequence[Record], key: str) -> bool:
+    """A line of `key` over the batch sizes for each variant (and rate)."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for run in runs:
+        if run.get(key) is not None:
+            lines.setdefault(title(run), []).append((run["batch_size"], run[key]))
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    batches = sorted({run["batch_size"] for run in runs})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(b) for b in batches])
+    axes.set_xlabel("batch size")
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend()
+    return bool(lines)
+
+
+def _speedup(axes: Any, runs: Sequence[Record]) -> bool:
+    found = _by_batch(axes, [run for run in runs if run["num_speculative_tokens"]], "speedup")
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_ylim(bottom=0)
+    return found
+
+
+def _roofline(axes: Any, runs: Sequence[Record]) -> bool:
+    found = _by_batch(axes, runs, "roofline_share")
+    axes.set_ylabel("share of the roofline, decoding steps")
+    axes.set_ylim(0, 1)
+    return found
+
+
+def _acceptance(axes: Any, runs: Sequence[Record]) -> bool:
+    drafting = [run for run in runs if run.get("spec_decode_per_position_acceptance_rates")]
+    for run in drafting:
+        shares = run["spec_decode_per_position_acceptance_rates"]
+        label = f"{_title(run)} (tau {run['spec_decode_acceptance_length']:.2f})"
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axes.set_xlabel("position of the draft")
+    axes.set_ylabel("share of proposed drafts accepted")
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    if drafting:
+        axes.legend(fontsize="small")
+    return bool(drafting)
+
+
+def _time_split(axes: Any, runs: Sequence[Record]) -> bool:
+    known = [run for run in runs if run["time_split"]]
+    left = [0.0] * len(known)
+    for part in PARTS:
+        widths = [run["time_split"][part] for run in known]
+        label = "target and verify" if part == "verify" else part
+        axes.barh([_title(run) for run in known], widths, left=left, label=label)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlabel("share of a step")
+    axes.set_xlim(0, 1)
+    axes.invert_yaxis()
+    if known:
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), frameon=False)
+    return bool(known)
+
+
+def _title(run: Record) -> str:
+    return f"{title(run)}, batch {run['batch_size']}"

@@ -1,0 +1,125 @@
+"""The least a pass can take: the bytes and the arithmetic that its model's config implies, on a machine's datasheet.
+
+Counted: every weight of a product read once, keys and values of the context read once a request, two operations a
+weight and row, four a key, head dimension and row in attention. Not counted: activations, logits written, sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftproof.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of a device, in 16-bit arithmetic: what its memory delivers and what its matrix units sustain, a second."""
+
+    bytes: float
+    flops: float
+
+
+H200 = Peaks(4.8e12, 790e12)
+BYTES_PER_SECOND, FLOPS_PER_SECOND = H200.bytes, H200.flops
+# Bytes from datasheets; H100 has H200's chip, A100's units sustain the same share of their 312 TFLOP/s.
+KNOWN = {
+    "H200": H200,
+    "H100 80GB HBM3": Peaks(3.35e12, 790e12),
+    "A100-SXM4-80GB": Peaks(2.04e12, 250e12),
+    "A100-SXM4-40GB": Peaks(1.56e12, 250e12),
+}
+
+
+def peaks_of(device_name: str) -> Peaks | None:
+    """Of the GPU that calls itself so; None where nobody has written them down."""
+    return next((peaks for name, peaks in KNOWN.items() if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass."""
+
+    bytes: float
+    flops: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+    @property
+    def seconds(self) -> float:
+        """On an H200, which the tables in docs/ are of."""
+        return self.seconds_on(H200)
+
+    def seconds_on(self, peaks: Peaks) -> float:
+        """The least it can take there: its bytes or its arithmetic, whichever takes longer."""
+        return max(self.bytes / peaks.bytes, self.flops / peaks.flops)
+
+
+def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
+    """Weights of one layer's products. `inputs`: what its attention reads, if not the hidden size."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
+    return qkv + heads * hidden + 3 * hidden * config.intermediate_size
+
+
+def products(elements: int, rows: int, itemsize: int = 2) -> Work:
+    """Products of so many weights with `rows` rows."""
+    return Work(elements * itemsize, 2.0 * elements * rows)
+
+
+def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
+    """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
+    seen = sum(min(context, window) if window else context for window in config.windows)
+    keys = 2 * config.num_kv_heads * config.head_dim * itemsize * seen
+    return Work(requests * keys, 4.0 * requests * rows * config.num_heads * config.head_dim * seen)
+
+
+def target_pass(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
+    """`rows` rows for each of `requests`, logits of all of them."""
+    elements = config.num_layers * layer_elements(config) + config.vocab_size * config.hidden_size
+    return products(elements, requests * rows, itemsize) + attention(
+        config, requests, rows, context, itemsize
+    )
+
+
+def draft_pass(
+    layers: ModelConfig, draft_vocab_size: int, num_taps: int, requests: int, rows: int, context: int, drafts: int,
+    itemsize: int = 2,
+) -> Work:  # fmt: skip
+    """An EAGLE-3 head: `rows` rows a request through fusion and layers, then one row for each further draft.
+
+    Its first layer reads twice the hidden size; logits are made of one row a request and draft.
+    """
+    hidden = layers.hidden_size
+    own = (layers.num_layers - 1) * layer_elements(layers) + layer_elements(layers, 2 * hidden)
+    head = products(draft_vocab_size * hidden, requests, itemsize)
+    found = products(num_taps * hidden * hidden, requests * rows, itemsize)
+    for step in range(drafts):
+        fed = rows if step == 0 else 1
+        found += products(own, requests * fed, itemsize) + head
+        found += attention(layers, requests, fed, context, itemsize)
+    return found
+
+
+def draft_pass_of(
+    drafter: Any, requests: int, rows: int, context: int, drafts: int, itemsize: int = 2
+) -> Work | None:
+    """Of one round of a drafter as an engine holds it: an EAGLE-3 head, a draft model, or one that replay runs.
+
+    No work for drafters that compute nothing; None for those whose work nobody has counted.
+    """
+    drafter = getattr(drafter, "_inner", drafter)
+    head: Any = getattr(drafter, "head", None)
+    if head is None:
+        return None if drafter is not None and drafter.spec.kv else Work(0, 0)
+    if drafter.spec.unroll == "parallel":
+        return None
+    if (settings := getattr(head, "_settings", None)) is not None:
+        sizes = (settings.layers, settings.draft_vocab_size, len(head.spec.taps.layers))
+        return draft_pass(*sizes, requests, rows, context, drafts, itemsize)
+    if (decoder := getattr(head, "_decoder", None)) is not None:
+        each = [rows, *[1] * (drafts - 1)]
+        passes = [target_pass(decoder.config, requests, n, context, itemsize) for n in each]
+        return sum(passes, start=Work(0, 0))
+    return None

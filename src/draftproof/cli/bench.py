@@ -1,0 +1,168 @@
+"""`draftproof bench latency|throughput|serve-like`: plain decoding beside speculation, measured and compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from draftproof.cli import bench_setup as setup
+from draftproof.cli import options
+
+if TYPE_CHECKING:
+    from draftproof.bench.suite import Kind, Suite, Variant
+    from draftproof.engine.llm import LLM
+
+EXAMPLES = """\b
+Examples:
+  draftproof bench latency --batch-sizes 1,4 --num-drafts 1,3,5
+  draftproof bench throughput --prompt-file humaneval.jsonl --against transformers
+  draftproof bench serve-like --request-rate 2,8 --goodput ttft:500 --goodput tpot:50
+  draftproof bench latency --model SHAPE --load-format dummy --random-input-len 1000 \\
+      --speculative-config HEAD --num-drafts 5 --replay-acceptance 0.6,0.8
+"""
+
+
+@click.group(epilog=EXAMPLES)
+def command() -> None:
+    """Measure plain decoding beside speculation, over batch sizes and numbers of drafts, and compare all outputs.
+
+    Results go to one folder: results.json (keys as `vllm bench serve` names them), results.md and plots. Exit status 1
+    if any output differs from the plain one.
+    """
+
+
+@command.command(epilog=EXAMPLES)
+@setup.shared_flags
+def latency(given: dict[str, Any], engine: dict[str, Any]) -> int:
+    """One batch at a time, from its prompts to its last token."""
+    return run("latency", given, engine)
+
+
+@command.command(epilog=EXAMPLES)
+@setup.shared_flags
+def throughput(given: dict[str, Any], engine: dict[str, Any]) -> int:
+    """All prompts, a new request as soon as one of the batch is through."""
+    return run("throughput", given, engine)
+
+
+@command.command("serve-like", epilog=EXAMPLES)
+@click.option(
+    "--request-rate",
+    "rates",
+    type=options.NumbersType(float),
+    default="4",
+    show_default=True,
+    help="Requests a second; inf: at once.",
+)
+@click.option(
+    "--burstiness", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+    help="1: Poisson arrivals; less: in bursts; more: steadier; inf: at a fixed rate.",
+)  # fmt: skip
+@click.option("--goodput", multiple=True, help="ttft:MS, tpot:MS or e2el:MS that a good request keeps.")
+@setup.shared_flags
+def serve_like(
+    rates: Sequence[float],
+    burstiness: float,
+    goodput: Sequence[str],
+    given: dict[str, Any],
+    engine: dict[str, Any],
+) -> int:
+    """Requests that arrive at a rate, served by the engine in this process, without HTTP.
+
+    Times count from a request's arrival, whether or not there is room for it then.
+    """
+    return run("serve-like", given, engine, rates, burstiness, goodput)
+
+
+def run(
+    kind: Kind,
+    given: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    rates: Sequence[float] = (),
+    burstiness: float = 1.0,
+    goodput: Sequence[str] = (),
+) -> int:
+    """Check everything, measure, write the files; the exit status."""
+    from draftproof.bench.suite import Suite
+
+    plan = setup.make_plan(kind, given, engine, (rates, burstiness, goodput))
+
+    def make(variant: Variant) -> LLM:
+        drafter = {} if variant.config is None else {"speculative_config": variant.config}
+        return options.make_llm({**plan.engine, **drafter})
+
+    suite = Suite(plan.settings, plan.prompts, plan.params, plan.variants, make, plan.recordings, _tell)
+    try:
+        suite.run()
+    except KeyboardInterrupt:
+        if not suite.measured:
+            raise
+        _conclude(suite, plan, "interrupted: what was not measured is missing")
+        return 130
+    return _conclude(suite, plan)
+
+
+def _tell(line: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(line, err=True)
+
+
+def _conclude(suite: Suite, plan: setup.Plan, interrupted: str = "") -> int:
+    """Compare with transformers where asked, write and print; the exit status."""
+    from draftproof.bench import plots, report
+
+    runs, folder = suite.records(), plan.folder
+    rows, notes = ([], [interrupted]) if interrupted else _against_transformers(suite, runs, plan)
+    results = {
+        "benchmark": suite.kind,
+        "identical": report.verdict(runs),
+        "environment": suite.environment,
+        "settings": plan.record,
+        "memory": suite.memory,
+        "runs": runs,
+        "against": rows,
+        "notes": notes,
+    }
+    report.write(folder, results)
+    files = ["results.json", "results.md"]
+    if plots.available():
+        files += plots.draw(folder, runs)
+    page = report.markdown(results)
+    click.echo(page[page.index("\n") + 1 :].lstrip(), nl=False)
+    for difference in suite.differences[:3]:
+        click.echo(str(difference))
+    if not plots.available():
+        click.echo("no plots: matplotlib is not installed (pip install draftproof[bench])", err=True)
+    click.echo(f"written to {folder}: {', '.join(files)}")
+    return 1 if suite.differences or any(run["failed"] for run in runs) else 0
+
+
+def _against_transformers(
+    suite: Suite, runs: Sequence[Mapping[str, Any]], plan: setup.Plan
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows, and notes on what was impossible; nothing where nothing was asked for."""
+    if not plan.against:
+        return [], []
+    if suite.kind == "serve-like":
+        return [], ["transformers: takes no requests as they arrive; use latency or throughput"]
+    if plan.params.temperature or not plan.params.ignore_eos:
+        return [], ["transformers: is compared at --temperature 0 with --ignore-eos only"]
+    from draftproof.bench import against
+
+    outputs = {i: o.outputs[0].token_ids for i, o in suite.reference.items() if o.outputs}
+    return against.measure(
+        plan.directory,
+        suite.device,
+        suite.dtype,
+        dummy=plan.engine.get("load_format") == "dummy",
+        prompts=suite.prompts,
+        reference=outputs,
+        batch_sizes=plan.settings.batch_sizes,
+        num_new=plan.params.max_tokens or 1,
+        plain_speeds={run["batch_size"]: run["output_throughput"] for run in runs if run["name"] == "plain"},
+        num_lookup=max(run["num_speculative_tokens"] for run in runs) or 5,
+        tell=_tell,
+    )

@@ -1,0 +1,236 @@
+"""The parts of `draftproof bench`: when requests are sent, what the figures, rooflines and memory are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import figures, passes, report, rooflines, workload
+from draftproof.bench.drive import Client, Job, Run, Step, Timing
+from draftproof.cli import bench_setup
+from draftproof.config import EngineConfig
+from draftproof.engine import memory
+from draftproof.metrics import EngineStats, SpeculationStats
+from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from tests.unit.test_ahead import ahead
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+
+@dataclass
+class FakeFrontend:
+    """Gives each request 2 tokens a step, a step takes 1 second, a request 4 tokens."""
+
+    now: float = 0.0
+    most_seen: int = 0
+    live: list[Any] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
+    loaded: Any = field(default_factory=lambda: SimpleNamespace(engine=SimpleNamespace(stats=EngineStats())))
+
+    def add(self, prompt: dict[str, list[int]], params: SamplingParams) -> Any:
+        tokens = list(prompt["prompt_token_ids"])
+        sequence = SimpleNamespace(tokens=tokens, num_outputs=0)
+        request = SimpleNamespace(
+            sequences=[sequence], pending=deque(), finished=False, request_id=id(tokens)
+        )
+        self.live.append(request)
+        return request
+
+    def step(self) -> None:
+        self.now += 1.0
+        self.most_seen = max(self.most_seen, len(self.live))
+        for request in self.live:
+            request.pending.append(Delta("0", 0, "", [7, 8]))
+            request.sequences[0].tokens += [7, 8]
+            request.sequences[0].num_outputs += 2
+            request.finished = request.sequences[0].num_outputs >= 4
+        self.live = [r for r in self.live if not r.finished]
+
+    def output(self, request: Any) -> RequestOutput:
+        choice = CompletionOutput(0, "", request.sequences[0].tokens[-4:], finish_reason="length")
+        return RequestOutput("0", None, [1], [choice], True, RequestMetrics(SpeculationStats()))
+
+    def close(self, request_id: Any) -> None:
+        pass
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def drive(arrivals: Sequence[float | None], most: int) -> tuple[Run, FakeFrontend]:
+    frontend = FakeFrontend()
+    llm: Any = SimpleNamespace(_frontend=frontend)
+    jobs = [Job(i, [1], PARAMS, arrival) for i, arrival in enumerate(arrivals)]
+    return Client(llm, most, lambda: frontend.now, frontend.sleep).run(jobs), frontend
+
+
+def test_no_more_requests_are_in_flight_than_asked_for() -> None:
+    run, frontend = drive([None] * 5, 2)
+    assert frontend.most_seen == 2
+    assert run.seconds == 6.0
+    assert [t.came for t in run.timings] == [0, 0, 2, 2, 4], (
+        "without arrivals a request comes when it is sent"
+    )
+    assert [t.first_token for t in run.timings] == [1.0] * 5
+
+
+def test_a_request_that_arrives_waits_for_room_on_the_clock() -> None:
+    run, frontend = drive([0.0, 0.0, 10.0], 1)
+    assert [t.first_token for t in run.timings] == [1.0, 3.0, 1.0]
+    assert frontend.slept == [6.0], "nothing to do until the last one arrives"
+
+
+def test_only_steps_past_all_prompts_are_decoding_steps() -> None:
+    run, _ = drive([None, None], 2)
+    assert run.steps == [Step(num_requests=2, context=6, num_tokens=4, seconds=1.0)]
+    assert run.stepping == 2.0
+
+
+def timing(came: float, times: list[float], counts: list[int]) -> Timing:
+    return Timing(0, came, 10, times, counts)
+
+
+def test_figures_are_those_of_vllm() -> None:
+    """Request 0: first token after 1 s, 4 more in 2 s, in deliveries of 3 and 1; request 1: one token after 2 s."""
+    run = Run(seconds=4.0, timings=[timing(0.0, [1.0, 2.5, 3.0], [1, 3, 1]), timing(1.0, [3.0], [1])])
+    found = figures.summarise([run], figures.parse_goodput(["ttft:1500", "tpot:600"]))
+    expected = {
+        **{"completed": 2, "failed": 0, "duration": 4.0, "total_input_tokens": 20, "total_output_tokens": 6},
+        **{"request_throughput": 0.5, "output_throughput": 1.5, "total_token_throughput": 6.5},
+        **{"mean_ttft_ms": 1500.0, "median_ttft_ms": 1500.0, "p99_ttft_ms": 1990.0, "std_ttft_ms": 500.0},
+        **{"mean_tpot_ms": 500.0, "p99_tpot_ms": 500.0, "mean_itl_ms": 1000.0, "median_itl_ms": 1000.0},
+        **{"mean_e2el_ms": 2500.0, "max_concurrent_requests": 2, "request_goodput": 0.25},
+    }
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_failed_request_counts_as_failed_and_nothing_else() -> None:
+    bad = timing(0.0, [], [])
+    bad.failed = True
+    found = figures.summarise([Run(seconds=1.0, timings=[bad, timing(0.0, [1.0], [1])])], {})
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (1, 1, 1)
+    assert found["request_goodput"] is None
+
+
+def test_arrivals_come_at_the_rate() -> None:
+    assert workload.arrivals(4, 2.0, math.inf, 0) == [0.0, 0.5, 1.0, 1.5]
+    assert workload.arrivals(3, math.inf, 1.0, 0) == [0.0] * 3
+    poisson = workload.arrivals(4001, 5.0, 1.0, 0)
+    gaps = torch.tensor(poisson).diff()
+    assert poisson == sorted(poisson) and poisson != workload.arrivals(4001, 5.0, 1.0, 1)
+    assert gaps.mean().item() == pytest.approx(0.2, rel=0.05)
+    assert gaps.std().item() == pytest.approx(0.2, rel=0.1), (
+        "exponential gaps spread as widely as they are long"
+    )
+
+
+def test_random_prompts_have_the_lengths_asked_for() -> None:
+    prompts = workload.random_prompts(200, 20, 0.5, 50, 0)
+    assert {len(p) for p in prompts} == set(range(10, 31))
+    assert {token for p in prompts for token in p} == set(range(10, 50))
+    assert prompts == workload.random_prompts(200, 20, 0.5, 50, 0)
+    assert {len(p) for p in workload.random_prompts(5, 20, 0.0, 50, 0)} == {20}
+
+
+def test_infinities_are_json() -> None:
+    assert json.loads(json.dumps(report._finite({"rate": [math.inf, 1.0]}))) == {"rate": ["inf", 1.0]}
+
+
+def test_a_gpu_that_is_too_small_is_said_plainly() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. And more")
+    said = r"model='big': does not fit .*out of memory\); free some"
+    with pytest.raises(ValueError, match=said), memory.must_fit(EngineConfig(model="big")):
+        raise error
+
+
+def test_memory_is_what_the_files_and_the_cache_hold() -> None:
+    llm = LLM(
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=2,
+        speculative_config={"model": str(assets.path("tiny-eagle3"))},
+    )
+    from safetensors import safe_open
+
+    stored = 0
+    with safe_open(assets.path(assets.TARGET) / "model.safetensors", "pt") as file:
+        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    parts, used = llm._frontend.loaded.engine.parts, llm.memory
+    assert used.weights == 4 * stored
+    assert used.draft_weights > 0 == used.graphs
+    layers = [*parts.cache.layers, *parts.draft_cache.layers]
+    assert used.kv == sum(layer.k.nbytes + layer.v.nbytes for layer in layers)
+    assert used.kv_tokens == 2 * 64
+    assert "draft weights" in str(used) and "128 tokens" in str(used)
+
+
+def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind() -> None:
+    llm = LLM(
+        dtype="float32", max_model_len=96, max_num_seqs=4,
+        speculative_config={"model": str(assets.path("tiny-eagle3")), "policy": "fixed", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    prompts = [[5 + i, 9, 30 + i, 7] for i in range(2)]
+    jobs = workload.jobs(prompts, range(2), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    assert passes.device_split(llm, jobs) is None, "nothing is captured on a CPU"
+    before = Client(llm, 2).run(jobs)
+    graphs = ahead(llm)
+    calls: list[int] = []
+
+    def seconds(call: Any) -> float:
+        replays = graphs.num_replays
+        for _ in range(3):
+            call()
+        calls.append(graphs.num_replays - replays)
+        return 1.0
+
+    assert passes.device_split(llm, jobs, seconds) == {"step": 1.0, "verify": 1.0}
+    assert calls == [3, 3], "both were graphs"
+    after = Client(llm, 2).run(jobs)
+    assert [o.outputs[0].token_ids for o in after.outputs] == [o.outputs[0].token_ids for o in before.outputs]
+    assert llm.stats.num_drafter_faults == 0
+
+
+def test_rooflines_are_of_the_device() -> None:
+    assert rooflines.peaks_of("NVIDIA H200") == rooflines.H200
+    assert rooflines.peaks_of("Some CPU, 2 cores") is None
+    work = rooflines.Work(1e9, 1e12)
+    assert work.seconds_on(rooflines.Peaks(1e9, 1e13)) == 1.0
+    assert work.seconds_on(rooflines.Peaks(1e12, 1e12)) == 1.0
+
+
+def test_the_work_of_drafters_is_counted_where_it_is_known() -> None:
+    def drafter(**config: Any) -> tuple[Any, Any]:
+        config = {"num_speculative_tokens": 2, **config}
+        llm = LLM(dtype="float32", max_model_len=64, max_num_seqs=1, speculative_config=config)
+        loaded = llm._frontend.loaded
+        assert loaded.engine.parts.guard is not None
+        return loaded.engine.parts.guard.drafter, loaded.model
+
+    model, target = drafter(model=str(Path(__file__).parent.parent / "data" / "draft"))
+    found = rooflines.draft_pass_of(model, 1, 3, 50, 2)
+    assert found is not None and 0 < found.flops < rooflines.target_pass(target, 2, 3, 50).flops
+    head, _ = drafter(model=str(assets.path("tiny-eagle3")))
+    one, two = (rooflines.draft_pass_of(head, 1, 3, 50, k) for k in (1, 2))
+    assert one is not None and two is not None and 0 < one.bytes < two.bytes
+    assert rooflines.draft_pass_of(drafter(method="ngram")[0], 1, 3, 50, 2) == rooflines.Work(0, 0)
+
+
+def test_a_replayed_drafter_runs_the_one_that_was_named() -> None:
+    given: dict[str, Any] = {"num_drafts": [2], "replay_acceptance": [0.5]}
+    variants = bench_setup.make_variants({"method": "ngram", "policy": "adaptive"}, given, Path("r.json"))
+    assert [v.name for v in variants] == ["K=2, right at 0.5"]
+    assert variants[0].config == {
+        "policy": "fixed", "method": "replay", "recordings": "r.json", "acceptance": 0.5,
+        "drafters": [{"method": "ngram"}], "num_speculative_tokens": 2,
+    }  # fmt: skip
