@@ -17,7 +17,7 @@ from draftproof.kernels import certify, ops
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
-from draftproof.kernels.gpu.planner import Replayed
+from draftproof.kernels.gpu.planner import TimedGraph
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
@@ -73,7 +73,7 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
                 passes["cublas"][rows].append(lambda f=free, g=given: f(g))
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
     found = {
-        name: {rows: Replayed(calls[rows]).microseconds() * len(calls[rows]) / 1e3 for rows in ROWS}
+        name: {rows: TimedGraph(calls[rows]).microseconds() * len(calls[rows]) / 1e3 for rows in ROWS}
         for name, calls in passes.items()
     }
     for name, times in found.items():
@@ -124,7 +124,7 @@ def attention(
         q = torch.randn(1, HEADS, rows, D, device=DEVICE, dtype=BF16)
         k, v = (torch.randn(1, KV_HEADS, context, D, device=DEVICE, dtype=BF16) for _ in range(2))
         found = [_timed(cache, t, 1, rows, context) for t in prompts]
-        whole = Replayed(
+        whole = TimedGraph(
             [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]  # noqa: B023
         )
         torch_us = whole.microseconds()
@@ -142,7 +142,7 @@ def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bo
     """Microseconds, or why there are none."""
     try:
         calls = cache.calls(TritonAttention(tiling), batch, rows, context, bound)
-        return f"{Replayed(calls[:64]).microseconds():8.1f}"
+        return f"{TimedGraph(calls[:64]).microseconds():8.1f}"
     except Exception as error:
         return repr(error)[:60]
 
@@ -163,9 +163,9 @@ def sampling() -> None:
             columns = [torch.full((rows,), value, device=DEVICE) for value in params]
             seeds = torch.arange(rows, device=DEVICE)
             calls = [lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4  # noqa: B023
-            us = Replayed(calls).microseconds()
+            us = TimedGraph(calls).microseconds()
             line += f" {title} {us:.1f};"
-        us = Replayed([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023
+        us = TimedGraph([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023
         print(line + f" log normalizer {us:.1f}; roof {rows * width * 4 / BANDWIDTH:.1f}")
 
 
@@ -195,7 +195,7 @@ def small() -> None:
         }  # fmt: skip
         line = f"{rows:4} rows, us:"
         for name, call in calls.items():
-            line += f" {name} {Replayed([call] * 20).microseconds():.1f};"
+            line += f" {name} {TimedGraph([call] * 20).microseconds():.1f};"
         if rows == 1:
             for name, call in calls.items():
                 torch.cuda.synchronize()

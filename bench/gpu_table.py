@@ -214,9 +214,9 @@ def _config(llm: LLM) -> ModelConfig:
 def seconds(call: Callable[[], object], device: str, repeats: int = 3) -> float:
     """Least time of a call: on a GPU inside a CUDA graph, by events."""
     if device.startswith("cuda"):
-        from draftproof.kernels.gpu.planner import Replayed
+        from draftproof.kernels.gpu.planner import TimedGraph
 
-        return Replayed([call]).microseconds() / 1e6
+        return TimedGraph([call]).microseconds() / 1e6
     found = []
     for _ in range(repeats):
         start = time.perf_counter()

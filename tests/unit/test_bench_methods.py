@@ -114,6 +114,14 @@ def test_a_head_beside_another_target_is_not_even_tried(tmp_path: Path) -> None:
     assert notes[1].endswith("made for tiny")
 
 
+def test_a_head_given_as_the_model_takes_part(tmp_path: Path) -> None:
+    head = str(assets.path("tiny-eagle3"))
+    assert main([*QUICK, "--model", head, "--drafters", "ngram", "--output-dir", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "methods.json").read_text())
+    assert [row["name"] for row in found["methods"]] == ["plain", "ngram", "tiny-eagle3"]
+    assert found["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -124,7 +132,6 @@ def test_a_head_beside_another_target_is_not_even_tried(tmp_path: Path) -> None:
         (["--drafters", "a=ngarm"], "did you mean 'ngram'"),
         (["--drafters", f"mine={DATA / 'oracle' / 'eagle3'}"], "another target"),
         (["--heads", str(DATA / "draft")], "holds no draft checkpoints"),
-        (["--model", str(DATA / "tiny-mtp"), "--drafters", "ngram"], "draft head"),
         (["--speculative-config", "ngram"], "use --drafters"),
         (["--max-num-seqs", "4"], "use --batch-size"),
         (["--prompts", "/nowhere.jsonl"], "cannot be read"),

@@ -254,7 +254,7 @@ class TestVerify:
         assert main(["verify", "--prompt-file", str(path)]) == 1
 
     def test_needs_a_drafter(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["verify", "--model", "m"]) == 2
+        assert main(["verify", "--model", str(assets.path("tiny"))]) == 2
         assert "name the drafter" in capsys.readouterr().err
 
 
@@ -376,3 +376,22 @@ class TestCompare:
     def test_different_numbers_of_outputs_are_refused(self) -> None:
         with pytest.raises(ValueError, match="2 outputs against 1"):
             compare(self.outputs(), self.outputs()[:1])
+
+
+def test_a_head_given_as_the_model_is_verified_against_its_target_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[dict[str, Any]] = []
+    make = options.make_llm
+
+    def noting(engine: Any) -> Any:
+        built.append(dict(engine))
+        return make(engine)
+
+    monkeypatch.setattr(options, "make_llm", noting)
+    flags = "--limit 1 --max-tokens 8 --batch-sizes 1 --chunk-sizes 2048 --temperatures 0 --dtype float32"
+    assert main(["verify", "--model", str(assets.path("tiny-eagle3")), *flags.split()]) == 0
+    plain, drafting = built
+    assert plain["model"] == drafting["model"] == str(assets.path("tiny"))
+    assert "speculative_config" not in plain and "speculative_config" in drafting
+    assert "identical: yes" in capsys.readouterr().out

@@ -115,7 +115,9 @@ def methods(
     for flag, instead in (("speculative_config", "drafters"), ("max_num_seqs", "batch-size")):
         if flag in engine:
             raise ValueError(f"--{flag.replace('_', '-')}: use --{instead} here")
+    engine, own = _apart(engine)
     drafters, notes = all_drafters([*named, *more], heads, engine)
+    drafters += own
     common = {"policy": given["policy"], "num_speculative_tokens": given["num_drafts"]}
     questions = _questions(given["prompt_file"], given["limit"], engine)
     make_folder(output_dir)
@@ -173,18 +175,23 @@ def _with(common: Mapping[str, Any], method: Method) -> Method:
     return dataclasses.replace(method, config={**given, **(method.config or {})})
 
 
+def _apart(engine: Mapping[str, Any]) -> tuple[dict[str, Any], list[Method]]:
+    """A draft head given as the model takes part, and the model is the target that it names."""
+    from draftproof.bench.methods import Method
+
+    chosen = options.apart(engine)
+    if "model" not in engine:
+        return options.without_drafter(chosen), []
+    drafter = chosen.pop("speculative_config", None)
+    return chosen, [] if drafter is None else [Method(Path(engine["model"]).name, drafter)]
+
+
 def _target(engine: Mapping[str, Any]) -> Path:
-    from draftproof.checkpoints import detect
     from draftproof.models.loading import resolve
 
-    if "model" not in engine:
-        return assets.path(assets.TARGET)
-    directory = resolve(engine["model"], engine.get("revision"))
-    if detect.is_draft_head(directory):
-        raise ValueError(
-            f"--model {engine['model']}: is a draft head; give its target as --model, and this with --drafters"
-        )
-    return directory
+    return (
+        resolve(engine["model"], engine.get("revision")) if "model" in engine else assets.path(assets.TARGET)
+    )
 
 
 def _engine(method: Method, engine: Mapping[str, Any], batch_size: int) -> Any:

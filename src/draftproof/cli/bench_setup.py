@@ -121,11 +121,8 @@ def make_plan(
 ) -> Plan:
     """`serving`: rates, burstiness and goodput. Raises ValueError for whatever cannot be measured."""
     settings = make_settings(kind, given, engine, *serving)
-    chosen = options.with_drafter(engine)
+    chosen = options.apart(engine)
     config, directory, model = find_target(chosen)
-    if config.speculative_config is not None and "speculative_config" not in chosen:
-        # the model is a draft head, and names its target
-        chosen |= {"model": str(directory), "speculative_config": {"model": config.speculative_config.model}}
     prompts = make_prompts(given, config, directory, model, settings)
     shared = {
         "max_model_len": find_max_model_len(prompts, given["output_len"], model),

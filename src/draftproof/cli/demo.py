@@ -63,7 +63,7 @@ def command(
     The table shows the speed of both; the line `identical: yes` comes from comparing every token id. Exit status 1
     if any differs.
     """
-    engine = {"max_num_seqs": batch_size, **options.with_drafter(engine)}
+    engine = {"max_num_seqs": batch_size, **options.apart(engine)}
     if "speculative_config" not in engine:
         raise ValueError("--speculative-config: name the drafter, such as ngram or a directory")
     prompts = read_file(assets.path(assets.PROMPTS) if prompt_file is None else Path(prompt_file))

@@ -183,6 +183,20 @@ def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[st
     return chosen
 
 
+def apart(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """`with_drafter`, and a draft head given as the model becomes the drafter of the target that it names: for
+    commands that run the target alone, too."""
+    from draftproof.engine.build import locate
+
+    chosen = with_drafter(engine)
+    given = EngineConfig.from_kwargs(**chosen)
+    config, directory = locate(given)
+    if config is not given and config.speculative_config is not None:
+        drafter = {**chosen.get("speculative_config", {}), "model": config.speculative_config.model}
+        chosen |= {"model": str(directory), "speculative_config": drafter}
+    return chosen
+
+
 def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
     """The same engine, decoding plainly."""
     return {name: value for name, value in engine.items() if name != "speculative_config"}

@@ -78,7 +78,7 @@ def command(
         if flag in {**engine, **sampling}:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name}: use --batch-sizes, --chunk-sizes or --temperatures here")
-    engine = options.with_drafter(engine)
+    engine = options.apart(engine)
     if "speculative_config" not in engine:
         raise ValueError(
             "--speculative-config: name the drafter that is to be verified, such as ngram or a directory"

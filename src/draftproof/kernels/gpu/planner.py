@@ -49,7 +49,7 @@ def times(
 
 def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
     """Least microseconds of a call; those that are close run again, in turns: clocks change with time."""
-    graphs = {name: Replayed(several) for name, several in calls.items()}
+    graphs = {name: TimedGraph(several) for name, several in calls.items()}
     best = {name: graph.microseconds() for name, graph in graphs.items()}
     close = [name for name, t in best.items() if t <= CLOSE * min(best.values())]
     for _ in range(ROUNDS if len(close) > 1 else 0):
@@ -58,7 +58,7 @@ def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
     return best
 
 
-class Replayed:
+class TimedGraph:
     """Calls in one CUDA graph: what the device needs for them, without the host."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
