@@ -146,27 +146,13 @@ class Engine:
     @torch.inference_mode(False)
     def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
-        p, start = self.parts, time.perf_counter()
+        p = self.parts
         self._place(plan)
         size = self._whole_size(plan)
-        raised = False
         if size is not None:
-            plan.work = [
-                replace(w, num_rows=size.most_sampled, num_sampled=size.most_sampled) for w in plan.work
-            ]
-            work_4R = p.state.load(plan.work, wanted, size.num_requests)
-            result_RX, logits_MV, hidden_TH = p.graphs.run(
-                ("step", size), partial(self._step_tensors, size), (work_4R,)
-            )
+            result_RX, logits_MV, hidden_TH = self._run_whole(plan, wanted, size)
         else:
-            work_4R = p.state.load(plan.work, wanted, len(plan.work))
-            slots = [w.sequence.slot for w in plan.work for _ in range(w.num_sampled)]
-            checked = self._verify(Size.of(plan.work, wanted), work_4R, slots)
-            middle = time.perf_counter()
-            guarded = self._propose(checked.verified, max(wanted))
-            result_RX, logits_MV, hidden_TH = self._close(checked, guarded)
-            raised = guarded.raised
-            self._clock(plan, max(wanted), middle - start, time.perf_counter() - middle)
+            result_RX, logits_MV, hidden_TH = self._run_parts(plan, wanted)
         self._flights.append(
             Flight(
                 plan,
@@ -178,9 +164,29 @@ class Engine:
         for work, number in zip(plan.work, wanted, strict=True):
             s = work.sequence
             s.num_drafts = number
-            s.draft_broken |= raised and bool(p.spec.kv)
             s.num_pending += work.num_sampled
             s.num_computed += work.num_rows - work.num_sampled
+
+    def _run_whole(self, plan: Plan, wanted: list[int], size: Size) -> tuple[Tensor, ...]:
+        """A captured pass: every request has as many rows as the others."""
+        each = size.most_sampled
+        plan.work = [replace(w, num_rows=each, num_sampled=each) for w in plan.work]
+        work_4R = self.parts.state.load(plan.work, wanted, size.num_requests)
+        return self.parts.graphs.run(("step", size), partial(self._step_tensors, size), (work_4R,))
+
+    def _run_parts(self, plan: Plan, wanted: list[int]) -> tuple[Tensor, ...]:
+        """Any pass: `_step_tensors` with the host looking on."""
+        start, size = time.perf_counter(), Size.of(plan.work, wanted)
+        work_4R = self.parts.state.load(plan.work, wanted, size.num_requests)
+        slots = [w.sequence.slot for w in plan.work for _ in range(w.num_sampled)]
+        checked = self._verify(size, work_4R, slots)
+        middle = time.perf_counter()
+        guarded = self._propose(checked.verified, size.num_drafts)
+        closed = self._close(checked, guarded)
+        for work in plan.work:
+            work.sequence.draft_broken |= guarded.raised and bool(self.parts.spec.kv)
+        self._clock(plan, size.num_drafts, middle - start, time.perf_counter() - middle)
+        return closed
 
     def _whole_size(self, plan: Plan) -> Size | None:
         """The captured pass that does what the plan asks for, if there is one."""
