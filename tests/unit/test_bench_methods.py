@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import methods_report
-from draftproof.bench.methods import Comparison, Method, Question, find, is_right
+from draftproof.bench.methods import Comparison, Method, Question, Run, find, is_right
 from draftproof.cli.main import main
 
 DATA = Path(__file__).parent.parent / "data"
@@ -173,3 +173,22 @@ def test_a_column_about_which_nothing_is_known_is_left_out(results: tuple[dict[s
     head, *lines = methods_report.table([row | without for row in results[0]["methods"]])
     assert "verify ms" not in head and "right" not in head and "speed-up" in head
     assert {line.count("|") for line in lines} == {head.count("|")}
+
+
+def test_what_was_measured_before_an_interruption_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+    real = Run.ask
+
+    def ask(self: Run, index: int, *rest: Any) -> Any:
+        asked.append(index)
+        if len(asked) == 7:  # ngram: two prompts, two engines, two repeats; in the second repeat
+            raise KeyboardInterrupt
+        return real(self, index, *rest)
+
+    monkeypatch.setattr(Run, "ask", ask)
+    command = [*QUICK, "--repeats", "2", "--drafters", "ngram", "--drafters", "suffix"]
+    assert main([*command, "--output-dir", str(tmp_path)]) == 130
+    assert "| ngram |" in (out := capsys.readouterr().out) and "| suffix |" not in out
+    assert "interrupted" in out

@@ -84,14 +84,16 @@ class Run:
     def total(self) -> Timed:
         return sum(self.fastest.values(), Timed())
 
-    def ask(self, index: int, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]) -> None:
-        """Batch number `index`. ValueError for a question that cannot be served."""
+    def ask(
+        self, index: int, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Batch number `index`; its outputs. ValueError for a question that cannot be served."""
         faults = llm.stats.num_drafter_faults
         timed, outputs = ask(llm, batch, params)
         self.num_faults += llm.stats.num_drafter_faults - faults
         self.fastest[index] = min(timed, self.fastest.get(index, timed), key=lambda t: t.seconds)
         self.tally.add(outputs)
-        self.outputs += outputs
+        return outputs
 
 
 def ask(
@@ -191,14 +193,14 @@ class Comparison:
         params = [dataclasses.replace(self._params, seed=i) for i in range(len(self._questions))]
         # other text: who learns from others' answers must not have seen these
         other = dataclasses.replace(self._questions[0], token_ids=self._questions[0].token_ids[::-1])
-        pairs = ((plain, beside), (llm, run))
-        for engine, its in pairs:
+        pairs: list[tuple[LLM, Run, list[RequestOutput]]] = [(plain, beside, []), (llm, run, [])]
+        for engine, _, _ in pairs:
             ask(engine, [other], [dataclasses.replace(self._params, max_tokens=WARM_UP)])
-            its.outputs = []
         for first in range(0, len(self._questions), self._batch_size):
             batch = slice(first, first + self._batch_size)
-            for engine, its in pairs:
-                its.ask(first, engine, self._questions[batch], params[batch])
+            for engine, its, outputs in pairs:
+                outputs += its.ask(first, engine, self._questions[batch], params[batch])
+        (_, _, beside.outputs), (_, _, run.outputs) = pairs
         run.differences += compare(beside.outputs, run.outputs)
 
     def records(self) -> list[Record]:
