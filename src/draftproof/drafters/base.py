@@ -74,6 +74,7 @@ class Verified:
     draw: Draw
     # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
     history: Callable[[int], Tensor]
+    repeats: bool = False  # passes of this many rows come again: worth running as graphs
 
     @property
     def num_requests(self) -> int:

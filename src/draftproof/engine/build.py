@@ -348,7 +348,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         scorer=Scorer(target, sampler),
         graphs=base.graphs,
         num_drafts=num_drafts,
-        buckets=_buckets(config, num_drafts) if on_device else (),
+        buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
         num_ahead=int(on_device),
     )
 

@@ -36,6 +36,10 @@ from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verdict, Verifier
 
 MOST_GRAPH_ROWS = 64  # larger passes are prompts: each another size, and long enough to run as they are
+FREE_ROWS, DEAR_ROWS = (
+    64,
+    1.25,
+)  # rows that only fill up: up to so many in all, or so many times what is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class Parts:
     scorer: Scorer
     graphs: Graphs
     num_drafts: int  # the most that are asked for; 0 without a drafter
-    buckets: tuple[int, ...] = ()  # numbers of requests, ascending, whose decoding is captured as a whole
+    buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
     num_ahead: int = 0  # passes that may be in flight when a step ends
     stats: EngineStats = field(default_factory=EngineStats)
 
@@ -126,7 +130,7 @@ class Engine:
         progress: (done, total), before each and at the end.
         """
         p = self.parts
-        sizes = [Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in reversed(p.buckets)]
+        sizes = [Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in reversed(p.buckets) if p.num_ahead]
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
             if p.graphs.prepare(("step", size), partial(self._step_tensors, size), (p.state.idle(size),)):
@@ -139,7 +143,7 @@ class Engine:
         """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
         p = self.parts
         num_rows = min(p.scheduler.max_num_batched_tokens, p.state.max_len)
-        prompt = Size(1, num_rows, num_rows, 1, 1, p.num_drafts)
+        prompt = Size(1, num_rows, num_rows, 1, 1, p.num_drafts, repeats=False)
         for size in (prompt, *(Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in p.buckets[-1:])):
             self._step_tensors(size, p.state.idle(size))
 
@@ -148,38 +152,45 @@ class Engine:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p = self.parts
         self._place(plan)
-        size = self._whole_size(plan)
-        if size is not None:
-            result_RX, logits_MV, hidden_TH = self._run_whole(plan, wanted, size)
+        size = self._padded(plan, wanted)
+        if size is None:
+            repeats = not p.buckets and sum(w.num_rows for w in plan.work) <= MOST_GRAPH_ROWS
+            size = Size.of(plan.work, wanted, repeats=repeats)
         else:
-            result_RX, logits_MV, hidden_TH = self._run_parts(plan, wanted)
-        self._flights.append(
-            Flight(
-                plan,
-                download([result_RX]),
-                p.scorer.outputs(plan, result_RX, logits_MV),
-                p.scorer.prompts(plan, hidden_TH),
-            )
-        )
+            rows = size.most_sampled
+            plan.work = [replace(w, num_rows=rows, num_sampled=rows) for w in plan.work]
+        work_4R = p.state.load(plan.work, wanted, size.num_requests)
+        slots = [w.sequence.slot for w in plan.work]
+        if size in self._whole and p.table.is_plain(slots):
+            tensors = p.graphs.run(("step", size), partial(self._step_tensors, size), (work_4R,))
+        else:
+            tensors = self._run_parts(plan, size, work_4R)
+        result_RX, logits_MV, hidden_TH = tensors
+        scores = p.scorer.outputs(plan, result_RX, logits_MV), p.scorer.prompts(plan, hidden_TH)
+        self._flights.append(Flight(plan, download([result_RX]), *scores))
         for work, number in zip(plan.work, wanted, strict=True):
             s = work.sequence
             s.num_drafts = number
             s.num_pending += work.num_sampled
             s.num_computed += work.num_rows - work.num_sampled
 
-    def _run_whole(self, plan: Plan, wanted: list[int], size: Size) -> tuple[Tensor, ...]:
-        """A captured pass: every request has as many rows as the others."""
-        each = size.most_sampled
-        plan.work = [replace(w, num_rows=each, num_sampled=each) for w in plan.work]
-        work_4R = self.parts.state.load(plan.work, wanted, size.num_requests)
-        return self.parts.graphs.run(("step", size), partial(self._step_tensors, size), (work_4R,))
+    def _padded(self, plan: Plan, wanted: list[int]) -> Size | None:
+        """A pass of a size that comes again: every request has as many rows, some are nobody's. None where that cannot
+        be, with a prompt or with drafts that there is no room for, or costs too much."""
+        buckets, work = self.parts.buckets, plan.work
+        if any(w.num_rows != w.num_sampled or w.num_rows != 1 + w.sequence.num_drafts for w in work):
+            return None
+        num_requests = next((R for R in buckets if len(work) <= R), 0)
+        each = max(w.num_rows for w in work)
+        size = Size.decoding(num_requests, each, self.parts.num_drafts if any(wanted) else 0)
+        dear = size.num_rows > max(FREE_ROWS, DEAR_ROWS * sum(w.num_rows for w in work))
+        return None if num_requests == 0 or (dear and size not in self._whole) else size
 
-    def _run_parts(self, plan: Plan, wanted: list[int]) -> tuple[Tensor, ...]:
-        """Any pass: `_step_tensors` with the host looking on."""
-        start, size = time.perf_counter(), Size.of(plan.work, wanted)
-        work_4R = self.parts.state.load(plan.work, wanted, size.num_requests)
+    def _run_parts(self, plan: Plan, size: Size, work_4R: Tensor) -> tuple[Tensor, ...]:
+        """`_step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host."""
+        start, nobody = time.perf_counter(), self.parts.state.scratch_slot
         slots = [w.sequence.slot for w in plan.work for _ in range(w.num_sampled)]
-        checked = self._verify(size, work_4R, slots)
+        checked = self._verify(size, work_4R, slots + [nobody] * (size.num_sampled - len(slots)))
         middle = time.perf_counter()
         guarded = self._propose(checked.verified, size.num_drafts)
         closed = self._close(checked, guarded)
@@ -187,19 +198,6 @@ class Engine:
             work.sequence.draft_broken |= guarded.raised and bool(self.parts.spec.kv)
         self._clock(plan, size.num_drafts, middle - start, time.perf_counter() - middle)
         return closed
-
-    def _whole_size(self, plan: Plan) -> Size | None:
-        """The captured pass that does what the plan asks for, if there is one."""
-        p = self.parts
-        if not self._whole or (p.guard is not None and p.guard.off):
-            return None
-        if any(w.num_rows != w.num_sampled or w.num_rows != 1 + w.sequence.num_drafts for w in plan.work):
-            return None  # a prompt, or drafts that there is no room for
-        if not p.table.is_plain(w.sequence.slot for w in plan.work):
-            return None
-        num_requests = next((R for R in p.buckets if len(plan.work) <= R), 0)
-        size = Size.decoding(num_requests, 1 + p.num_drafts, p.num_drafts)
-        return size if size in self._whole else None
 
     def _step_tensors(self, size: Size, work_4R: Tensor) -> tuple[Tensor, ...]:
         """A whole pass over requests that ask for no processing, as a function of device memory alone."""
@@ -211,13 +209,13 @@ class Engine:
         p = self.parts
         rows, verify = p.state.fill(size, work_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
-        graphs = p.graphs if size.num_rows <= MOST_GRAPH_ROWS else EAGER
+        graphs = p.graphs if size.repeats else EAGER
         key = ("target", size.num_rows, size.num_sampled, size.most_rows)
         logits_MV, hidden_TH, *taps = graphs.run(key, partial(self._target, size.most_rows), inputs)
         verdict = p.verifier.verify(
             logits_MV, rows.slots_M, rows.positions_M, p.state.slots.tokens_SL, slots_host, verify
         )
-        verified = p.state.commit(rows, work_4R, verdict, tuple(taps), p.verifier.drawer)
+        verified = p.state.commit(size, rows, work_4R, verdict, tuple(taps), p.verifier.drawer)
         return Checked(verified, verdict, rows.draft_count_R, logits_MV, hidden_TH)
 
     def _close(self, checked: Checked, guarded: Guarded) -> tuple[Tensor, Tensor, Tensor]:

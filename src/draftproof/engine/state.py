@@ -32,17 +32,19 @@ class Size:
     num_sampled: int
     most_sampled: int  # of one request; at least 1
     num_drafts: int  # the most that any request wants after it
+    repeats: bool  # passes of this size come again and again: worth running them as graphs
 
     @classmethod
-    def of(cls, work: Seq[Work], wanted: Seq[int]) -> Size:
+    def of(cls, work: Seq[Work], wanted: Seq[int], *, repeats: bool) -> Size:
         sampled = [w.num_sampled for w in work]
         rows = [w.num_rows for w in work]
-        return cls(len(work), sum(rows), max(rows), sum(sampled), max(1, *sampled), max(wanted))
+        return cls(len(work), sum(rows), max(rows), sum(sampled), max(1, *sampled), max(wanted), repeats)
 
     @classmethod
     def decoding(cls, num_requests: int, each: int, num_drafts: int) -> Size:
         """Every request samples `each` rows and has no others."""
-        return cls(num_requests, num_requests * each, each, num_requests * each, each, num_drafts)
+        num_rows = num_requests * each
+        return cls(num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True)
 
 
 class State:
@@ -137,7 +139,13 @@ class State:
         )
 
     def commit(
-        self, rows: PassRows, work_4R: Tensor, verdict: Verdict, taps: tuple[Tensor, ...], drawer: Drawer
+        self,
+        size: Size,
+        rows: PassRows,
+        work_4R: Tensor,
+        verdict: Verdict,
+        taps: tuple[Tensor, ...],
+        drawer: Drawer,
     ) -> Verified:
         """Take over what was verified, and say what the drafter may build on."""
         slots_R, _, _, wanted_R = work_4R.unbind()
@@ -155,6 +163,7 @@ class State:
             taps=taps,
             draw=drawer(slots_R, done.length_R),
             history=lambda r: self.history(int(slots_R[r])),
+            repeats=size.repeats,
         )
 
     def history(self, slot: int) -> Tensor:
