@@ -7,7 +7,7 @@ Shapes: P rows sorted by expert, E experts, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,9 +74,9 @@ class CompiledGroups:
 def find(device: torch.device, shape: Shape, library: Library | None) -> Make | None:
     """How to make the one form this machine has for `shape`; None: only one product at a time."""
     if gpu.available(device):
-        from draftproof.kernels.gpu import grouped
+        from draftproof.kernels.gpu.grouped import Groups
 
-        return grouped.Groups
+        return Groups
     known = {shape.dtype, shape.out_dtype} <= DTYPE_CODES.keys()
     if device.type == "cpu" and library is not None and known:
         return lambda count, weights, given: CompiledGroups(library, count, weights, given)
@@ -105,16 +105,3 @@ def _rows_alone(form: GroupedForm, x_PK: Tensor, expert: int, num_experts: int) 
     starts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_PK.device)
     starts_E1[expert + 1 :] = 1
     return torch.cat([form(x_1K, starts_E1) for x_1K in x_PK.split(1)])
-
-
-def stacked(weights: Iterable[Tensor], num_experts: int) -> Tensor:
-    """[E, N, K], filled one by one: the originals need not all be there at once."""
-    remaining: Iterator[Tensor] = iter(weights)
-    first_NK = next(remaining)
-    out_ENK = first_NK.new_empty(num_experts, *first_NK.shape)
-    out_ENK[0] = first_NK
-    count = 1
-    for count, weight_NK in enumerate(remaining, start=2):
-        out_ENK[count - 1] = weight_NK
-    assert count == num_experts
-    return out_ENK

@@ -149,7 +149,7 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
 
 def triton_ops() -> Ops:
     """The operators in Triton; needs triton. Those that only copy keep to torch, which is exact there."""
-    from draftproof.kernels.gpu import activation, logits, norm, rope, sample, step
+    from draftproof.kernels.gpu import activation, experts, logits, norm, rope, sample, step
 
     return replace(
         TORCH,
@@ -161,4 +161,5 @@ def triton_ops() -> Ops:
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
         step=step.TritonStep(),
+        experts=experts.TritonExperts(),
     )
