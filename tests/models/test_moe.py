@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, SamplingParams
+from draftproof.bench import rooflines
 from draftproof.bench.compare import compare
 from draftproof.drafters import replay
 from draftproof.kernels import graphs, native, ops, products
@@ -258,3 +259,72 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(
     with pytest.raises(ValueError, match=message) as error:
         config_of(raw, **changes)
     assert "somewhere/config.json" in str(error.value)
+
+
+SHARED = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02}
+SHARED |= {"rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
+SHARED |= {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.51.0", "rope_theta": 1000000.0}
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Mixtral-8x7B": (
+        {
+            **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000},
+            **{
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "sliding_window": None,
+            },
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768},
+            **{"num_experts_per_tok": 2, "num_local_experts": 8, "rms_norm_eps": 1e-05},
+            **{"output_router_logits": False, "router_aux_loss_coef": 0.02, "router_jitter_noise": 0.0},
+        },
+        46.7e9,
+        12.9e9,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936},
+            **{"decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144},
+            **{"max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": []},
+            **{"moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32},
+            **{
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 48,
+                "num_key_value_heads": 4,
+            },
+            **{"output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001},
+            **{"sliding_window": None, "use_sliding_window": False},
+        },
+        30.5e9,
+        3.3e9,
+    ),
+    "GLM-4.5-Air": (
+        {
+            **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552},
+            **{"attention_bias": True, "pad_token_id": 151329, "head_dim": 128, "hidden_size": 4096},
+            **{"partial_rotary_factor": 0.5, "intermediate_size": 10944, "max_position_embeddings": 131072},
+            **{"moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96},
+            **{"n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1},
+            **{"routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1},
+            **{"num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1},
+            **{"rms_norm_eps": 1e-05, "use_qk_norm": False},
+        },
+        106e9,
+        12e9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood_and_have_the_published_sizes(name: str) -> None:
+    raw, total, active = PUBLISHED[name]
+    config = parse({**SHARED, **raw})
+    embedding = config.vocab_size * config.hidden_size
+    one, many = (rooflines.target_pass(config, 1, rows, 0) for rows in (1, 10**6))
+    assert one.bytes == pytest.approx(one.flops), "a row alone reads what it computes with"
+    assert many.bytes / 2 + embedding == pytest.approx(total, rel=0.01)
+    counted = (
+        -embedding if raw["model_type"] == "glm4_moe" else embedding
+    )  # GLM counts neither embedding nor head
+    assert one.flops / 2 + counted == pytest.approx(active, rel=0.03)
