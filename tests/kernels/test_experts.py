@@ -180,7 +180,7 @@ def test_each_row_meets_its_experts_weight_with_the_same_bits_in_any_grouping(
     for e, weight in enumerate(weights):
         expected = x.double() @ weight.double().T
         torch.testing.assert_close(alone[e].double(), expected, atol=0.5, rtol=0.02)
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 6):
         with threads(count):
             for split in ([0, 0, 0, 0, 0], [1, 0, 7, 8, 9], [60, 0, 33, 17, 10], [0, 0, 0, 0, 120]):
                 starts = torch.tensor([0, *split]).cumsum(0)
