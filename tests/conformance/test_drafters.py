@@ -64,7 +64,7 @@ def check(
 
 
 def test_every_registered_method_has_a_case() -> None:
-    assert set(CASES) == {*registry.METHODS, registry.CHAIN, "custom"}
+    assert {name.split("/")[0] for name in CASES} == {*registry.METHODS, registry.CHAIN, "custom"}
 
 
 def test_the_mixture_is_one(plain: Any) -> None:
