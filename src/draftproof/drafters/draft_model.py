@@ -7,7 +7,6 @@ Shapes: N draft rows, M read rows, V columns of logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -103,7 +102,7 @@ def load(given: DraftBuild) -> Decoder:
 
 def _mapped_drafter(given: DraftBuild, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
     """The same network in target ids: nothing is left to be mapped while it runs."""
-    weights, ids_C = given.build.weights, mapped.ids_C
+    weights, ids_C = given.build.weights, mapped.common_ids()
     tied = model.tie_word_embeddings
     if isinstance(weights, Weights):  # random ones are as good in any ids
         weights = token_map.translated(weights, mapped, tied=tied)
@@ -150,15 +149,13 @@ def _decoder(
 def _tokenizers(given: DraftBuild) -> tuple[Any, Any]:
     """The target's and the draft's."""
     assert given.checkpoint is not None
-    named = given.config.tokenizer
-    target_directory = given.target_directory if named is None else Path(named)
     model = given.settings(DraftModelSettings).model
-    folders = (target_directory, given.checkpoint.directory)
+    folders = (given.tokenizer_directory, given.checkpoint.directory)
     target, draft = found = tuple(open_tokenizer(folder) for folder in folders)
     if target is None or draft is None:
         lost = [str(folder) for folder, one in zip(folders, found, strict=True) if one is None]
         raise ValueError(
-            f"{given.checkpoint.where}: vocab_size={model.vocab_size}, the target's is "
+            f"{given.checkpoint.where}: vocab_size={model.vocab_size}, but the target's is "
             f"{given.target.config.vocab_size}, and there is no tokenizer.json in {' and '.join(lost)}; with both "
             "files tokens are matched by their text, without them the draft must share the target's tokenizer"
         )

@@ -31,7 +31,7 @@ def check_vocabulary(given: DraftBuild, vocab_size: int) -> None:
             f"{given.target.config.vocab_size}; the draft must share the target's tokenizer, so this one belongs to "
             "another target"
         )
-    _check_tokenizers(given.checkpoint.directory, given.target_directory)
+    _check_tokenizers(given.checkpoint.directory, given.tokenizer_directory)
 
 
 def shares_vocabulary(given: DraftBuild, vocab_size: int) -> bool:
@@ -39,7 +39,7 @@ def shares_vocabulary(given: DraftBuild, vocab_size: int) -> bool:
     assert given.checkpoint is not None
     if vocab_size != given.target.config.vocab_size:
         return False
-    draft_ids, target_ids = _vocabulary(given.checkpoint.directory), _vocabulary(given.target_directory)
+    draft_ids, target_ids = _vocabulary(given.checkpoint.directory), _vocabulary(given.tokenizer_directory)
     return draft_ids is None or target_ids is None or draft_ids == target_ids
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
-from draftproof.cache.pool import PagedCache, allocate
+from draftproof.cache.pool import allocate
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftMemory
@@ -27,7 +27,7 @@ from draftproof.models.decoder import Decoder
 
 MOST_CONTEXT = 4096  # draft tokens; of a longer text its end is read
 MOST_STEPS = 4  # draft tokens written for a target token
-MOST_BYTES = 2 << 30  # of cache, on a GPU; who finds no room is not drafted for
+MOST_BYTES = 2 << 30  # of cache; who finds no room there is not drafted for
 
 
 @dataclass(slots=True)
@@ -66,22 +66,18 @@ class TextDrafter:
         self._pages = PageAllocator(2, 1, sharing=False, lookahead=0)
 
     def bind(self, memory: DraftMemory) -> None:
-        """Take room for as many requests as there may be, and on a GPU for no more than `MOST_BYTES`."""
+        """Make room for as many requests as there may be, within `MOST_BYTES`."""
         if self._memory is not None:
             return
         size, num_slots = self._config.block_size, self._config.max_num_seqs
         device, dtype = self._build.device, self._build.dtype
         each = math.ceil(self._context / size)
-        num_blocks = num_slots * each
-        if device.type != "cpu":
-            block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
-            num_blocks = max(each, min(num_blocks, MOST_BYTES // block_bytes))
+        block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
+        num_blocks = max(each, min(num_slots * each, MOST_BYTES // block_bytes))
         table_SB = torch.zeros((num_slots, each), dtype=torch.int32, device=device)
         cache = allocate(list(self._decoder.kv), table_SB, num_blocks + 1, size, dtype, device)
         self._pages = PageAllocator(num_blocks + 1, size, sharing=False, lookahead=0)
-        self._memory = DraftMemory(
-            ops=memory.ops, backend=memory.backend, cache=cache, graphs=memory.graphs
-        )
+        self._memory = DraftMemory(ops=memory.ops, backend=memory.backend, cache=cache, graphs=memory.graphs)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         self.release(slot)
@@ -124,7 +120,9 @@ class TextDrafter:
         num_blocks = math.ceil((len(ids) + steps) / self._pages.block_size)
         if not self._grow(slot, request, num_blocks):
             return None
-        same = next((i for i, pair in enumerate(zip(ids, request.cached, strict=False)) if pair[0] != pair[1]), None)
+        same = next(
+            (i for i, pair in enumerate(zip(ids, request.cached, strict=False)) if pair[0] != pair[1]), None
+        )
         num_same = min(len(ids), len(request.cached)) if same is None else same
         return _Job(index, slot, request, ids, min(num_same, len(ids) - 1), steps)
 
@@ -189,8 +187,8 @@ def context_of(given: DraftBuild, most_positions: int) -> int:
 
 
 def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:
-    """What is read of `ids`: all, as long as there is room for drafts, else an end. That begins at multiples of half the
-    context, so that it does not move with every token."""
+    """What is read of `ids`: all, as long as there is room for drafts, else an end. It begins at a multiple of half the
+    context, so it does not move with every token."""
     room = context - context // 4
     if len(ids) <= room:
         return ids

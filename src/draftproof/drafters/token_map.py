@@ -53,9 +53,8 @@ class TokenMap:
         """The share of the target's tokens that the draft has too."""
         return self.num_common / max(1, self.num_tokens)
 
-    @property
-    def ids_C(self) -> Tensor | None:
-        """Target id of each draft column, ascending; None where there is one for each."""
+    def common_ids(self) -> Tensor | None:
+        """[C]: target id of each draft column, ascending; None where there is one for each."""
         return None if self.num_common == len(self.draft_V) else (self.draft_V >= 0).nonzero()[:, 0]
 
 
