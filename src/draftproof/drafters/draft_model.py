@@ -121,7 +121,7 @@ def _head_drafter(given: DraftBuild, decoder: Decoder, ids_V: Tensor | None) -> 
 def _text_drafter(given: DraftBuild, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:
     context = context_of(given, model.max_position_embeddings)
     decoder = _decoder(given, model, given.build.weights, max_positions=context)
-    return TextDrafter(given, decoder, target, draft)
+    return TextDrafter(given, decoder, context, target, draft)
 
 
 def _decoder(

@@ -55,12 +55,12 @@ class TextDrafter:
 
     spec = DraftSpec(host_tokens=True)
 
-    def __init__(self, given: DraftBuild, decoder: Decoder, target: Any, draft: Any) -> None:
-        """`target`, `draft`: tokenizers."""
+    def __init__(self, given: DraftBuild, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
+        """`context`: positions that the decoder was made for; `target`, `draft`: tokenizers."""
         self._target, self._draft, self._decoder = target, draft, decoder
         self._unknown, self._foreign = _special_alone(target, draft), _special_alone(draft, target)
         self._build, self._config = given.build, given.config
-        self._context = len(decoder.cos_sin_PD)
+        self._context = context
         self._requests: dict[int, _Request] = {}
         self._memory: DraftMemory | None = None
         self._pages = PageAllocator(2, 1, sharing=False, lookahead=0)
