@@ -150,7 +150,7 @@ def exactness(setup: Setup) -> Iterator[Row]:
 PARTS = {
     "products": ("dp_product",),
     "attention": ("dp_attention", "dp_rope_store"),
-    "other_operators": ("dp_norm", "dp_silu_mul", "dp_gather"),
+    "other_operators": ("dp_norm", "dp_gate_mul", "dp_gather"),
 }
 
 

@@ -77,6 +77,16 @@ def check_activation(device: torch.device, dtype: torch.dtype) -> None:
         x = 6 * randn(7, 2 * width, device=device, dtype=dtype)
         close(gpu_activation.silu_mul(x), activation.silu_mul_torch(x))
         same_in_any_batch(lambda i: gpu_activation.silu_mul(x[i]), 7)  # noqa: B023
+        close(gpu_activation.gelu_mul(x), activation.gelu_mul_torch(x))
+        same_in_any_batch(lambda i: gpu_activation.gelu_mul(x[i]), 7)  # noqa: B023
+
+
+def check_soft_cap(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (3, 1024, 5000):
+        x = 40 * randn(5, width, device=device)
+        x[0] *= 1e-3
+        torch.testing.assert_close(gpu_activation.soft_cap(x, 30.0), activation.soft_cap_torch(x, 30.0))
+        same_in_any_batch(lambda i: gpu_activation.soft_cap(x[i], 30.0), 5)  # noqa: B023
 
 
 def check_rope(device: torch.device, dtype: torch.dtype) -> None:
@@ -111,6 +121,21 @@ def check_rope(device: torch.device, dtype: torch.dtype) -> None:
             return out
 
         same_in_any_batch(queries, rows)
+        check_rope_forms(qkv, (positions, slots, cos_sin), norms, found, table)
+
+
+def check_rope_forms(
+    qkv: Tensor, places: tuple[Tensor, ...], norms: list[Tensor | None], stored: list[Tensor], table: Tensor
+) -> None:
+    """Values with a norm, and queries alone. `stored`: q and caches without."""
+    q, k_cache, v_cache = stored
+    dim, weight = q.shape[2], torch.ones(q.shape[2], device=q.device)
+    caches = torch.zeros_like(k_cache), torch.zeros_like(v_cache)
+    again = gpu_rope.rope_store(qkv, *places, *norms, 1e-6, *caches, table, weight)
+    assert torch.equal(again, q) and torch.equal(caches[0], k_cache)
+    close(caches[1].view(-1, dim), norm.rms_norm_torch(v_cache.view(-1, dim), weight, 1e-6))
+    alone, none = qkv[:, : q.shape[1] * dim], k_cache[:, :0]
+    assert torch.equal(gpu_rope.rope_store(alone, *places, norms[0], None, 1e-6, none, none, table), q)
 
 
 def check_log_normalizer(device: torch.device, dtype: torch.dtype) -> None:

@@ -74,6 +74,40 @@ def test_silu_mul_agrees_with_the_formula(table: ops.Ops, width: int, dtype: tor
         close(table.silu_mul(x), (torch.nn.functional.silu(gate) * up).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 15, 48, 1000, 1025])
+def test_gelu_mul_agrees_with_the_formula(table: ops.Ops, width: int, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        x = data(rows, 2 * width, dtype=dtype)
+        gate, up = x.double().chunk(2, dim=-1)
+        gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+        assert width * rows < 99 or (gelu - torch.nn.functional.gelu(gate)).abs().max() > 1e-4
+        close(table.gelu_mul(x), (gelu * up).to(dtype))
+
+
+def test_gelu_mul_of_large_numbers_is_finite(table: ops.Ops) -> None:
+    gate = torch.tensor([[-1e20, -100.0, -6.0, 0.0, 6.0, 1e20]])
+    out = table.gelu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    torch.testing.assert_close(
+        out, torch.nn.functional.gelu(gate.double(), approximate="tanh").float(), atol=1e-7, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("width", [1, 15, 4097])
+def test_soft_cap_agrees_with_fp64_near_zero_and_far_from_it(table: ops.Ops, width: int) -> None:
+    for rows in (0, 1, 3):
+        for size in (1e-3, 1.0, 30.0, 1e4):
+            logits = size * data(rows, width, dtype=torch.float32)
+            expected = 30.0 * torch.tanh(logits.double() / 30.0)
+            torch.testing.assert_close(table.soft_cap(logits, 30.0), expected.float(), atol=1e-12, rtol=1e-6)
+
+
+def test_soft_cap_knows_infinities_and_nan(table: ops.Ops) -> None:
+    inf = float("inf")
+    found = table.soft_cap(torch.tensor([[inf, -inf, 0.0, float("nan")]]), 5.0)
+    assert found[0, :3].tolist() == [5.0, -5.0, 0.0] and found[0, 3].isnan()
+
+
 def test_silu_mul_of_large_numbers_is_finite(table: ops.Ops) -> None:
     gate = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 1e4]])
     out = table.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
@@ -111,12 +145,14 @@ class Store:
     v_cache: Tensor
     table: Tensor
 
-    def run(self, operators: ops.Ops, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        self, operators: ops.Ops, rows: slice = slice(None), v_norm: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k cache, v cache) after storing `rows` into empty caches."""
         k_cache, v_cache = torch.zeros_like(self.k_cache), torch.zeros_like(self.v_cache)
         q = operators.rope_store(
             *(self.qkv[rows], self.positions[rows], self.slots[rows], self.cos_sin, self.norm, self.norm),
-            *(EPS, k_cache, v_cache, self.table),
+            *(EPS, k_cache, v_cache, self.table, v_norm),
         )
         return q, k_cache, v_cache
 
@@ -167,6 +203,28 @@ def test_rope_store_rotates_pairs_half_a_head_apart(table: ops.Ops) -> None:
     block = int(case.table[slot, position // 8])
     assert torch.equal(v_cache[block, 1, position % 8], case.qkv[1, 6 * 16 :])
     assert k_cache[block, 0, position % 8].abs().sum() > 0
+
+
+def test_rope_store_norms_values_where_they_have_a_norm(table: ops.Ops) -> None:
+    case = store_case(7, 20, 6, torch.float32, True, torch.float32)
+    (plain_q, plain_k, plain_v), weight = case.run(table), torch.ones(20)
+    for normed in (weight, data(20, dtype=torch.float32, seed=9)):
+        q, k_cache, v_cache = case.run(table, v_norm=normed)
+        assert torch.equal(q, plain_q) and torch.equal(k_cache, plain_k)
+        close(v_cache.view(-1, 20), table.rms_norm(plain_v.view(-1, 20), normed, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_store_of_queries_alone_stores_nothing(table: ops.Ops, dtype: torch.dtype) -> None:
+    """A layer that reads another's keys: the cache it names has no heads."""
+    case = store_case(11, 32, 16, dtype, True, dtype)
+    whole, k_cache, _ = case.run(table)
+    none = k_cache[:, :0]
+    alone = table.rope_store(
+        *(case.qkv[:, : 3 * 32].contiguous(), case.positions, case.slots, case.cos_sin, case.norm, None),
+        *(EPS, none, none, case.table),
+    )
+    assert torch.equal(alone, whole)
 
 
 def test_rope_store_leaves_padding_rows_and_other_blocks_alone(table: ops.Ops) -> None:
@@ -226,6 +284,14 @@ def _row_calls(table: ops.Ops, dtype: torch.dtype) -> list[Callable[[slice], Ten
         x = data(33, 2 * width, dtype=dtype)
         return lambda rows: table.silu_mul(x[rows])
 
+    def gelu(width: int) -> Callable[[slice], Tensor]:
+        x = data(33, 2 * width, dtype=dtype)
+        return lambda rows: table.gelu_mul(x[rows])
+
+    def cap(width: int) -> Callable[[slice], Tensor]:
+        logits = 20 * data(33, width, dtype=torch.float32)
+        return lambda rows: table.soft_cap(logits[rows], 30.0)
+
     def normalizer(width: int) -> Callable[[slice], Tensor]:
         logits = data(33, width, dtype=torch.float32)
         return lambda rows: table.log_normalizer(logits[rows])
@@ -239,6 +305,10 @@ def _row_calls(table: ops.Ops, dtype: torch.dtype) -> list[Callable[[slice], Ten
         norm(2050),
         silu(37),
         silu(1500),
+        gelu(37),
+        gelu(1500),
+        cap(99),
+        cap(20001),
         normalizer(99),
         normalizer(20001),
         store(64),

@@ -1,6 +1,6 @@
-"""The gated activation of an MLP: torch twin and compiled version.
+"""Elementwise functions: the gated activation of an MLP, and the soft cap on logits. Torch twins and compiled versions.
 
-Shapes: T rows, I intermediate width.
+Shapes: T rows, I intermediate width, M rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.native import DTYPE_CODES, Library
+
+# gelu(x) = x (1 + tanh(c (x + a x^3))) / 2 = x / (1 + exp(-2 c x (1 + a x^2))), c = sqrt(2 / pi)
+GELU_SLOPE = 1.5957691216057308  # 2 c
+GELU_CUBE = 0.044715  # a
+# tanh(u) = u + u^3 P(u^2) below TANH_SMALL, highest power first; beyond it (1 - e) / (1 + e), e = exp(-2 u)
+TANH_SMALL = 0.625
+TANH_TERMS = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 
 
 def silu_mul_torch(gate_up_TI2: Tensor) -> Tensor:
@@ -20,19 +27,58 @@ def silu_mul_torch(gate_up_TI2: Tensor) -> Tensor:
     return (gate_TI / (1.0 + torch.exp(-gate_TI)) * up_TI).to(gate_up_TI2.dtype)
 
 
-class SiluMulCompiled:
-    """`ops.SiluMul` in C++; dtypes it does not know go to the twin."""
+def gelu_mul_torch(gate_up_TI2: Tensor) -> Tensor:
+    """gelu(x[:, :I]) * x[:, I:] by the formula with tanh, in fp32, returned in x's dtype: [T, 2I] -> [T, I]."""
+    gate_TI, up_TI = gate_up_TI2.float().chunk(2, dim=-1)
+    slope_TI = GELU_SLOPE * gate_TI * (1.0 + GELU_CUBE * (gate_TI * gate_TI))
+    return (gate_TI / (1.0 + torch.exp(-slope_TI)) * up_TI).to(gate_up_TI2.dtype)
 
-    def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_silu_mul", "2P4q")
+
+def soft_cap_torch(logits_MV: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap): fp32 [M, V], new."""
+    u_MV = logits_MV / cap
+    square_MV = u_MV * u_MV
+    terms_MV = torch.full_like(u_MV, TANH_TERMS[0])
+    for term in TANH_TERMS[1:]:
+        terms_MV = terms_MV * square_MV + term
+    small_MV = u_MV + u_MV * square_MV * terms_MV
+    e_MV = torch.exp(-2.0 * u_MV.abs())
+    large_MV = torch.copysign((1.0 - e_MV) / (1.0 + e_MV), u_MV)
+    return cap * torch.where(u_MV.abs() < TANH_SMALL, small_MV, large_MV)
+
+
+class GateMulCompiled:
+    """`ops.GateMul` in C++, silu's or gelu's; dtypes it does not know go to the twin."""
+
+    def __init__(self, library: Library, *, gelu: bool) -> None:
+        self._run, self._pack = library.packed("dp_gate_mul", "2P5q")
+        self._gelu = gelu
 
     def __call__(self, gate_up_TI2: Tensor) -> Tensor:
         code = DTYPE_CODES.get(gate_up_TI2.dtype)
         if code is None:
-            return silu_mul_torch(gate_up_TI2)
+            return (gelu_mul_torch if self._gelu else silu_mul_torch)(gate_up_TI2)
         gate_up_TI2 = gate_up_TI2.contiguous()
         rows, width = gate_up_TI2.shape
         out_TI = gate_up_TI2.new_empty(rows, width // 2)
         out_at, threads = out_TI.data_ptr(), torch.get_num_threads()
-        self._run(self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, threads), out_TI)
+        args = self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, self._gelu, threads)
+        self._run(args, out_TI)
         return out_TI
+
+
+class SoftCapCompiled:
+    """`ops.SoftCap` in C++."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_soft_cap", "2P2qd")
+
+    def __call__(self, logits_MV: Tensor, cap: float) -> Tensor:
+        if logits_MV.dtype != torch.float32:
+            raise ValueError(f"logits_MV: dtype {logits_MV.dtype}: must be float32")
+        logits_MV = logits_MV.contiguous()
+        out_MV = torch.empty_like(logits_MV)
+        threads = torch.get_num_threads()
+        args = self._pack(logits_MV.data_ptr(), out_MV.data_ptr(), logits_MV.numel(), threads, cap)
+        self._run(args, out_MV)
+        return out_MV

@@ -49,14 +49,24 @@ class RopeStore(Protocol):
         k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, D], the pool's dtype
         v_cache: Tensor,
         block_table_SB: Tensor,  # int32
+        v_norm_D: Tensor | None = None,
     ) -> Tensor:
-        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D]."""
+        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D].
+
+        A cache of no heads: qkv_TX is q alone, and nothing is stored.
+        """
         ...
 
 
-class SiluMul(Protocol):
+class GateMul(Protocol):
     def __call__(self, gate_up_TI2: Tensor) -> Tensor:
-        """silu(x[:, :I]) * x[:, I:] in fp32, returned in x's dtype: [T, I]."""
+        """act(x[:, :I]) * x[:, I:] in fp32, returned in x's dtype: [T, I]. act: silu, or gelu by its tanh formula."""
+        ...
+
+
+class SoftCap(Protocol):
+    def __call__(self, logits_MV: Tensor, cap: float) -> Tensor:
+        """cap * tanh(logits / cap): fp32 [M, V], new."""
         ...
 
 
@@ -102,11 +112,13 @@ class Ops:
     rms_norm: RMSNorm
     add_rms_norm: AddRMSNorm
     rope_store: RopeStore
-    silu_mul: SiluMul
+    silu_mul: GateMul
+    gelu_mul: GateMul
     gather: Gather
     concat: Concat
     sample: Sample
     log_normalizer: LogNormalizer
+    soft_cap: SoftCap
     step: StepOps
     experts: ExpertOps
 
@@ -117,10 +129,12 @@ TORCH = Ops(
     add_rms_norm=norm.add_rms_norm_torch,
     rope_store=rope.rope_store_torch,
     silu_mul=activation.silu_mul_torch,
+    gelu_mul=activation.gelu_mul_torch,
     gather=rows.gather_torch,
     concat=rows.concat_torch,
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
+    soft_cap=activation.soft_cap_torch,
     step=step.TORCH_STEP,
     experts=experts.TORCH_EXPERTS,
 )
@@ -137,11 +151,13 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         rms_norm=norm.RMSNormCompiled(library),
         add_rms_norm=norm.AddRMSNormCompiled(library),
         rope_store=rope.RopeStoreCompiled(library),
-        silu_mul=activation.SiluMulCompiled(library),
+        silu_mul=activation.GateMulCompiled(library, gelu=False),
+        gelu_mul=activation.GateMulCompiled(library, gelu=True),
         gather=rows.GatherCompiled(library),
         concat=rows.ConcatCompiled(library),
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
+        soft_cap=activation.SoftCapCompiled(library),
         step=CompiledStep(library),
         experts=experts.CompiledExperts(library),
     )
@@ -158,8 +174,10 @@ def triton_ops() -> Ops:
         add_rms_norm=norm.add_rms_norm,
         rope_store=rope.rope_store,
         silu_mul=activation.silu_mul,
+        gelu_mul=activation.gelu_mul,
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
+        soft_cap=activation.soft_cap,
         step=step.TritonStep(),
         experts=experts.TritonExperts(),
     )

@@ -25,6 +25,7 @@ def rope_store_torch(
     k_cache: Tensor,
     v_cache: Tensor,
     block_table_SB: Tensor,
+    v_norm_D: Tensor | None = None,
 ) -> Tensor:
     """See `ops.RopeStore`. All arithmetic is fp32 and each value is rounded once; returns q [T, heads, D]."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
@@ -36,6 +37,8 @@ def rope_store_torch(
     cos_sin_T1R = cos_sin_PD[positions_T.clamp(min=0)].unsqueeze(1)
     q_TND = _norm_rotate(q_TND, q_norm_D, eps, cos_sin_T1R).to(qkv_TX.dtype)
     k_TND = _norm_rotate(k_TND, k_norm_D, eps, cos_sin_T1R)
+    if v_norm_D is not None:
+        v_TND = normalize(v_TND.float(), v_norm_D, eps)
 
     kept = live_T.nonzero().squeeze(1)
     positions, slots = positions_T[kept], slots_T[kept]
@@ -62,7 +65,7 @@ class RopeStoreCompiled:
     """`ops.RopeStore` in C++; dtypes and shapes it does not know go to the twin."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_rope_store", "10P11qd")
+        self._run, self._pack = library.packed("dp_rope_store", "11P11qd")
 
     def __call__(
         self,
@@ -76,14 +79,15 @@ class RopeStoreCompiled:
         k_cache: Tensor,
         v_cache: Tensor,
         block_table_SB: Tensor,
+        v_norm_D: Tensor | None = None,
     ) -> Tensor:
         code, cache_code = DTYPE_CODES.get(qkv_TX.dtype), DTYPE_CODES.get(k_cache.dtype)
-        norm_code = _norm_code(q_norm_D, k_norm_D)
+        norm_code = _norm_code(q_norm_D, k_norm_D, v_norm_D)
         _, num_kv_heads, block_size, head_dim = k_cache.shape
         if code is None or cache_code is None or norm_code is None or head_dim > MAX_HEAD_DIM:
             return rope_store_torch(
                 *(qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D),
-                *(eps, k_cache, v_cache, block_table_SB),
+                *(eps, k_cache, v_cache, block_table_SB, v_norm_D),
             )
         assert positions_T.dtype == slots_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, width = qkv_TX.shape
@@ -96,6 +100,7 @@ class RopeStoreCompiled:
             cos_sin_PD.data_ptr(),
             0 if q_norm_D is None else q_norm_D.data_ptr(),
             0 if k_norm_D is None else k_norm_D.data_ptr(),
+            0 if v_norm_D is None else v_norm_D.data_ptr(),
             q_THD.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
@@ -117,8 +122,8 @@ class RopeStoreCompiled:
         return q_THD
 
 
-def _norm_code(q_norm_D: Tensor | None, k_norm_D: Tensor | None) -> int | None:
+def _norm_code(*given: Tensor | None) -> int | None:
     """The one dtype code of the norms' weights (0 where there are none); None if the library does not know it."""
-    norms = [norm for norm in (q_norm_D, k_norm_D) if norm is not None]
+    norms = [norm for norm in given if norm is not None]
     codes = {DTYPE_CODES.get(norm.dtype) for norm in norms}
     return codes.pop() if len(codes) == 1 else (None if codes else 0)

@@ -60,7 +60,7 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 
 template <class T, class C>
 void run(const T* qkv, const int64_t* positions, const int64_t* slots, const float* cos_sin, const float* q_norm,
-         const float* k_norm, T* q_out, C* k_cache, C* v_cache, const int32_t* table, const Shape& s,
+         const float* k_norm, const float* v_norm, T* q_out, C* k_cache, C* v_cache, const int32_t* table, const Shape& s,
          int64_t threads) {
     int64_t all_heads = s.heads + 2 * s.kv_heads, D = s.head_dim;
     int64_t members = team(threads, s.rows * all_heads * D);
@@ -92,6 +92,7 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
         }
         for (int64_t h = 0; h < s.kv_heads; h++) {
             to_float(row + (s.heads + s.kv_heads + h) * D, head, D);
+            if (v_norm) norm(head, v_norm, D, s.eps);
             from_float(head, v_cache + ((block * s.kv_heads + h) * s.block_size + offset) * D, D);
         }
     }
@@ -109,7 +110,7 @@ struct RopeStoreArgs {
     const void* qkv;
     const int64_t *positions, *slots;
     const float* cos_sin;
-    const void *q_norm, *k_norm;  // may be null
+    const void *q_norm, *k_norm, *v_norm;  // may be null
     void *q_out, *k_cache, *v_cache;
     const int32_t* table;
     int64_t rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width;  // head_dim <= MAX_HEAD_DIM
@@ -118,13 +119,14 @@ struct RopeStoreArgs {
 };
 
 extern "C" void dp_rope_store(const RopeStoreArgs* a) {
-    float q_buffer[dp::MAX_HEAD_DIM], k_buffer[dp::MAX_HEAD_DIM];
+    float q_buffer[dp::MAX_HEAD_DIM], k_buffer[dp::MAX_HEAD_DIM], v_buffer[dp::MAX_HEAD_DIM];
     const float* q_weight = widen(a->q_norm, a->norm_dtype, a->head_dim, q_buffer);
     const float* k_weight = widen(a->k_norm, a->norm_dtype, a->head_dim, k_buffer);
+    const float* v_weight = widen(a->v_norm, a->norm_dtype, a->head_dim, v_buffer);
     Shape shape = {a->rows,       a->heads,      a->kv_heads,    a->head_dim,
                    a->rotary_dim, a->block_size, a->table_width, (float)a->eps};
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->cache_dtype, C,
                                          run((const T*)a->qkv, a->positions, a->slots, a->cos_sin, q_weight, k_weight,
-                                             (T*)a->q_out, (C*)a->k_cache, (C*)a->v_cache, a->table, shape,
+                                             v_weight, (T*)a->q_out, (C*)a->k_cache, (C*)a->v_cache, a->table, shape,
                                              a->threads)));
 }

@@ -26,9 +26,9 @@ def _parts(
 
 
 @triton.jit
-def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-             REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """The three parts of `count` heads, normed and rotated: the pairs' first and second elements, and what is left."""
+def _normed(x, norm, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+            HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """The three parts of `count` heads, fp32, normed or not: the pairs' first and second elements, and what is left."""
     i, j = tl.arange(0, PAIRS), tl.arange(0, REST)
     pair, rest = i < HALF, j < D - 2 * HALF
     at, mask, at_rest, mask_rest = _parts(x, count, D, HALF, PAIRS, REST, HB)
@@ -41,6 +41,16 @@ def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, 
         low = low * factor * tl.load(norm + i, mask=pair, other=0.0).to(tl.float32)[None, :]
         high = high * factor * tl.load(norm + HALF + i, mask=pair, other=0.0).to(tl.float32)[None, :]
         tail = tail * factor * tl.load(norm + 2 * HALF + j, mask=rest, other=0.0).to(tl.float32)[None, :]
+    return low, high, tail
+
+
+@triton.jit
+def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+             REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """`_normed`, and then rotated."""
+    low, high, tail = _normed(x, norm, eps, count, D, HALF, PAIRS, REST, HB, NORM)
+    i = tl.arange(0, PAIRS)
+    pair = i < HALF
     cos = tl.load(cos_sin + i, mask=pair, other=1.0)[None, :]
     sin = tl.load(cos_sin + HALF + i, mask=pair, other=0.0)[None, :]
     return low * cos - high * sin, high * cos + low * sin, tail
@@ -63,15 +73,15 @@ def _store(out, stride, low, high, tail, count, D: tl.constexpr, HALF: tl.conste
     do_not_specialize_on_alignment=["positions", "slots", "table"],
 )
 def _rope_store_kernel(
-    qkv, positions, slots, cos_sin, q_norm, k_norm, eps, q_out, k_cache, v_cache, table, width,
+    qkv, positions, slots, cos_sin, q_norm, k_norm, v_norm, eps, q_out, k_cache, v_cache, table, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    V_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HB heads of one row; first come the programs of q, then k's, then v's."""
     begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS, HB)
+    q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS + (KV_HEADS == 0), HB)
     x = qkv + row * (HEADS + 2 * KV_HEADS) * D
     position = tl.load(positions + row)
     angles = cos_sin + tl.maximum(position, 0) * 2 * HALF
@@ -94,14 +104,9 @@ def _rope_store_kernel(
             )
             _store(k_cache + at, BLOCK_SIZE * D, low, high, tail, KV_HEADS - head, D, HALF, PAIRS, REST, HB)
         else:
-            v_at, mask, rest_at, mask_rest = _parts(
-                x + (HEADS + KV_HEADS + head) * D, KV_HEADS - head, D, HALF, PAIRS, REST, HB
-            )
-            v_low, v_high = tl.load(v_at, mask=mask), tl.load(v_at + HALF, mask=mask)
-            v_tail = tl.load(rest_at, mask=mask_rest)
-            _store(
-                v_cache + at, BLOCK_SIZE * D, v_low, v_high, v_tail, KV_HEADS - head, D, HALF, PAIRS, REST, HB
-            )
+            v = x + (HEADS + KV_HEADS + head) * D
+            low, high, tail = _normed(v, v_norm, eps, KV_HEADS - head, D, HALF, PAIRS, REST, HB, V_NORM)
+            _store(v_cache + at, BLOCK_SIZE * D, low, high, tail, KV_HEADS - head, D, HALF, PAIRS, REST, HB)
 
 
 def rope_store(
@@ -115,6 +120,7 @@ def rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     block_table_SB: Tensor,
+    v_norm_D: Tensor | None = None,
 ) -> Tensor:
     """See `ops.RopeStore`."""
     _, kv_heads, block_size, dim = k_cache.shape
@@ -129,10 +135,7 @@ def rope_store(
         parts = triton.cdiv(heads, HEADS_EACH) + 2 * triton.cdiv(kv_heads, HEADS_EACH)
         _rope_store_kernel[(rows, parts)](
             *(qkv_TX, positions_T.contiguous(), slots_T.contiguous(), dense(cos_sin_PD)),
-            *(
-                qkv_TX if q_norm_D is None else dense(q_norm_D),
-                qkv_TX if k_norm_D is None else dense(k_norm_D),
-            ),
+            *(qkv_TX if norm_D is None else dense(norm_D) for norm_D in (q_norm_D, k_norm_D, v_norm_D)),
             *(eps, q_THD, k_cache, v_cache, block_table_SB, block_table_SB.shape[1]),
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -144,6 +147,7 @@ def rope_store(
             HB=HEADS_EACH,
             Q_NORM=q_norm_D is not None,
             K_NORM=k_norm_D is not None,
+            V_NORM=v_norm_D is not None,
             **early(qkv_TX),
             num_warps=4,
         )
