@@ -338,8 +338,8 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 CHECKS = (
-    *(check_norm, check_activation, check_rope, check_log_normalizer, check_sample, check_products),
-    *(check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
+    *(check_norm, check_activation, check_soft_cap, check_rope, check_log_normalizer, check_sample),
+    *(check_products, check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
     *(check_experts, check_grouped_products),
 )
 

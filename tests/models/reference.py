@@ -37,16 +37,28 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 199,
+}
 
 
 @dataclass(frozen=True)
 class Form:
-    """One model: the family's name in transformers, what differs from the small sizes, and how it is saved."""
+    """One model: the family's name in transformers, what differs from the small sizes, and how it is saved.
+
+    `config`: the name of its config class, where that is another.
+    """
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
     packed: bool = False  # all experts of a layer in one tensor, as transformers holds them
+    config: str = ""
 
 
 FORMS = {
@@ -120,24 +132,89 @@ FORMS = {
         },
         packed=True,
     ),
+    "gemma3-tied": Form(
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+            },
+            "tie_word_embeddings": True,
+        },
+        config="Gemma3TextConfig",
+    ),
+    "gemma3-capped-biases-sharded": Form(
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+        shard_size="60KB",
+        config="Gemma3TextConfig",
+    ),
+    "gemma4-plain": Form(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+        config="Gemma4TextConfig",
+    ),
+    "gemma4-shares-keys-wide-mlp": Form(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 8.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        config="Gemma4TextConfig",
+    ),
+    "gemma4-keys-are-values-sharded": Form(
+        "Gemma4",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": True},
+        shard_size="60KB",
+        config="Gemma4TextConfig",
+    ),
 }
 
 
 def make(form: Form) -> Any:
     """The transformers model with every weight random and none of them trivial, fp32, in eval mode."""
-    config = getattr(transformers, f"{form.family}Config")(**{**_SIZES, **form.changes})
+    config = getattr(transformers, form.config or f"{form.family}Config")(**{**_SIZES, **form.changes})
     model = getattr(transformers, f"{form.family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
+    embed = (
+        0.1 if form.family.startswith("Gemma") else 0.3
+    )  # it is scaled up: loud, tied logits say what was read
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise)
             else:
-                parameter.copy_(noise * (0.3 if "embed" in name else 1.6 * parameter.shape[-1] ** -0.5))
+                parameter.copy_(noise * (embed if "embed" in name else 1.6 * parameter.shape[-1] ** -0.5))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     return model
 
 

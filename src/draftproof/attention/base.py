@@ -77,6 +77,7 @@ class AttentionSpec:
     cos_sin_PD: Tensor
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
+    v_norm_D: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -113,7 +114,18 @@ class PagedAttention:
             kv.k,
             kv.v,
             self.cache.block_table_SB,
+            spec.v_norm_D,
         )
+
+    def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
+        rows, kv, table = self.rows, self.cache.layers[layer], self.cache.block_table_SB
+        none = kv.k[:, :0]
+        q_THD = self.ops.rope_store(
+            *(q_TX, rows.positions_T, rows.slots_T, spec.cos_sin_PD, spec.q_norm_D, None),
+            *(spec.eps, none, none, table),
+        )
+        return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
 
     def _staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
         """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""

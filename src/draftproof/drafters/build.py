@@ -14,7 +14,7 @@ from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
-from draftproof.models.loading import WeightSource
+from draftproof.models.loading import WeightSource, root_of
 
 S = TypeVar("S")
 
@@ -82,8 +82,7 @@ class DraftBuild:
 
     @property
     def target_embed_name(self) -> str:
-        name = "model.embed_tokens.weight"
-        return name if name in self.target_weights else "embed_tokens.weight"
+        return f"{root_of(self.target_weights)}embed_tokens.weight"
 
     @property
     def device(self) -> torch.device:

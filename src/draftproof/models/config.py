@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftproof.models.families import FAMILIES, Family
+from draftproof.models.gemma_config import GemmaConfig, read_gemma
 from draftproof.models.moe_config import MoEConfig, parse_moe
 from draftproof.models.rope import RopeConfig, parse_rope
 
@@ -87,6 +88,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gemma: GemmaConfig | None = None
     moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -150,6 +152,7 @@ def parse(
     ValueError for unknown model types and for keys that may change the arithmetic in a way not implemented here.
     """
     family = _family(raw, families, where)
+    raw, gemma = read_gemma(raw, family.gemma, where) if family.gemma else (raw, None)
     _check_keys(raw, family, where, extra)
     hidden, heads = _count(raw, "hidden_size", where), _count(raw, "num_attention_heads", where)
     kv_heads = _count(raw, "num_key_value_heads", where, heads)
@@ -179,6 +182,7 @@ def parse(
         mlp_bias=_switch(raw, family.mlp_bias, where),
         qk_norm=_switch(raw, family.qk_norm, where),
         moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else None,
+        gemma=gemma,
         eos_token_ids=token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),
         dtype=_dtype(raw, where),

@@ -17,9 +17,10 @@ from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
+from draftproof.models import gemma
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import Build, DecoderLayer, Linear, Norm
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.layers import Build, DecoderLayer, Layer, Linear, Norm
+from draftproof.models.loading import Weights, WeightSource, root_of
 from draftproof.models.rope import cos_sin_table
 
 
@@ -34,20 +35,38 @@ class TargetOutput:
 class Decoder:
     """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture."""
 
-    __slots__ = ("_embed_VH", "_gather", "_head", "_layers", "_norms", "config", "cos_sin_PD", "kv")
+    __slots__ = (
+        *(
+            "_cap",
+            "_embed_VH",
+            "_embed_scale",
+            "_gather",
+            "_head",
+            "_layer_inputs",
+            "_layers",
+            "_norms",
+            "_soft_cap",
+        ),
+        *("config", "cos_sin_PD", "kv"),
+    )
 
     def __init__(
         self,
         config: ModelConfig,
         embed_VH: Tensor,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         final_norm: Norm,
         head: Linear,
         cos_sin_PD: Tensor,
         ops: Ops,
+        layer_inputs: gemma.LayerInputs | None = None,
     ) -> None:
         self.config = config
-        self._gather = ops.gather
+        self._gather, self._soft_cap = ops.gather, ops.soft_cap
+        self._layer_inputs = layer_inputs
+        own = config.gemma
+        self._embed_scale = gemma.rounded(own.embed_scale, embed_VH.dtype) if own else 1.0
+        self._cap = own.final_cap if own else 0.0
         self.cos_sin_PD = cos_sin_PD
         self.kv = kv_shapes(config)
         self._embed_VH = embed_VH
@@ -79,26 +98,34 @@ class Decoder:
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
         build = Build(weights, ops, planner, device, dtype, exact)
-        root = "model." if "model.embed_tokens.weight" in weights else ""
-        cos_sin_PD = cos_sin_table(config.rope, max_positions or config.max_position_embeddings, device)
+        root, length = root_of(weights), max_positions or config.max_position_embeddings
+        cos_sin_PD = cos_sin_table(config.rope, length, device)
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_VH = build.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
-        layers = [
-            DecoderLayer(build, f"{root}layers.{i}", config, cos_sin_PD, i, window)
-            for i, window in enumerate(config.windows)
-        ]
-        final_norm = Norm.load(build, f"{root}norm", hidden, config.norm_eps)
+        layers: Sequence[Layer]
+        inputs = None
+        if config.gemma is not None:
+            layers = own = gemma.load_layers(build, root, config, length)
+            inputs = gemma.LayerInputs(build, root, config, own) if config.gemma.per_layer_size else None
+            final_norm = gemma.norm(build, f"{root}norm", hidden, config)
+        else:
+            layers = [
+                DecoderLayer(build, f"{root}layers.{i}", config, cos_sin_PD, i, window)
+                for i, window in enumerate(config.windows)
+            ]
+            final_norm = Norm.load(build, f"{root}norm", hidden, config.norm_eps)
         if config.tie_word_embeddings:
             head = build.pack(embed_VH, out_dtype=torch.float32)
         else:
             head = build.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
-        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD, ops)
+        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD, ops, inputs)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """int64 ids in 0..V-1 -> [T, H]."""
-        return self._gather(self._embed_VH, tokens_T)
+        embedded_TH = self._gather(self._embed_VH, tokens_T)
+        return embedded_TH if self._embed_scale == 1.0 else embedded_TH * self._embed_scale
 
     def __call__(
         self, tokens_T: Tensor, attn: PagedAttention, taps: Sequence[int] = (), final: bool = False
@@ -113,7 +140,10 @@ class Decoder:
         residual_TH = self.embed(tokens_T)
         stream = [residual_TH]
         x_TH = self._norms[0](residual_TH)
-        for i, layer in enumerate(self._layers):
+        layers: Sequence[gemma.Run] = self._layers
+        if self._layer_inputs is not None:
+            layers = self._layer_inputs(tokens_T, residual_TH)
+        for i, layer in enumerate(layers):
             x_TH, residual_TH = layer(x_TH, residual_TH, attn)
             x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)
             if taps:
@@ -133,11 +163,18 @@ class Decoder:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """States after the final norm -> fp32 [M, V]."""
-        return self._head(hidden_MH)
+        logits_MV = self._head(hidden_MH)
+        return self._soft_cap(logits_MV, self._cap) if self._cap else logits_MV
 
 
 def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
     """What the layers of a model, or of a draft head, keep in the cache."""
+    if config.gemma is not None:
+        return tuple(
+            KVShape(heads=layer.num_kv_heads, head_dim=layer.head_dim, window=layer.window)
+            for layer in config.gemma.layers
+            if layer.owns_cache
+        )
     return tuple(
         KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
         for window in config.windows
@@ -155,7 +192,13 @@ def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
         match = layer.match(name)
         if match:
             return int(match[1]) < config.num_layers
-        return name.startswith((root + "norm.", root + "embed_tokens.", "lm_head."))
+        return name.startswith((root + "norm.", root + "embed_tokens", root + "per_layer_", "lm_head."))
 
+    layers = enumerate(config.gemma.layers if config.gemma is not None else ())
+    unread = [
+        re.escape(f"{root}layers.{i}.self_attn.") + r"[kv]_(proj|norm)\.\w+"
+        for i, x in layers
+        if not x.owns_cache
+    ]
     tied = [r"lm_head\.weight"] if config.tie_word_embeddings else []
-    weights.check_used(own, [r".*rotary_emb\.inv_freq", *tied])
+    weights.check_used(own, [r".*rotary_emb\.inv_freq", *tied, *unread])

@@ -48,6 +48,7 @@ class Family:
     default_theta: float = 10000.0
     default_rotary: float | None = None
     moe: MoEFamily | None = None
+    gemma: int = 0  # the generation, where `gemma_config` reads the config first
 
     @property
     def keys(self) -> frozenset[str]:
@@ -57,7 +58,7 @@ class Family:
         return WINDOW_KEYS[self.windows] | named | (self.moe.keys if self.moe else frozenset())
 
 
-FAMILIES: Mapping[str, Family] = {
+_ROWS: Mapping[str, Family] = {
     row.model_type: row
     for row in (
         # Llama itself has no windows; draft heads of this type do.
@@ -113,5 +114,20 @@ FAMILIES: Mapping[str, Family] = {
             default_rotary=0.5,
             moe=MoEFamily(scoring="biased_sigmoid", count=("n_routed_experts", "num_local_experts")),
         ),
+        Family(
+            model_type="gemma3_text",
+            architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+            qkv_bias="attention_bias",
+            gemma=3,
+        ),
+        Family(
+            model_type="gemma4_text",
+            architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+            qkv_bias="attention_bias",
+            gemma=4,
+        ),
     )
 }
+
+# Configs that hold a text model beside others are read as that.
+FAMILIES: Mapping[str, Family] = {**_ROWS, **{f"gemma{n}": _ROWS[f"gemma{n}_text"] for n in (3, 4)}}

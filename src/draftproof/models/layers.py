@@ -141,21 +141,23 @@ class Attention:
 
 
 class MLP:
-    """silu(gate(x)) * up(x), gate and up in one product, then down."""
+    """silu(gate(x)) * up(x), or gelu's, gate and up in one product, then down."""
 
-    __slots__ = ("_silu_mul", "down", "gate_up")
+    __slots__ = ("_gate_mul", "down", "gate_up")
 
-    def __init__(self, build: Build, prefix: str, config: ModelConfig, width: int | None = None) -> None:
+    def __init__(
+        self, build: Build, prefix: str, config: ModelConfig, width: int | None = None, *, gelu: bool = False
+    ) -> None:
         """width: the intermediate size, where it is not the config's."""
         hidden, inner = config.hidden_size, width or config.intermediate_size
-        self._silu_mul = build.ops.silu_mul
+        self._gate_mul = build.ops.gelu_mul if gelu else build.ops.silu_mul
         self.gate_up = build.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], bias=config.mlp_bias
         )
         self.down = build.linear(f"{prefix}.down_proj", inner, hidden, bias=config.mlp_bias)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        return self.down(self._silu_mul(self.gate_up(x_TH)))
+        return self.down(self._gate_mul(self.gate_up(x_TH)))
 
 
 def feed_forward(build: Build, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:

@@ -25,6 +25,7 @@ _BRANCHES = {
     "down_proj": 8.0,
     ".w2.": 8.0,
 }  # random weights: how loud a layer's parts are in the stream
+_ROOTS = ("model.", "model.language_model.", "language_model.model.")  # text models within others
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -72,6 +73,11 @@ def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
             f"model={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
             f"({type(error).__name__}: {reason}); check the name, or download it elsewhere and give the folder's path"
         ) from error
+
+
+def root_of(weights: WeightSource) -> str:
+    """What the names of a language model's tensors begin with; nothing in a model saved without its head."""
+    return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
 
 
 class Weights:

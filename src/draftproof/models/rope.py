@@ -39,7 +39,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of one model. `factor` stretches positions; the three types beside "default" use the rest.
+    """Rotary embedding of one model. `factor` stretches positions; the types beside "default" use the rest.
 
     `rotary_dim`: leading sizes of each head that rotate; `attention_factor` multiplies cos and sin (yarn).
     """
@@ -55,6 +55,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    num_turning: int = 0  # "proportional": so many pairs rotate, the others stand still
 
 
 def parse_rope(
@@ -196,6 +197,9 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     inverse_F = 1.0 / base_F
     if rope.type == "linear":
         return inverse_F / rope.factor
+    if rope.type == "proportional":
+        turns_F = torch.arange(len(inverse_F)) < rope.num_turning
+        return torch.where(turns_F, inverse_F / rope.factor, 0.0)
     if rope.type == "llama3":
         return _llama3(rope, inverse_F)
     if rope.type == "yarn":

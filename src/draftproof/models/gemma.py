@@ -1,0 +1,207 @@
+"""The pieces that Gemma 3 and Gemma 4 text models are made of: sandwich norms, layers that read another layer's keys
+and values, and inputs of each layer's own.
+
+Shapes: T rows, H hidden size, L layers, P size of a layer's own input, D head size, X whatever width a piece is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionSpec, PagedAttention
+from draftproof.models.config import ModelConfig
+from draftproof.models.gemma_config import GemmaConfig, GemmaLayerConfig
+from draftproof.models.layers import MLP, Build, Norm
+from draftproof.models.rope import RopeConfig, cos_sin_table
+
+Run = Callable[[Tensor, Tensor, PagedAttention], tuple[Tensor, Tensor]]
+Tables = dict[RopeConfig, Tensor]
+
+
+class GemmaAttention:
+    """Attention of one layer; where it reads another layer's keys and values it has queries alone."""
+
+    __slots__ = ("_attend", "_product", "index", "out", "spec")
+
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        layer: GemmaLayerConfig,
+        table_PD: Tensor,
+        window: int,
+    ) -> None:
+        gemma, dim, bias = _of(config), layer.head_dim, config.qkv_bias
+        heads, kv_heads, owns = config.num_heads, layer.num_kv_heads, layer.owns_cache
+        self.index = layer.cache
+        # where keys are values too, their product is computed twice: those layers are few, and rows keep one form
+        names = ["q_proj", "k_proj", "k_proj" if layer.k_is_v else "v_proj"][: 3 if owns else 1]
+        sizes = [heads * dim, kv_heads * dim, kv_heads * dim][: len(names)]
+        self._product = build.linear(
+            [f"{prefix}.{name}" for name in names], config.hidden_size, sizes, bias=bias
+        )
+        self._attend = PagedAttention.__call__ if owns else PagedAttention.query
+        self.out = build.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=bias)
+        q_norm_D = _weight(build, f"{prefix}.q_norm", dim, gemma)
+        self.spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            scale=gemma.attention_scale,
+            window=window,
+            eps=config.norm_eps,
+            cos_sin_PD=table_PD,
+            q_norm_D=q_norm_D,
+            k_norm_D=_weight(build, f"{prefix}.k_norm", dim, gemma) if owns else None,
+            v_norm_D=torch.ones_like(q_norm_D) if owns and gemma.values_normed else None,
+        )
+
+    def __call__(self, x_TH: Tensor, attn: PagedAttention) -> Tensor:
+        return self.out(self._attend(attn, self.index, self._product(x_TH), self.spec))
+
+
+class LayerInput:
+    """What a layer adds of its own input: norm(project(gelu(gate(stream)) * input))."""
+
+    __slots__ = ("_concat", "_gate", "_gelu_mul", "_norm", "_project")
+
+    def __init__(self, build: Build, prefix: str, config: ModelConfig) -> None:
+        hidden, size = config.hidden_size, _of(config).per_layer_size
+        self._gelu_mul, self._concat = build.ops.gelu_mul, build.ops.concat
+        self._gate = build.linear(f"{prefix}.per_layer_input_gate", hidden, size)
+        self._project = build.linear(f"{prefix}.per_layer_projection", size, hidden)
+        self._norm = norm(build, f"{prefix}.post_per_layer_input_norm", hidden, config)
+
+    def __call__(self, stream_TH: Tensor, input_TP: Tensor) -> Tensor:
+        gated_TP = self._gelu_mul(self._concat((self._gate(stream_TH), input_TP)))
+        return self._norm(self._project(gated_TP))
+
+
+class GemmaLayer:
+    """A `Layer` with norms before and after attention and MLP. Gemma 4 scales what leaves it."""
+
+    __slots__ = (
+        "_after_attention",
+        "_after_mlp",
+        "_input",
+        "_scalar",
+        "attention",
+        "input_norm",
+        "mlp",
+        "post_norm",
+    )
+
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        layer: GemmaLayerConfig,
+        table_PD: Tensor,
+        window: int | None = None,
+    ) -> None:
+        """window: where it is not the layer's own."""
+        gemma, hidden = _of(config), config.hidden_size
+        sized = dataclasses.replace(config, intermediate_size=layer.intermediate_size)
+        self.input_norm: Norm | None = norm(build, f"{prefix}.input_layernorm", hidden, config)
+        self.attention = GemmaAttention(
+            build, f"{prefix}.self_attn", config, layer, table_PD, layer.window if window is None else window
+        )
+        self._after_attention = norm(build, f"{prefix}.post_attention_layernorm", hidden, config)
+        self.post_norm = norm(build, f"{prefix}.pre_feedforward_layernorm", hidden, config)
+        self.mlp = MLP(build, f"{prefix}.mlp", sized, gelu=True)
+        self._after_mlp = norm(build, f"{prefix}.post_feedforward_layernorm", hidden, config)
+        self._input = LayerInput(build, prefix, config) if gemma.per_layer_size else None
+        self._scalar = 1.0
+        if gemma.layer_scalars:
+            self._scalar = float(build.tensor(f"{prefix}.layer_scalar", (1,)))
+
+    def __call__(
+        self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention, input_TP: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `DecoderLayer`. Sums and scalings are elementwise, so torch's own are row-safe."""
+        x_TH = self._after_attention(self.attention(x_TX, attn))
+        x_TH, residual_TH = self.post_norm.add(x_TH, residual_TH)
+        x_TH = self._after_mlp(self.mlp(x_TH))
+        if self._input is not None:
+            assert input_TP is not None
+            residual_TH = x_TH + residual_TH
+            x_TH = self._input(residual_TH, input_TP)
+        if self._scalar != 1.0:
+            x_TH, residual_TH = x_TH * self._scalar, residual_TH * self._scalar
+        return x_TH, residual_TH
+
+
+class LayerInputs:
+    """Computes all layers' own inputs of a pass: from its tokens, and from their embeddings."""
+
+    __slots__ = ("_gather", "_hidden", "_layers", "_norm", "_project", "_scale", "_size", "_table_VX")
+
+    def __init__(self, build: Build, root: str, config: ModelConfig, layers: Sequence[GemmaLayer]) -> None:
+        size, width = _of(config).per_layer_size, _of(config).per_layer_size * config.num_layers
+        self._gather, self._layers, self._size, self._hidden = (
+            build.ops.gather,
+            layers,
+            size,
+            config.hidden_size,
+        )
+        self._table_VX = build.tensor(f"{root}embed_tokens_per_layer.weight", (config.vocab_size, width))
+        self._project = build.linear(f"{root}per_layer_model_projection", config.hidden_size, width)
+        self._norm = norm(build, f"{root}per_layer_projection_norm", size, config)
+        self._scale = rounded(size**0.5, build.dtype)
+
+    def __call__(self, tokens_T: Tensor, embedded_TH: Tensor) -> list[Run]:
+        """The layers, each with its input given."""
+        size, num_layers = self._size, len(self._layers)
+        known_TX = self._gather(self._table_VX, tokens_T) * self._scale
+        seen_TX = self._project(embedded_TH) * self._hidden**-0.5
+        seen_TX = self._norm(seen_TX.view(-1, size)).view(len(tokens_T), -1)
+        inputs_TLP = ((seen_TX + known_TX) * 2.0**-0.5).view(-1, num_layers, size)
+        return [partial(layer, input_TP=inputs_TLP[:, i]) for i, layer in enumerate(self._layers)]
+
+
+def norm(build: Build, name: str, size: int, config: ModelConfig) -> Norm:
+    """A norm whose stored weight may lack its 1; name: without ".weight"."""
+    return Norm(_weight(build, name, size, _of(config)), config.norm_eps, build.ops)
+
+
+def load_layers(build: Build, root: str, config: ModelConfig, max_positions: int) -> list[GemmaLayer]:
+    """A target's. ValueError for a model that has no keys and values of its own."""
+    gemma = _of(config)
+    if not any(layer.owns_cache for layer in gemma.layers):
+        raise ValueError(
+            f"num_kv_shared_layers={len(gemma.layers)} of as many layers: this model borrows all keys and values, so "
+            "it only drafts for another; give it as speculative_config['model']"
+        )
+    tables = rope_tables(gemma, max_positions, build.device)
+    return [
+        GemmaLayer(build, f"{root}layers.{i}", config, layer, tables[layer.rope])
+        for i, layer in enumerate(gemma.layers)
+    ]
+
+
+def rope_tables(gemma: GemmaConfig, length: int, device: torch.device) -> Tables:
+    """One for each rotary embedding there is."""
+    return {rope: cos_sin_table(rope, length, device) for rope in {layer.rope for layer in gemma.layers}}
+
+
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """`scale` as the dtype holds it: models are trained with it rounded."""
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+def _of(config: ModelConfig) -> GemmaConfig:
+    assert config.gemma is not None
+    return config.gemma
+
+
+def _weight(build: Build, name: str, size: int, gemma: GemmaConfig) -> Tensor:
+    """fp32 where 1 is added: half precision would round the sum."""
+    weight = build.tensor(f"{name}.weight", (size,))
+    return weight.float() + gemma.norm_offset if gemma.norm_offset else weight

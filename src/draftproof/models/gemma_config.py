@@ -1,0 +1,262 @@
+"""What Gemma 3 and Gemma 4 text models have that others lack, read from their configs: every layer has its own shape.
+
+A config that nests its text model (`text_config` beside a vision or audio tower) is read as that text model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftproof.models.rope import RopeConfig, parse_rope
+
+Kind = Literal["sliding_attention", "full_attention"]
+KINDS: tuple[Kind, ...] = ("sliding_attention", "full_attention")
+
+# What a missing key means; released files leave out what the library's classes default to.
+_DEFAULTS: Mapping[int, Mapping[str, Any]] = {
+    3: {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+        "sliding_window": 4096, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+    4: {
+        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+        "sliding_window": 512, "tie_word_embeddings": True, "global_head_dim": 512, "eos_token_id": 1,
+        "bos_token_id": 2, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+    },
+}  # fmt: skip
+_ROPE: Mapping[int, Mapping[Kind, Mapping[str, Any]]] = {
+    3: {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    4: {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1000000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}
+# Keys read here, or whose value is checked here; the rest is for `config.parse`.
+_OWN = """rope_parameters rope_theta rope_scaling rope_local_base_freq hidden_activation query_pre_attn_scalar
+sliding_window_pattern _sliding_window_pattern final_logit_softcapping attn_logit_softcapping
+use_bidirectional_attention cache_implementation global_head_dim num_global_key_value_heads per_layer_config
+attention_k_eq_v num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
+vocab_size_per_layer_input enable_moe_block num_experts top_k_experts moe_intermediate_size"""
+_OWN_KEYS = frozenset(_OWN.split())
+# A nested config's keys that hold for its text model too.
+_OUTER_KEYS = (
+    "eos_token_id",
+    "bos_token_id",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaLayerConfig:
+    """One layer. `cache`: index among the model's caches of the keys and values it reads; it writes them if
+    `owns_cache`. In an assistant, which owns none, the index is among `GemmaConfig.kinds`."""
+
+    kind: Kind
+    window: int
+    head_dim: int
+    num_kv_heads: int
+    rope: RopeConfig
+    cache: int
+    owns_cache: bool
+    k_is_v: bool
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig:
+    """`norm_offset` is added to the weights of norms; `final_cap` 0: logits are not capped; `values_normed` and
+    `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own."""
+
+    layers: tuple[GemmaLayerConfig, ...]
+    norm_offset: float
+    embed_scale: float
+    attention_scale: float
+    final_cap: float
+    values_normed: bool
+    layer_scalars: bool
+    per_layer_size: int
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those there are, in a fixed order."""
+        return tuple(kind for kind in KINDS if any(layer.kind == kind for layer in self.layers))
+
+    def last_cache(self, kind: Kind) -> int | None:
+        """The cache of the last layer of its kind that writes one; None without."""
+        return next((x.cache for x in reversed(self.layers) if x.owns_cache and x.kind == kind), None)
+
+
+def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dict[str, Any], GemmaConfig]:
+    """(the keys that all models share, with Gemma's defaults; the rest as a GemmaConfig). ValueError for what is not
+    supported, by name. The shared head size, number of kv heads and rotary embedding are those of sliding layers."""
+    if "text_config" in raw:
+        outer = {key: raw[key] for key in _OUTER_KEYS if key in raw}
+        raw = {"model_type": f"gemma{generation}_text", **outer, **raw["text_config"]}
+    raw = {**_DEFAULTS[generation], **{k: v for k, v in raw.items() if v is not None}}
+    _refuse(raw, generation, where)
+    kinds = _kinds(raw, generation, where)
+    plain = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
+    plain["layer_types"] = list(kinds)
+    plain["rope_parameters"] = _rope_of(raw, generation, "sliding_attention", where)
+    layers = tuple(_layer(raw, generation, kinds, i, where) for i in range(len(kinds)))
+    scale = float(raw.get("query_pre_attn_scalar", 1)) ** -0.5 if generation == 3 else 1.0
+    return plain, GemmaConfig(
+        layers=layers,
+        norm_offset=1.0 if generation == 3 else 0.0,
+        embed_scale=raw["hidden_size"] ** 0.5,
+        attention_scale=scale,
+        final_cap=float(raw.get("final_logit_softcapping") or 0.0),
+        values_normed=generation == 4,
+        layer_scalars=generation == 4,
+        per_layer_size=raw.get("hidden_size_per_layer_input", 0),
+    )
+
+
+def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
+    activation = raw.get("hidden_activation", raw.get("hidden_act", "gelu_pytorch_tanh"))
+    vocab, own = raw["vocab_size"], raw.get("vocab_size_per_layer_input")
+    both = raw.get("use_bidirectional_attention")
+    for key, wrong, fix in (
+        ("hidden_activation", activation != "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported"),
+        (
+            "attn_logit_softcapping",
+            raw.get("attn_logit_softcapping"),
+            "soft caps inside attention are not supported",
+        ),
+        (
+            "use_bidirectional_attention",
+            both not in (None, False, "vision"),
+            "tokens must not see later ones",
+        ),
+        ("enable_moe_block", raw.get("enable_moe_block"), "Gemma's mixture of experts is not supported"),
+        (
+            "vocab_size_per_layer_input",
+            raw.get("hidden_size_per_layer_input") and own != vocab,
+            f"must equal vocab_size={vocab}",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{where}: {key}={raw.get(key)!r}: {fix} (Gemma {generation})")
+
+
+def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[Kind, ...]:
+    """Of the layers: as listed, or each so many'th sees everything; in Gemma 4 the last one always does."""
+    num_layers = raw["num_hidden_layers"]
+    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
+    given = raw.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)
+    ]
+    if len(given) != num_layers or set(given) - set(KINDS):
+        raise ValueError(
+            f"{where}: layer_types={given!r}: must be a list of num_hidden_layers={num_layers} entries, each "
+            "'full_attention' or 'sliding_attention'"
+        )
+    last = ["full_attention"] if generation == 4 else list(given[-1:])
+    return (*given[:-1], *last)
+
+
+def _layer(
+    raw: Mapping[str, Any], generation: int, kinds: tuple[Kind, ...], index: int, where: str
+) -> GemmaLayerConfig:
+    kind, num_layers = kinds[index], len(kinds)
+    head_dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
+    k_is_v = kind == "full_attention" and bool(raw.get("attention_k_eq_v"))
+    if generation == 4 and kind == "full_attention":
+        own = (raw.get("per_layer_config") or {}).get(str(index))
+        if own is None:
+            own = {"head_dim": raw["global_head_dim"]} if "per_layer_config" not in raw else {}
+            own |= (
+                {"num_key_value_heads": raw.get("num_global_key_value_heads") or kv_heads} if k_is_v else {}
+            )
+        head_dim, kv_heads = own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
+    heads = raw["num_attention_heads"]
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(
+            f"{where}: layer {index}: num_attention_heads={heads}, num_key_value_heads={kv_heads}, "
+            f"head_dim={head_dim}: heads must be a multiple of the key-value heads, and head_dim even"
+        )
+    num_own = num_layers - raw.get("num_kv_shared_layers", 0)
+    shared = index >= num_own
+    wide = 2 if shared and raw.get("use_double_wide_mlp") else 1
+    return GemmaLayerConfig(
+        kind=kind,
+        window=raw["sliding_window"] if kind == "sliding_attention" else 0,
+        head_dim=head_dim,
+        num_kv_heads=kv_heads,
+        rope=_rope(_rope_of(raw, generation, kind, where), head_dim, raw["max_position_embeddings"], where),
+        cache=_cache(kinds, index, num_own, where),
+        owns_cache=not shared,
+        k_is_v=k_is_v,
+        intermediate_size=raw["intermediate_size"] * wide,
+    )
+
+
+def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int:
+    """A layer past the first `num_own` reads the cache of the last of those of its kind."""
+    if index < num_own:
+        return index
+    if num_own <= 0:  # an assistant: its target lends one cache of each kind
+        return [kind for kind in KINDS if kind in kinds].index(kinds[index])
+    lenders = [i for i in range(num_own) if kinds[i] == kinds[index]]
+    if not lenders:
+        raise ValueError(
+            f"{where}: num_kv_shared_layers={len(kinds) - num_own}: layer {index} shares keys and values of a "
+            f"{kinds[index]!r} layer, but none of the first {num_own} layers is one"
+        )
+    return lenders[-1]
+
+
+def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) -> dict[str, Any]:
+    """The rotary settings of one kind of layer, as a flat dict."""
+    given = raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or any(
+        not isinstance(v, (Mapping, type(None))) for v in given.values()
+    ):
+        raise ValueError(
+            f"{where}: rope_parameters={given!r}: must hold a dict for each of {', '.join(KINDS)}"
+        )
+    found = {**_ROPE[generation][kind], **(given.get(kind) or {})}
+    if (
+        generation == 3 and not given
+    ):  # the older form: one base for each kind, and scaling for full layers alone
+        key = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
+        found["rope_theta"] = raw.get(key, found["rope_theta"])
+        if kind == "full_attention":
+            found |= {k: v for k, v in (raw.get("rope_scaling") or {}).items() if k != "type"}
+            found["rope_type"] = (raw.get("rope_scaling") or {}).get("type", found["rope_type"])
+    return found
+
+
+def _rope(given: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeConfig:
+    """Type "proportional": the leading part of the pairs rotates, at the frequencies that it has in a whole head."""
+    if given.get("rope_type") != "proportional":
+        return parse_rope({"rope_parameters": given}, head_dim, max_positions, where)
+    known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
+    share, unknown = given.get("partial_rotary_factor", 1.0), sorted(set(given) - known)
+    if unknown or not 0 <= share <= 1:
+        raise ValueError(
+            f"{where}: rotary embedding {dict(given)!r}: partial_rotary_factor must be from 0 to 1, and no keys but "
+            f"{', '.join(sorted(known))} are known"
+        )
+    return RopeConfig(
+        theta=float(given["rope_theta"]),
+        rotary_dim=head_dim,
+        type="proportional",
+        factor=float(given.get("factor", 1.0)),
+        num_turning=int(share * head_dim // 2),
+    )
