@@ -118,12 +118,14 @@ _ROWS: Mapping[str, Family] = {
             model_type="gemma3_text",
             architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
             qkv_bias="attention_bias",
+            o_bias="attention_bias",
             gemma=3,
         ),
         Family(
             model_type="gemma4_text",
             architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
             qkv_bias="attention_bias",
+            o_bias="attention_bias",
             gemma=4,
         ),
     )

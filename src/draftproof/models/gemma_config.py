@@ -105,8 +105,8 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
     """(the keys that all models share, with Gemma's defaults; the rest as a GemmaConfig). ValueError for what is not
     supported, by name. The shared head size, number of kv heads and rotary embedding are those of sliding layers."""
     if "text_config" in raw:
-        outer = {key: raw[key] for key in _OUTER_KEYS if key in raw}
-        raw = {"model_type": f"gemma{generation}_text", **outer, **raw["text_config"]}
+        outer = {key: raw[key] for key in _OUTER_KEYS if raw.get(key) is not None}
+        raw = {"model_type": f"gemma{generation}_text", **raw["text_config"], **outer}
     raw = {**_DEFAULTS[generation], **{k: v for k, v in raw.items() if v is not None}}
     _refuse(raw, generation, where)
     kinds = _kinds(raw, generation, where)
