@@ -7,6 +7,7 @@ Block 0 is never handed out: table entries that point nowhere point at it, so a 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,12 @@ class PagedCache:
     layers: list[LayerKV]
     block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
     block_size: int
+
+    def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
+        """These layers and then some of `other`'s, of the same memory, on the same table."""
+        return PagedCache(
+            [*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB, self.block_size
+        )
 
     def zero(self, blocks: Tensor) -> None:
         """Clear `blocks` (int64 ids) in every layer: draft pages must not show an earlier owner's keys."""

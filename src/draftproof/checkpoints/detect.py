@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftproof.checkpoints import language_model, safeailab, speculators, zlab
+from draftproof.checkpoints import gemma4_assistant, language_model, safeailab, speculators, zlab
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.config import read_json, reading
 from draftproof.models.loading import WeightSource
 
-_HEADS = (zlab, speculators, safeailab)
+_HEADS = (gemma4_assistant, zlab, speculators, safeailab)
 _READERS = (*_HEADS, language_model)  # the first that matches reads
 
 
@@ -25,8 +25,8 @@ def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoin
                 return reader.read(directory, raw, weights)
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
-        "(speculators_model_type), nor z-lab's (dflash_config), nor a flat EAGLE head (fc.weight), nor a language "
-        "model (model_type)"
+        "(speculators_model_type), nor z-lab's (dflash_config), nor Gemma's (gemma4_assistant), nor a flat EAGLE head "
+        "(fc.weight), nor a language model (model_type)"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from draftproof.cache.pool import KVShape
@@ -41,9 +42,13 @@ class DraftSpec:
     taps: Taps = field(default_factory=Taps)
     layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
+    borrow: tuple[
+        int, ...
+    ] = ()  # indices of the target's caches that are read in place: they follow the own ones
     unroll: Literal["recurrent", "parallel"] = (
         "recurrent"  # parallel: one pass, a draft from each of the last rows
     )
+    advance: Literal[0, 1] = 1  # 0: rows stay where the first one was, and see what it saw (borrowed keys)
     mask_token: int | None = None
     anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
@@ -89,10 +94,16 @@ class Proposal:
     count_R: Tensor  # int64
 
 
+def no_proposal(verified: Verified) -> Proposal:
+    """Nothing for anybody."""
+    k_R = verified.k_R
+    return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
+
+
 class Drafter(Protocol):
     """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
 
-    bind(memory) at start, on a GPU twice, with the cache of the layers that `spec.kv` declares; admit(slot, tokens,
+    bind(memory) at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare; admit(slot, tokens,
     num_cached) when a request takes a slot; release(slot) when it leaves, finished or preempted.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,16 +26,16 @@ class ChainDrafter:
             taps=self._taps,
             layout=lambda k: _widest([s.layout(k) for s in specs]),
             kv=tuple(shape for s in specs for shape in s.kv),
+            borrow=tuple(cache for s in specs for cache in s.borrow),
             host_tokens=any(s.host_tokens for s in specs),
         )
 
     def bind(self, memory: DraftMemory) -> None:
-        start = 0
+        own, lent = iter(memory.cache.layers), iter(memory.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
-            end = start + len(drafter.spec.kv)
-            cache = memory.cache
-            part = PagedCache(cache.layers[start:end], cache.block_table_SB, cache.block_size)
-            start = end
+            spec, cache = drafter.spec, memory.cache
+            layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
+            part = PagedCache(layers, cache.block_table_SB, cache.block_size)
             _call(drafter, "bind", dataclasses.replace(memory, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, Draw, Proposal, Verified
+from draftproof.drafters.base import Drafter, Draw, Proposal, Verified, no_proposal
 
 
 @dataclass(slots=True)
@@ -118,12 +118,6 @@ def _check_form(proposal: object, num_requests: int) -> None:
             raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers")
     if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
-
-
-def no_proposal(verified: Verified) -> Proposal:
-    """Nothing for anybody."""
-    k_R = verified.k_R
-    return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
 
 
 def _copy(verified: Verified) -> Verified:

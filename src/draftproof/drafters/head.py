@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Draw, InputLayout, Proposal, Verified
+from draftproof.drafters.base import DraftSpec, Draw, InputLayout, Proposal, Verified, no_proposal
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.step import DraftRows, Layout
@@ -45,7 +45,8 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
-    """What the engine lends a drafter at start: its layers' cache on the target's block table, and operators."""
+    """What the engine lends a drafter at start: operators, and caches on the target's block table, its own layers'
+    and then the borrowed ones."""
 
     ops: Ops
     backend: AttentionBackend
@@ -96,6 +97,8 @@ class HeadDrafter:
         memory, unroll = self._memory, self.unroll
         assert memory is not None, "bind comes before propose"
         num = min(num_drafts, unroll.most_drafts)
+        if not num and not self.spec.kv:
+            return no_proposal(verified)
         fed = draft_rows(memory, self._layout if num else self._idle, verified, num)
         own, draw = unroll.inputs(memory, verified, fed), verified.draw
         inputs = (*own, *draw.inputs, *verified.taps)
@@ -147,7 +150,7 @@ class _Inputs(NamedTuple):
 
 
 class Recurrent:
-    """One row a step, which sits at the read row's position + step and carries the token drafted before."""
+    """One row a step, which carries the token drafted before; it sits at the read row's position + step, or stays."""
 
     num_read = 1
     most_drafts = 1 << 30
@@ -156,10 +159,13 @@ class Recurrent:
         self._head = head
 
     def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> _Inputs:
-        read_R = fed.read_RJ[:, 0].contiguous()
+        read_R, positions_KR, ends_KR = fed.read_RJ[:, 0].contiguous(), fed.positions_KR, fed.ends_KR
+        if not self._head.spec.advance:
+            step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
+            positions_KR, ends_KR = (positions_KR - step_K1).clamp(min=-1), (ends_KR - step_K1).clamp(min=0)
         return _Inputs(
             *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N, read_R),
-            *(verified.slots_R, fed.drawn_KR, fed.positions_KR, fed.ends_KR),
+            *(verified.slots_R, fed.drawn_KR, positions_KR, ends_KR),
         )
 
     def draft(

@@ -319,9 +319,10 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
 
     # A user's drafter is lent a copy of the block table and graphs of its own: nothing that others read.
     table_SB = state.block_table_SB if drafting.trusted else state.block_table_SB.clone()
-    draft_cache = cache(spec.kv, table_SB)
+    draft_cache, target_cache = cache(spec.kv, table_SB), cache(target.kv)
+    lent = draft_cache.beside(target_cache, spec.borrow)
     own_graphs = base.graphs if drafting.trusted else base.new_graphs()
-    _bind(drafting, DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=own_graphs))
+    _bind(drafting, DraftMemory(ops=base.ops, backend=base.backend, cache=lent, graphs=own_graphs))
     pages = PageAllocator(
         num_blocks,
         config.block_size,
@@ -337,7 +338,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         target=target,
         ops=base.ops,
         backend=base.backend,
-        cache=cache(target.kv),
+        cache=target_cache,
         draft_cache=draft_cache,
         pages=pages,
         scheduler=Scheduler(

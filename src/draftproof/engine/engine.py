@@ -19,8 +19,8 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
-from draftproof.drafters.guard import Guard, Guarded, no_proposal
+from draftproof.drafters.base import DraftSpec, Proposal, Verified, no_proposal
+from draftproof.drafters.guard import Guard, Guarded
 from draftproof.engine.outbox import Emission, Flight, deliver
 from draftproof.engine.policy import Policy
 from draftproof.engine.scheduler import Plan, Scheduler

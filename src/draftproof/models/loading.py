@@ -20,6 +20,7 @@ from draftproof.models.config import read_json, token_ids
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
 _OFFSETS = ("d2t",)  # tensors that hold target id minus draft id
+_ORDERS = ("masked_embedding.token_ordering",)  # tensors that name every id once
 _BRANCHES = {
     "o_proj": 1.0,
     "down_proj": 8.0,
@@ -249,10 +250,12 @@ class RandomWeights:
     def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
         """In the dtype and on the device given at the start, unlike files; `shape` is needed.
 
-        The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU.
+        The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU. An order of ids is theirs.
         """
         if shape is None:
             raise ValueError(f"random weights: tensor {name!r} was asked for without a shape")
+        if name in _ORDERS:
+            return torch.arange(*shape)
         if name in _OFFSETS:
             return torch.zeros(tuple(shape), dtype=torch.int64)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))

@@ -1,0 +1,196 @@
+"""Gemma 4's assistant against its reference implementation: logits, drafts, what is fed back, borrowed keys and values.
+
+The reference drafts after a fresh prefill, for prefixes of several lengths; here all of them are one batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof import LLM, SamplingParams
+from draftproof.attention.base import PagedAttention, Rows
+from draftproof.drafters.base import Proposal, Verified
+from draftproof.drafters.head import DraftMemory
+from draftproof.kernels import ops
+from draftproof.kernels.graphs import EAGER
+from tests.drafters.heads import ORACLE, Pair, close
+from tests.helpers import Paged, run_rows
+
+TARGET = "target_gemma4_a"
+FOLDERS = ["gemma4_assistant_a", "gemma4_assistant_ordered_a"]
+K = 4
+
+
+class Greedy:
+    """A draw without noise that keeps the logits it saw."""
+
+    inputs: tuple[Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def over(self, inputs: tuple[Tensor, ...]) -> Greedy:
+        return self
+
+    def __call__(self, logits_MV: Tensor, rows: object, positions: object, ids: object = None) -> Tensor:
+        self.seen.append(logits_MV)
+        return logits_MV.argmax(-1)
+
+
+def prefixes(pair: Pair) -> list[int]:
+    return pair.io["prefix_lens"].tolist()
+
+
+def after_prefill(pair: Pair, paged: Paged, num_stray: int = 2) -> Verified:
+    """Every prefix in a slot of its own, with `num_stray` rows of rejected drafts behind it."""
+    lengths = prefixes(pair)
+    rows = [[*pair.tokens[:P], *range(7, 7 + num_stray)] for P in lengths]
+    counts = torch.tensor([0, *map(len, rows)])
+    out = run_rows(pair.target, paged, [(slot, 0, row) for slot, row in enumerate(rows)], (), True)
+    return Verified(
+        tokens_T=torch.tensor([t for row in rows for t in row]),
+        positions_T=torch.cat([torch.arange(len(row)) for row in rows]),
+        cu_R1=counts.cumsum(0),
+        slots_R=torch.arange(len(rows)),
+        live_R=torch.tensor(lengths),
+        next_R=torch.tensor([pair.tokens[P] for P in lengths]),
+        k_R=torch.full((len(rows),), K),
+        taps=out.taps,
+        draw=Greedy(),
+        history=lambda _: torch.zeros(0),
+    )
+
+
+def bound(folder: str) -> tuple[Pair, Paged]:
+    pair = Pair(folder, TARGET, num_drafts=K)
+    paged = Paged(pair.target.kv, num_slots=len(prefixes(pair)), block_size=8)
+    lent = dataclasses.replace(paged.cache, layers=[]).beside(paged.cache, pair.head.spec.borrow)
+    pair.drafter.bind(DraftMemory(ops=ops.TORCH, backend=paged.backend, cache=lent, graphs=EAGER))
+    return pair, paged
+
+
+def proposed(folder: str) -> tuple[Pair, Proposal, list[Tensor]]:
+    """(pair, drafts of all prefixes, logits of each step)."""
+    pair, paged = bound(folder)
+    verified = after_prefill(pair, paged)
+    before = [layer.k.clone() for layer in paged.cache.layers]
+    proposal = pair.drafter.propose(verified, K)
+    assert all(torch.equal(a, b.k) for a, b in zip(before, paged.cache.layers, strict=True)), (
+        "nothing is written"
+    )
+    assert isinstance(verified.draw, Greedy)
+    return pair, proposal, verified.draw.seen
+
+
+def test_the_target_gives_the_reference_logits() -> None:
+    """In fp32 the reference itself is 2e-4 away from what it gives in fp64: scores inside its attention are large."""
+    pair = Pair(FOLDERS[0], TARGET)
+    out = run_rows(pair.target, Paged(pair.target.kv), [(0, 0, pair.tokens)], (6,), True)
+    close(out.taps[0], pair.io["last_prenorm_raw"])
+    close(out.taps[1], pair.io["last_postnorm_raw"])
+    close(pair.target.logits(out.hidden_TH), pair.io["target_logits"], 2e-4)
+
+
+def test_borrowed_keys_and_values_are_the_reference_ones() -> None:
+    pair, paged = bound(FOLDERS[0])
+    after_prefill(pair, paged)
+    slot = prefixes(pair).index(25)
+    assert pair.head.spec.borrow == (3, 2) and pair.head.spec.kv == ()
+    blocks = paged.cache.block_table_SB[slot].long()
+    for kind, index in (("sliding", 3), ("full", 2)):
+        layer = paged.cache.layers[index]
+        for name, cache in (("k", layer.k), ("v", layer.v)):
+            stored = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :25]
+            close(stored, pair.io[f"p25_shared_{name}_{kind}_attention"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_requests_of_all_lengths_at_once_draft_what_the_reference_drafts_one_by_one(folder: str) -> None:
+    pair, proposal, logits = proposed(folder)
+    assert proposal.count_R.tolist() == [K] * len(prefixes(pair))
+    for request, P in enumerate(prefixes(pair)):
+        assert proposal.tokens_RK[request].tolist() == pair.io[f"p{P}_drafts"].tolist()
+        close(torch.stack([step[request] for step in logits]), pair.io[f"p{P}_logits"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("mistake", ["position", "window", "state", "stale row"])
+def test_the_reference_tells_a_mistake(folder: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, paged = bound(folder)
+    verified = after_prefill(pair, paged)
+    call = PagedAttention.query
+
+    def wrong(self: PagedAttention, layer: int, q: Tensor, spec: object) -> Tensor:
+        rows = self.rows
+        if mistake == "position":
+            rows = Rows(rows.positions_T - 1, rows.slots_T, rows.ends_T)
+        elif mistake == "stale row":
+            rows = Rows(rows.positions_T, rows.slots_T, rows.ends_T + 1)
+        elif mistake == "window" and spec.window:  # type: ignore[attr-defined]
+            spec = dataclasses.replace(spec, window=spec.window - 1)  # type: ignore[type-var, attr-defined]
+        return call(PagedAttention(self.ops, self.backend, self.cache, rows), layer, q, spec)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedAttention, "query", wrong)
+    for layer in pair.head._layers:  # type: ignore[attr-defined]
+        layer.attention._attend = wrong
+    if mistake == "state":
+        verified = dataclasses.replace(verified, taps=(verified.taps[0].roll(1, 0),))
+    pair.drafter.propose(verified, K)
+    assert isinstance(verified.draw, Greedy)
+    request = prefixes(pair).index(20)
+    found = torch.stack([step[request] for step in verified.draw.seen])
+    assert (found - pair.io["p20_logits"]).abs().max() > 0.1
+    if mistake == "position":  # which is how another engine does it: the reference's numbers for that
+        close(found[0], pair.io["p20_posm1_logits"][0])
+
+
+def test_requests_that_want_less_leave_the_others_alone() -> None:
+    """A padding request, one in the middle of its prompt, and one that wants two drafts, among those that want four."""
+    pair, paged = bound(FOLDERS[0])
+    verified = after_prefill(pair, paged)
+    k_R, live_R = verified.k_R.clone(), verified.live_R.clone()
+    k_R[0], k_R[2], live_R[4] = 0, 2, 0
+    proposal = pair.drafter.propose(dataclasses.replace(verified, k_R=k_R, live_R=live_R), K)
+    assert proposal.count_R.tolist()[:4] == [0, 4, 2, 4]
+    for request in (1, 2, 3, 5):
+        P, count = prefixes(pair)[request], int(k_R[request])
+        assert proposal.tokens_RK[request, :count].tolist() == pair.io[f"p{P}_drafts"].tolist()[:count]
+    assert pair.drafter.propose(verified, 0).tokens_RK.shape == (len(k_R), 0)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("budget", [2048, 3])
+def test_the_engine_drafts_what_the_reference_drafts(folder: str, budget: int) -> None:
+    pair = Pair(folder, TARGET, num_drafts=K)
+    llm = LLM(
+        str(ORACLE / TARGET),
+        speculative_config={"model": str(ORACLE / folder), "num_speculative_tokens": K},
+        dtype="float32",
+        max_model_len=64,
+        max_num_batched_tokens=budget,
+    )
+    for P in prefixes(pair):
+        drafts = llm.draft(pair.tokens[:P], K, next_token=pair.tokens[P])
+        assert drafts == pair.io[f"p{P}_drafts"].tolist()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_many_requests_of_different_lengths_give_plain_decodings_output(native: bool) -> None:
+    """Long chats beside short ones, prefixes shared, more requests than slots, drafts accepted and rejected."""
+    pair = Pair(FOLDERS[0], TARGET)
+    prompts = [pair.tokens[: 1 + 5 * i % 29] + pair.tokens[: 3 * i] * 2 for i in range(14)]
+    params = [
+        SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True, logprobs=1) for t in (0, 0.5)
+    ] * 7
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "native": native}
+    config = {"model": str(ORACLE / FOLDERS[0]), "num_speculative_tokens": 3, "policy": "fixed"}
+    plain = LLM(str(ORACLE / TARGET), **settings).generate(prompts, params, use_tqdm=False)
+    llm = LLM(str(ORACLE / TARGET), **settings, block_size=4, speculative_config=config)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+    assert [o.outputs[0].logprobs for o in outputs] == [o.outputs[0].logprobs for o in plain]
+    assert llm.stats.speculation.num_draft_tokens > 100 and llm.stats.num_drafter_faults == 0
