@@ -18,6 +18,7 @@ from tests.drafters.derived import (
     peagle_from_eagle3,
     xpress_from_dflash,
 )
+from tests.drafters.gemma import gemma4_pair
 from tests.drafters.vocabularies import reduced, trained
 
 DATA = Path(__file__).parent.parent / "data"
@@ -34,6 +35,7 @@ DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
 DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
 XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
 FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
+GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS = map(str, gemma4_pair(assets.path("tiny"), MADE / "gemma4"))
 RECORDINGS = str(DATA / "recordings.json")
 
 
@@ -41,6 +43,7 @@ RECORDINGS = str(DATA / "recordings.json")
 class Case:
     """How to make a drafter of a method; `max_drafts` is the K called K = max.
 
+    `target`: folder of its own target, None: the embedded one.
     `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
     `repeatable`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
     """
@@ -49,6 +52,15 @@ class Case:
     max_drafts: int = 12
     forgets: bool = True
     repeatable: bool = True
+    target: str | None = None
+
+    def llm(self, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
+        """`LLM`'s settings: target and drafter, which is asked for `k` drafts or as many as it can."""
+        k = None if k is None else min(k, self.max_drafts)
+        return {
+            "model": self.target,
+            "speculative_config": {**self.config, "num_speculative_tokens": k, "policy": policy},
+        }
 
 
 def prompts() -> list[str]:
@@ -77,6 +89,8 @@ CASES: dict[str, Case] = {
     ),
     "eagle": Case({"model": EAGLE1}),
     "mtp": Case({"model": MTP}),
+    "gemma4_mtp": Case({"model": GEMMA4_ASSISTANT}, target=GEMMA4),
+    "gemma4_mtp/centroids": Case({"model": GEMMA4_CENTROIDS}, target=GEMMA4),
     "peagle": Case({"model": PEAGLE}),
     "pard": Case({"model": PARD}),
     "dflash": Case({"model": DFLASH}, max_drafts=7),

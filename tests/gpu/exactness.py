@@ -20,7 +20,7 @@ from typing import Any
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import Tally, compare
 from draftproof.cli.verify import failures, seeded
-from tests.conformance.cases import CASES
+from tests.conformance.cases import CASES, GEMMA4
 from tests.gpu.settings import (
     DUMMY,
     SHAPES_OF,
@@ -38,7 +38,8 @@ from tests.gpu.settings import (
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
 METHODS = {
-    "tiny": (PLAIN, *(method for method in CASES if method not in NOT_OURS)),
+    "tiny": (PLAIN, *(m for m, case in CASES.items() if m not in NOT_OURS and not case.target)),
+    "gemma4": (PLAIN, *(m for m, case in CASES.items() if case.target == GEMMA4)),
     "small": (PLAIN, "ngram", "eagle3", "draft_model"),
     # a random head's drafts are all refused; replay proposes what is right four times in five, at the head's cost
     DUMMY: (PLAIN, "eagle3", "replay"),

@@ -18,7 +18,7 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.engine import Parts
-from tests.conformance.cases import CASES
+from tests.conformance.cases import CASES, GEMMA4
 from tests.drafters import golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,12 +105,13 @@ class Models:
     scratch: Path
 
     def target(self, name: str) -> dict[str, Any]:
-        """Of tiny, small or one with random weights."""
+        """Of tiny, small, gemma4 or one with random weights."""
         found: dict[str, Any] = {"model": str(self.path(name)), "device": self.device, "dtype": "bfloat16"}
         return {**found, "load_format": "dummy"} if name in SHAPES_OF else found
 
     def drafter(self, target: str, method: str) -> dict[str, Any]:
-        """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts; for tiny, any with a case."""
+        """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts; for tiny and gemma4, any that has
+        a case."""
         draft = {"small": "tiny", "tiny": "draft"}.get(target, "")
         heads: dict[str, Callable[[], dict[str, Any]]] = {
             "ngram": lambda: {"method": "ngram", "prompt_lookup_min": 1},
@@ -130,6 +131,8 @@ class Models:
         if base in SHAPES_OF:
             source = SHAPES / "-".join([SHAPES_OF[base], *[head][: bool(head)]])
             return shrunk(source, self.scratch / source.name) if self.quick else source
+        if name == "gemma4":
+            return Path(GEMMA4)
         if name == "draft":
             return DATA / "draft"
         found = golden.find(name, self.folder)
