@@ -99,6 +99,8 @@ SHAPES = [
     Shape(heads=6, kv_heads=2, dim=128, block_size=32),
     Shape(heads=3, kv_heads=1, dim=20, block_size=7, window=33),
     Shape(heads=4, kv_heads=4, dim=64, block_size=1),
+    Shape(heads=2, kv_heads=1, dim=256, window=33),
+    Shape(heads=4, kv_heads=2, dim=512),
 ]
 
 

@@ -29,7 +29,7 @@ METHODS = (
     "mtp",
     "replay",
 )
-METHODS += ("gemma",)
+METHODS += ("gemma4mtp", "gemma4assistant")  # Gemma alone is a family of targets
 ORDINARY = {"suffix": "Suffix", "replay": "Replay"}  # words of their own: Path.suffix, graph.replay()
 FREE = ("checkpoints", "cli", "bench")  # folders in which formats and examples are named
 
