@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import figures, passes, report, rooflines, workload
@@ -21,7 +22,9 @@ from draftproof.cli import bench_setup
 from draftproof.config import EngineConfig
 from draftproof.engine import memory
 from draftproof.metrics import EngineStats, SpeculationStats
+from draftproof.models.config import read_config
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from tests.conformance.cases import GEMMA4
 from tests.unit.test_ahead import ahead
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -199,6 +202,16 @@ def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind(
     after = Client(llm, 2).run(jobs)
     assert [o.outputs[0].token_ids for o in after.outputs] == [o.outputs[0].token_ids for o in before.outputs]
     assert llm.stats.num_drafter_faults == 0
+
+
+def test_rooflines_count_the_weights_of_layers_of_many_shapes() -> None:
+    """Those in the files, but for the tables that rows are looked up in."""
+    tensors = load_file(Path(GEMMA4) / "model.safetensors")
+    products = sum(t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
+    config = read_config(Path(GEMMA4))
+    assert config.num_layers * rooflines.layer_elements(config) == products
+    near, far = (rooflines.attention(config, 2, 3, context) for context in (24, 100))
+    assert far.bytes / near.bytes == (32 * 100 + 16 * 24) / (32 * 24 + 16 * 24)
 
 
 def test_rooflines_are_of_the_device() -> None:

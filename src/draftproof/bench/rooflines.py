@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.gemma_config import GemmaConfig
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,22 @@ class Work:
 
 def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
     """Weights of one dense layer's products. `inputs`: what its attention reads, if not the hidden size."""
+    if config.gemma is not None:
+        return gemma_elements(config, config.gemma) // config.num_layers
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
     return qkv + heads * hidden + 3 * hidden * config.intermediate_size
+
+
+def gemma_elements(config: ModelConfig, gemma: GemmaConfig) -> int:
+    """Weights of all layers' products, where layers have shapes of their own."""
+    hidden, heads, total = config.hidden_size, config.num_heads, 0
+    for layer in gemma.layers:
+        kv_heads = 2 * layer.num_kv_heads if layer.owns_cache else 0
+        attention = (2 * heads + kv_heads) * layer.head_dim  # q, o, k and v
+        # a layer's own input: made, let through, and added
+        total += hidden * (attention + 3 * layer.intermediate_size + 3 * gemma.per_layer_size)
+    return total
 
 
 def layers_products(config: ModelConfig, rows: int, itemsize: int = 2) -> Work:
@@ -84,9 +98,15 @@ def products(elements: int, rows: int, itemsize: int = 2) -> Work:
 
 def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
     """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
-    seen = sum(min(context, window) if window else context for window in config.windows)
-    keys = 2 * config.num_kv_heads * config.head_dim * itemsize * seen
-    return Work(requests * keys, 4.0 * requests * rows * config.num_heads * config.head_dim * seen)
+    if config.gemma is not None:
+        shapes = [(x.num_kv_heads, x.head_dim, x.window) for x in config.gemma.layers]
+    else:
+        shapes = [(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+    found = Work(0, 0)
+    for kv_heads, dim, window in shapes:
+        seen = requests * (min(context, window) if window else context)
+        found += Work(2 * kv_heads * dim * itemsize * seen, 4.0 * rows * config.num_heads * dim * seen)
+    return found
 
 
 def target_pass(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
