@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.replay import save as save_recordings
 from tests.conformance.cases import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS, prompts
 
@@ -112,6 +113,36 @@ def test_a_file_that_does_not_say_that_layers_share_means_the_same(tmp_path: Pat
     assert found[0] == found[1]
 
 
+class Borrows:
+    """A user's drafter that wants the target's caches."""
+
+    spec = DraftSpec(borrow=(0,))
+
+    def __init__(self, config: object) -> None:
+        pass
+
+    def propose(self, verified: object, num_drafts: int) -> None:
+        raise AssertionError("never asked")
+
+
+class Repeats:
+    """A user's drafter that repeats the next token, for every other request."""
+
+    spec = DraftSpec()
+
+    def __init__(self, config: object) -> None:
+        pass
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        tokens_RK = verified.next_R[:, None].repeat(1, num_drafts)
+        return Proposal(tokens_RK, verified.k_R * (verified.slots_R % 2))
+
+
+def test_a_users_drafter_is_not_lent_the_targets_caches() -> None:
+    with pytest.raises(ValueError, match=r"spec.borrow=\(0,\): .*methods of this package only"):
+        LLM(GEMMA4, speculative_config={"method": f"{__name__}.Borrows"})
+
+
 ASSISTANT, CENTROIDS = {"model": GEMMA4_ASSISTANT}, {"model": GEMMA4_CENTROIDS}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 3}
 
@@ -120,9 +151,10 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 3}
     "config",
     [
         {"method": "chain", "drafters": [NGRAM, CENTROIDS, {"model": GEMMA4}, ASSISTANT]},
+        {"method": "chain", "drafters": [{"method": f"{__name__}.Repeats"}, ASSISTANT]},
         {"model": GEMMA4},
     ],
-    ids=["a chain with two assistants and a model", "a gemma as draft model"],
+    ids=["a chain with two assistants and a model", "behind a user's drafter", "a gemma as draft model"],
 )
 def test_among_other_drafters_output_is_that_of_plain_decoding(config: dict[str, Any]) -> None:
     params = [SamplingParams(temperature=t, seed=2, max_tokens=24, logprobs=1) for t in (0, 0.7, 0)]

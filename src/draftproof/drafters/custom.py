@@ -35,4 +35,9 @@ def load(name: str, given: DraftBuild) -> Drafter:
         raise ValueError(f"speculative_config: method={name!r}: has no method propose(verified, num_drafts)")
     if not isinstance(getattr(drafter, "spec", None), DraftSpec):
         raise ValueError(f"speculative_config: method={name!r}: needs an attribute spec = DraftSpec(...)")
+    if drafter.spec.borrow:
+        raise ValueError(
+            f"speculative_config: method={name!r}: spec.borrow={drafter.spec.borrow}: the target's keys and values are "
+            "lent to methods of this package only, since a write to them would change outputs; declare taps instead"
+        )
     return drafter
