@@ -102,7 +102,7 @@ def test_a_longer_table_lets_a_model_run_past_its_own_length() -> None:
     short = dataclasses.replace(parse(RAW), max_position_embeddings=32)
     longer = load_decoder(RandomWeights(3), short, max_positions=128)
     plain = random_decoder(parse(RAW))
-    assert longer.cos_sin_PD.shape[0] == 128
+    assert longer.rope_tables[short.rope].shape[0] == 128
     outs = [run_rows(d, Paged(d.kv), [(0, 0, TEXT)]).hidden_TH for d in (longer, plain)]
     assert torch.equal(*outs)
 

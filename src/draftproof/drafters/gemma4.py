@@ -74,11 +74,8 @@ class Gemma4Head:
         self._concat, self._embed = build.ops.concat, target.embed
         self._before = build.linear("pre_projection", 2 * backbone, hidden)
         self._after = build.linear("post_projection", hidden, backbone)
-        # a row is told the place of the state that it goes on from: its token's is one higher
-        tables = {
-            rope: table_PD[1:].contiguous()
-            for rope, table_PD in gemma.rope_tables(own, given.max_positions + 1, build.device).items()
-        }
+        # the target's tables; a row is told the place of the state that it goes on from: its token's is one higher
+        tables = {rope: table_PD[1:] for rope, table_PD in target.rope_tables.items()}
         # its sliding layers were trained to see one row more than the window
         self._layers = [
             gemma.GemmaLayer(

@@ -47,7 +47,7 @@ class Decoder:
             "_norms",
             "_soft_cap",
         ),
-        *("config", "cos_sin_PD", "kv"),
+        *("config", "kv", "rope_tables"),
     )
 
     def __init__(
@@ -57,7 +57,7 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Norm,
         head: Linear,
-        cos_sin_PD: Tensor,
+        rope_tables: gemma.Tables,
         ops: Ops,
         layer_inputs: gemma.LayerInputs | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Decoder:
         own = config.gemma
         self._embed_scale = gemma.rounded(own.embed_scale, embed_VH.dtype) if own else 1.0
         self._cap = own.final_cap if own else 0.0
-        self.cos_sin_PD = cos_sin_PD
+        self.rope_tables = rope_tables
         self.kv = kv_shapes(config)
         self._embed_VH = embed_VH
         self._layers = tuple(layers)
@@ -99,16 +99,18 @@ class Decoder:
         weights = Weights.open(source) if isinstance(source, Path) else source
         build = Build(weights, ops, planner, device, dtype, exact)
         root, length = root_of(weights), max_positions or config.max_position_embeddings
-        cos_sin_PD = cos_sin_table(config.rope, length, device)
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_VH = build.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
         layers: Sequence[Layer]
         inputs = None
         if config.gemma is not None:
-            layers = own = gemma.load_layers(build, root, config, length)
+            tables = gemma.rope_tables(config.gemma, length, device)
+            layers = own = gemma.load_layers(build, root, config, tables)
             inputs = gemma.LayerInputs(build, root, config, own) if config.gemma.per_layer_size else None
             final_norm = gemma.norm(build, f"{root}norm", hidden, config)
         else:
+            cos_sin_PD = cos_sin_table(config.rope, length, device)
+            tables = {config.rope: cos_sin_PD}
             layers = [
                 DecoderLayer(build, f"{root}layers.{i}", config, cos_sin_PD, i, window)
                 for i, window in enumerate(config.windows)
@@ -120,7 +122,7 @@ class Decoder:
             head = build.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
-        return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD, ops, inputs)
+        return cls(config, embed_VH, layers, final_norm, head, tables, ops, inputs)
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """int64 ids in 0..V-1 -> [T, H]."""

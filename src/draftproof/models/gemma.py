@@ -171,7 +171,7 @@ def norm(build: Build, name: str, size: int, config: ModelConfig) -> Norm:
     return Norm(_weight(build, name, size, _of(config)), config.norm_eps, build.ops)
 
 
-def load_layers(build: Build, root: str, config: ModelConfig, max_positions: int) -> list[GemmaLayer]:
+def load_layers(build: Build, root: str, config: ModelConfig, tables: Tables) -> list[GemmaLayer]:
     """A target's. ValueError for a model that has no keys and values of its own."""
     gemma = _of(config)
     if not any(layer.owns_cache for layer in gemma.layers):
@@ -179,7 +179,6 @@ def load_layers(build: Build, root: str, config: ModelConfig, max_positions: int
             f"num_kv_shared_layers={len(gemma.layers)} of as many layers: this model borrows all keys and values, so "
             "it only drafts for another; give it as speculative_config['model']"
         )
-    tables = rope_tables(gemma, max_positions, build.device)
     return [
         GemmaLayer(build, f"{root}layers.{i}", config, layer, tables[layer.rope])
         for i, layer in enumerate(gemma.layers)
