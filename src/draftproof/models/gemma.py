@@ -6,7 +6,6 @@ Shapes: T rows, H hidden size, L layers, P size of a layer's own input, D head s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -108,14 +107,13 @@ class GemmaLayer:
     ) -> None:
         """window: where it is not the layer's own."""
         gemma, hidden = _of(config), config.hidden_size
-        sized = dataclasses.replace(config, intermediate_size=layer.intermediate_size)
         self.input_norm: Norm | None = norm(build, f"{prefix}.input_layernorm", hidden, config)
         self.attention = GemmaAttention(
             build, f"{prefix}.self_attn", config, layer, table_PD, layer.window if window is None else window
         )
         self._after_attention = norm(build, f"{prefix}.post_attention_layernorm", hidden, config)
         self.post_norm = norm(build, f"{prefix}.pre_feedforward_layernorm", hidden, config)
-        self.mlp = MLP(build, f"{prefix}.mlp", sized, gelu=True)
+        self.mlp = MLP(build, f"{prefix}.mlp", config, layer.intermediate_size, gelu=True)
         self._after_mlp = norm(build, f"{prefix}.post_feedforward_layernorm", hidden, config)
         self._input = LayerInput(build, prefix, config) if gemma.per_layer_size else None
         self._scalar = 1.0
