@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.checkpoints import detect, native_mtp
+from draftproof.checkpoints import detect, native
 from draftproof.config import EngineConfig
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftBuild
@@ -51,8 +51,7 @@ class Pair:
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
         weights = Weights.open(directory)
         self.target = Decoder.load(weights, read_config(directory), ops.TORCH, planner, CPU, torch.float32)
-        native = folder == target
-        checkpoint = native_mtp.read(directory) if native else detect.read(ORACLE / folder)
+        checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder)
         given = DraftBuild(
             config=EngineConfig(),
             options=options or {},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.checkpoints import detect, native_mtp
+from draftproof.checkpoints import detect, native
 from draftproof.config import SpeculativeConfig, reject_unknown_keys
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftCheckpoint
@@ -46,7 +46,7 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
     if settings.method is not None and not (method and method.needs_model):
         return [DraftPlan(settings.method, None, settings, tuple(members))]
     if method and method.may_be_native and _is_target(settings.model, target):
-        return [DraftPlan(settings.method or "", native_mtp.read(target, weights), settings)]
+        return [DraftPlan(settings.method or "", native.read(target, weights), settings)]
     if settings.model is None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
