@@ -19,6 +19,7 @@ from tests.drafters.derived import (
     peagle_from_eagle3,
     xpress_from_dflash,
 )
+from tests.drafters.vocabularies import reduced, trained
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
@@ -37,6 +38,7 @@ TARGETS = {  # with modules of their own: latent attention, experts and two modu
     "deepseek": str(native.deepseek(assets.path("tiny"), MADE / "deepseek")),
     "mimo": str(native.mimo(assets.path("tiny"), MADE / "mimo")),
 }
+FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
 
 
@@ -64,10 +66,19 @@ class Case:
         }
 
 
+def prompts() -> list[str]:
+    lines = (DATA / "prompts.jsonl").read_text().splitlines()
+    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
+
+
+OTHER_TOKENS = str(trained(Path(DRAFT), MADE / "other", prompts(), 800))
+
 # a method may have several: what comes after the slash tells them apart
 CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
     "draft_model": Case({"model": DRAFT}),
+    "draft_model/table": Case({"model": FEWER_TOKENS}),
+    "draft_model/text": Case({"model": OTHER_TOKENS}),
     "eagle3": Case({"model": EAGLE3}),
     "chain": Case(
         {
@@ -102,11 +113,6 @@ CASES: dict[str, Case] = {
     "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, repeatable=False),
     "custom_head": Case({"method": "examples.custom_head.build"}),
 }
-
-
-def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text().splitlines()
-    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
 
 
 REPEATS = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = ["
