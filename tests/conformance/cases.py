@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
+from tests.drafters import native
 from tests.drafters.derived import (
     dflash2_from_dflash,
     dspark_from_dflash,
@@ -34,8 +35,13 @@ PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
 DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
 DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
 XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
-FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS = map(str, gemma4_pair(assets.path("tiny"), MADE / "gemma4"))
+TARGETS = {  # with modules of their own: latent attention, experts and two modules; ordinary attention and one
+    "deepseek": str(native.deepseek(assets.path("tiny"), MADE / "deepseek")),
+    "mimo": str(native.mimo(assets.path("tiny"), MADE / "mimo")),
+    "gemma4": GEMMA4,  # layers that share keys, and assistants
+}
+FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
 
 
@@ -89,6 +95,8 @@ CASES: dict[str, Case] = {
     ),
     "eagle": Case({"model": EAGLE1}),
     "mtp": Case({"model": MTP}),
+    "mtp/native": Case({"method": "mtp"}, target=TARGETS["mimo"]),
+    "mtp/modules": Case({"method": "mtp"}, max_drafts=2, target=TARGETS["deepseek"]),
     "gemma4_mtp": Case({"model": GEMMA4_ASSISTANT}, target=GEMMA4),
     "gemma4_mtp/centroids": Case({"model": GEMMA4_CENTROIDS}, target=GEMMA4),
     "peagle": Case({"model": PEAGLE}),

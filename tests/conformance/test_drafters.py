@@ -11,7 +11,7 @@ import torch
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters import registry
-from tests.conformance.cases import CASES, GEMMA4, REPEATS, Requests, mixture, prompts, run
+from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
 
 DTYPES = ["float32", "bfloat16"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "preempted": {"num_kv_blocks": 32, "max_model_len": 448},
     "small blocks": {"block_size": 4, "enable_prefix_caching": False},
 }
-TARGETS = {"embedded": None, "gemma4": GEMMA4}
 
 
 @pytest.fixture(scope="session")
@@ -83,12 +82,13 @@ def test_the_mixture_is_one(plain: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", CONFIGS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [None, *TARGETS])
 def test_plain_decoding_does_not_depend_on_the_batch(
-    plain: Any, target: str, settings: str, dtype: str
+    plain: Any, target: str | None, settings: str, dtype: str
 ) -> None:
-    outputs, llm = run(mixture(), dtype=dtype, model=TARGETS[target], **CONFIGS[settings])
-    assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16), TARGETS[target]), outputs)
+    model = None if target is None else TARGETS[target]
+    outputs, llm = run(mixture(), dtype=dtype, model=model, **CONFIGS[settings])
+    assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16), model), outputs)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
@@ -121,7 +121,7 @@ def test_output_does_not_depend_on_an_adaptive_k(plain: Any, method: str) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("method", ["eagle3", "gemma4_mtp"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp/modules", "gemma4_mtp"])
 def test_output_does_not_depend_on_threads(
     plain: Any, threads: None, method: str, num_threads: int, dtype: str
 ) -> None:

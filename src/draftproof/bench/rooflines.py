@@ -11,6 +11,7 @@ from typing import Any
 
 from draftproof.models.config import ModelConfig
 from draftproof.models.gemma_config import GemmaConfig
+from draftproof.models.mla import MlaConfig
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,19 @@ def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
         return gemma_elements(config, config.gemma) // config.num_layers
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * hidden + 3 * hidden * config.intermediate_size
+    own = (
+        qkv + heads * hidden if config.mla is None else _latent_elements(config, config.mla, inputs or hidden)
+    )
+    return own + 3 * hidden * config.intermediate_size
+
+
+def _latent_elements(config: ModelConfig, m: MlaConfig, inputs: int) -> int:
+    """Of latent attention: what makes queries and the cached vector, products of heads with it, the output."""
+    heads, query = config.num_heads, m.nope_dim + m.rope_dim
+    queries = inputs * heads * query if m.q_rank is None else m.q_rank * (inputs + heads * query)
+    return (
+        queries + m.cached_dim * (inputs + heads * (query + m.v_dim)) + heads * m.v_dim * config.hidden_size
+    )
 
 
 def gemma_elements(config: ModelConfig, gemma: GemmaConfig) -> int:
@@ -99,13 +112,16 @@ def products(elements: int, rows: int, itemsize: int = 2) -> Work:
 def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
     """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
     if config.gemma is not None:
-        shapes = [(x.num_kv_heads, x.head_dim, x.window) for x in config.gemma.layers]
+        shapes = [(2 * x.num_kv_heads * x.head_dim, x.head_dim, x.window) for x in config.gemma.layers]
+    elif config.mla is not None:
+        shapes = [(config.mla.cached_dim, config.mla.cached_dim, window) for window in config.windows]
     else:
-        shapes = [(config.num_kv_heads, config.head_dim, window) for window in config.windows]
+        kept = 2 * config.num_kv_heads * config.head_dim
+        shapes = [(kept, config.head_dim, window) for window in config.windows]
     found = Work(0, 0)
-    for kv_heads, dim, window in shapes:
+    for kept, dim, window in shapes:
         seen = requests * (min(context, window) if window else context)
-        found += Work(2 * kv_heads * dim * itemsize * seen, 4.0 * rows * config.num_heads * dim * seen)
+        found += Work(kept * itemsize * seen, 4.0 * rows * config.num_heads * dim * seen)
     return found
 
 

@@ -30,11 +30,12 @@ from draftproof.drafters.ngram import NgramDrafter, NgramOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `needs_model`: the method has a checkpoint; `runs_others`: it takes `drafters`; `default_drafts` where
-    neither user nor checkpoint says."""
+    """One row. `needs_model`: the method has a checkpoint, and `may_be_native`: it may be in the target's files;
+    `runs_others`: it takes `drafters`; `default_drafts` where neither user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
     needs_model: bool = True
+    may_be_native: bool = False
     runs_others: bool = False
     default_drafts: int = 5
 
@@ -57,7 +58,7 @@ METHODS: dict[str, Method] = {
     "draft_model": Method(build=draft_model.build),
     "eagle": Method(build=_without_options(eagle1.build)),
     "eagle3": Method(build=_without_options(eagle3.build)),
-    "mtp": Method(build=_without_options(mtp.build)),
+    "mtp": Method(build=_without_options(mtp.build), may_be_native=True),
     "gemma4_mtp": Method(build=_without_options(gemma4.build)),
     "replay": Method(build=replay.build, needs_model=False, runs_others=True),
     "peagle": Method(build=_without_options(peagle.build)),

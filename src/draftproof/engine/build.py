@@ -18,15 +18,16 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
-from draftproof.config import EngineConfig, SpeculativeConfig, reject_unknown_keys
+from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftSpec
-from draftproof.drafters.build import DraftBuild, DraftCheckpoint
+from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
 from draftproof.engine.engine import Engine, Parts
+from draftproof.engine.plans import DraftPlan, draft_plans, most_drafts
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
@@ -37,7 +38,7 @@ from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig, read_config
-from draftproof.models.decoder import Decoder
+from draftproof.models.decoder import Decoder, kv_shapes
 from draftproof.models.layers import Build
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
 from draftproof.sampling.lossy import LossyVerifier
@@ -84,8 +85,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     base = _base(config, directory, progress)
     speculative = config.speculative_config
     drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
-    plans = _draft_plans(speculative, drafts) if speculative else []
-    num_drafts = _num_drafts(speculative, plans) if speculative else 0
+    plans = draft_plans(speculative, drafts, directory) if speculative else []
+    num_drafts = most_drafts(speculative, plans) if speculative else 0
     target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
@@ -142,6 +143,7 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
 def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
     model = read_config(directory)
     device = memory.pick_device(config.device)
+    backends.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
     library = native.load(progress) if config.native and device.type == "cpu" else None
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
@@ -184,68 +186,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftPlan:
-    """One drafter to build; a chain has several. `inner`: drafters that it runs."""
-
-    method: str
-    checkpoint: DraftCheckpoint | None
-    settings: SpeculativeConfig
-    inner: tuple[_DraftPlan, ...] = ()
-
-
-def _draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> list[_DraftPlan]:
-    """`weights`: given to draft checkpoints instead of their files."""
-    members = [
-        plan for d in settings.drafters for plan in _draft_plans(SpeculativeConfig.from_dict(d), weights)
-    ]
-    if settings.method == registry.CHAIN:
-        if not settings.drafters:
-            raise ValueError(
-                "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
-            )
-        names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
-        reject_unknown_keys("speculative_config", settings.options, names)
-        return members
-    if settings.method is not None:
-        registry.check(settings.method)
-    method = registry.METHODS.get(settings.method or "")
-    if settings.drafters and not (method and method.runs_others):
-        raise ValueError(
-            f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
-        )
-    if settings.method is not None and not (method and method.needs_model):
-        return [_DraftPlan(settings.method, None, settings, tuple(members))]
-    if settings.model is None:
-        raise ValueError(
-            f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
-            if settings.method
-            else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
-        )
-    checkpoint = detect.read(resolve(settings.model), weights)
-    if settings.method not in (None, checkpoint.method):
-        raise ValueError(
-            f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
-            f"{checkpoint.method!r}; leave method out, or give another model"
-        )
-    return [_DraftPlan(checkpoint.method, checkpoint, settings)]
-
-
-def _num_drafts(settings: SpeculativeConfig, plans: list[_DraftPlan]) -> int:
-    """K: the user's, else the checkpoint's, else the method's; in a chain the largest of its members'."""
-    if settings.num_speculative_tokens is not None:
-        return settings.num_speculative_tokens
-
-    def one(plan: _DraftPlan) -> int:
-        method = registry.METHODS.get(plan.method)
-        own = plan.checkpoint.num_drafts if plan.checkpoint else max(map(one, plan.inner), default=None)
-        return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
-
-    return max(one(plan) for plan in plans)
-
-
 def _drafter(
-    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[_DraftPlan], num_drafts: int
+    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[DraftPlan], num_drafts: int
 ) -> Drafter:
     built = [
         registry.build(
@@ -327,7 +269,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         num_blocks,
         config.block_size,
         sharing=config.enable_prefix_caching,
-        lookahead=spec.layout(num_drafts).shift if spec.kv else 0,
+        lookahead=spec.tokens_ahead(num_drafts),
     )
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)

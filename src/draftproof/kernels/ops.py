@@ -39,7 +39,7 @@ class AddRMSNorm(Protocol):
 class RopeStore(Protocol):
     def __call__(
         self,
-        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous
+        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous; no v where there is no v_cache
         positions_T: Tensor,  # int64; -1 = padding: nothing is stored, q is zero
         slots_T: Tensor,  # int64: row of the block table
         cos_sin_PD: Tensor,  # fp32 [max_position, rotary_dim]: cos of each pair, then sin of each pair
@@ -47,7 +47,7 @@ class RopeStore(Protocol):
         k_norm_D: Tensor | None,
         eps: float,
         k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, D], the pool's dtype
-        v_cache: Tensor,
+        v_cache: Tensor | None,
         block_table_SB: Tensor,  # int32
         v_norm_D: Tensor | None = None,
     ) -> Tensor:
@@ -79,6 +79,12 @@ class Gather(Protocol):
 class Concat(Protocol):
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Matrices of equally many rows side by side."""
+        ...
+
+
+class Swap(Protocol):
+    def __call__(self, x_AX: Tensor, num: int) -> Tensor:
+        """[A, num * W] -> [num * A, W]: the first part of every row, then the second of every row, and so on."""
         ...
 
 
@@ -116,6 +122,7 @@ class Ops:
     gelu_mul: GateMul
     gather: Gather
     concat: Concat
+    swap: Swap
     sample: Sample
     log_normalizer: LogNormalizer
     soft_cap: SoftCap
@@ -132,6 +139,7 @@ TORCH = Ops(
     gelu_mul=activation.gelu_mul_torch,
     gather=rows.gather_torch,
     concat=rows.concat_torch,
+    swap=rows.swap_torch,
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
     soft_cap=activation.soft_cap_torch,
@@ -155,6 +163,7 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         gelu_mul=activation.GateMulCompiled(library, gelu=True),
         gather=rows.GatherCompiled(library),
         concat=rows.ConcatCompiled(library),
+        swap=rows.SwapCompiled(library),
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
         soft_cap=activation.SoftCapCompiled(library),

@@ -177,6 +177,9 @@ def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
             for layer in config.gemma.layers
             if layer.owns_cache
         )
+    if config.mla is not None:
+        size = config.mla.cached_dim
+        return tuple(KVShape(heads=1, head_dim=size, window=w, shared=True) for w in config.windows)
     return tuple(
         KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
         for window in config.windows
