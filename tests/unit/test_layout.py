@@ -146,7 +146,7 @@ def test_each_budget_counts_its_folders(tmp_path: Path) -> None:
         path = tmp_path / "src" / "draftproof" / folder
         path.mkdir(parents=True)
         (path / "a.py").write_text("x = 1\n" * 10)
-    assert sizes.check(tmp_path)[1] == {"kernels": 10, "methods and formats": 20, sizes.CORE: 10}
+    assert sizes.check(tmp_path)[1] == {"kernels": 10, "methods and formats": 20, "models": 0, sizes.CORE: 10}
 
 
 def test_a_budget_that_is_spent_is_told(tmp_path: Path) -> None:
