@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.checkpoints.tensors import open_weights, tensor_names
+from draftproof.checkpoints.values import flag, whole
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.tapped import TappedSettings
@@ -34,33 +35,33 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     flat = {"model_type": "llama", "rope_theta": 10000.0}
     flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
     layers = model_config.parse(flat, where=where)
-    if raw.get("qkv_bias"):
+    if flag(raw, "qkv_bias", where):
         layers = dataclasses.replace(layers, qkv_bias=True)
     third = "draft_vocab_size" in raw or "eagle3" in _architecture(raw)
     third = third or "layers.0.hidden_norm.weight" in map(_rename, tensor_names(directory))
     return DraftCheckpoint(
         method="eagle3" if third else "eagle",
         where=where,
-        settings=_eagle3(raw, layers) if third else _eagle1(raw, layers),
+        settings=_eagle3(raw, layers, where) if third else _eagle1(raw, layers, where),
         weights=open_weights(directory).renamed(_rename) if weights is None else weights,
         directory=directory,
     )
 
 
-def _eagle1(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle1Settings:
-    return Eagle1Settings(layers=layers, fc_bias=raw.get("bias", True))
+def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Settings:
+    return Eagle1Settings(layers=layers, fc_bias=flag(raw, "bias", where, True))
 
 
-def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> TappedSettings:
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSettings:
     """Taps are 2, n/2 and n-3; the raw state is the residual; `bias` says nothing about this one's `fc`."""
     return TappedSettings(
         layers=layers,
-        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
+        draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
         taps=None,
         norm_before_residual=False,
-        norm_before_fc=raw.get("norm_before_fc", False),
-        fc_norm=raw.get("fc_norm", False),
-        norm_output=raw.get("norm_output", False),
+        norm_before_fc=flag(raw, "norm_before_fc", where),
+        fc_norm=flag(raw, "fc_norm", where),
+        norm_output=flag(raw, "norm_output", where),
     )
 
 
