@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftproof.checkpoints import detect
+from draftproof.drafters.tapped import TappedSettings
 from tests.conformance.cases import PARD
 from tests.drafters.test_checkpoints import copied
 
@@ -102,3 +103,42 @@ def test_null_means_what_a_missing_key_means(tmp_path: Path) -> None:
     null = detect.read(copied("eagle3_2layer", tmp_path / "null", **dict.fromkeys(keys)))
     missing = detect.read(copied("eagle3_2layer", tmp_path / "missing", keys))
     assert null.settings == missing.settings
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("keys", "taps"),
+    [
+        ({}, None),
+        ({"modal_type": "LLM", "max_window_layers": 36, "use_sliding_window": False}, None),
+        ({IDS: [2, 3, 5]}, (2, 3, 5)),
+        ({"eagle_config": {IDS: [1, 2, 4], "use_aux_hidden_state": True}}, (2, 3, 5)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, None),
+        ({"eagle_config": {IDS: [0, 1, 2]}, IDS: [2, 3, 5]}, (2, 3, 5)),
+    ],
+)
+def test_a_flat_head_may_name_the_layers_it_reads(tmp_path: Path, keys: dict[str, Any], taps: Any) -> None:
+    """At the top an id is the state that enters the layer, in `eagle_config` the one that leaves it."""
+    settings = detect.read(copied("safeailab_eagle3_a", tmp_path, **keys)).settings
+    assert isinstance(settings, TappedSettings) and settings.taps == taps
+
+
+@pytest.mark.parametrize(
+    ("nested", "message"),
+    [
+        (
+            {"use_aux_hidden_state": False},
+            "eagle_config: use_aux_hidden_state=False: not supported, only True",
+        ),
+        ({"use_aux_hidden_state": "no"}, "eagle_config: use_aux_hidden_state='no': must be true or false"),
+        ({IDS: [1, "2"]}, "eagle_config: eagle_aux_hidden_state_layer_ids=.*must be a list"),
+        ({"use_last_layrnorm": True}, "eagle_config: unknown key.*did you mean 'use_last_layernorm'"),
+    ],
+)
+def test_what_a_flat_head_says_of_itself_is_understood_or_refused(
+    tmp_path: Path, nested: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        detect.read(copied("safeailab_eagle3_a", tmp_path, eagle_config=nested))
