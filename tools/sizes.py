@@ -13,7 +13,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Lines of Python, by folder of the package. Tools around the engine have no budget.
 BUDGETS = {
-    "kernels": (("kernels",), 5000),  # each operator as torch twin, as caller of C++, in Triton
+    "kernels": (("kernels",), 6000),  # each operator as torch twin, as caller of C++, in Triton
     "methods and formats": (("drafters", "checkpoints"), 4000),
 }
 CORE, MAX_CORE_LINES = "serving core", 6500  # the rest

@@ -18,6 +18,7 @@ from tests.drafters.derived import (
     peagle_from_eagle3,
     xpress_from_dflash,
 )
+from tests.drafters.vocabularies import reduced, trained
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))
@@ -32,6 +33,7 @@ PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
 DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
 DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
 XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
+FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
 
 
@@ -49,9 +51,19 @@ class Case:
     repeatable: bool = True
 
 
+def prompts() -> list[str]:
+    lines = (DATA / "prompts.jsonl").read_text().splitlines()
+    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
+
+
+OTHER_TOKENS = str(trained(Path(DRAFT), MADE / "other", prompts(), 800))
+
+# a method may have several: what comes after the slash tells them apart
 CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
     "draft_model": Case({"model": DRAFT}),
+    "draft_model/table": Case({"model": FEWER_TOKENS}),
+    "draft_model/text": Case({"model": OTHER_TOKENS}),
     "eagle3": Case({"model": EAGLE3}),
     "chain": Case(
         {
@@ -84,11 +96,6 @@ CASES: dict[str, Case] = {
     "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, repeatable=False),
     "custom_head": Case({"method": "examples.custom_head.build"}),
 }
-
-
-def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text().splitlines()
-    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
 
 
 REPEATS = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = ["

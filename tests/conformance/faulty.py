@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from draftproof import DraftSpec, EngineConfig, Proposal, Taps, Verified
+from draftproof.drafters.head import DraftMemory
 
 
 class Faulty:
@@ -108,3 +109,23 @@ class KeepsTheTaps(Faulty):
             tensor.fill_(float("inf"))
         self.kept = verified.taps
         return Proposal(tokens_RK, count_R)
+
+
+class SpoilsWhatItWasLent(Faulty):
+    """Writes into the block table and runs graphs of its own under the engine's names."""
+
+    def bind(self, memory: DraftMemory) -> None:
+        self.memory = memory
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        self.memory.cache.block_table_SB.fill_(0)
+        rows = len(verified.tokens_T)
+        for sampled in range(1, rows + 1):
+            key = ("target", rows, sampled, rows)
+            self.memory.graphs.run(key, lambda *given: given, (verified.tokens_T,))
+        return Proposal(tokens_RK, count_R)
+
+
+class RaisesInBind(Faulty):
+    def bind(self, memory: DraftMemory) -> None:
+        raise OSError("no such thing")

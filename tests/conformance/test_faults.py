@@ -21,7 +21,7 @@ SEEN = [
     "CountsTooMany",
 ]
 SEEN += ["CountsNegative", "WrongShape", "OneRequestMore", "NotAProposal"]
-UNSEEN = ["Mutates", "KeepsTheTaps"]
+UNSEEN = ["Mutates", "KeepsTheTaps", "SpoilsWhatItWasLent"]
 REQUESTS = Requests(
     [*prompts()[:3], REPEATS],
     [SamplingParams(temperature=t, seed=4, max_tokens=20, logprobs=1) for t in (0, 0.8, 0, 0)],
@@ -40,7 +40,12 @@ def test_output_does_not_move(fault: str) -> None:
 
 def test_every_fault_is_listed() -> None:
     names = {n for n, c in vars(faulty).items() if isinstance(c, type) and issubclass(c, faulty.Faulty)}
-    assert names - {"Faulty"} == {*SEEN, *UNSEEN}
+    assert names - {"Faulty", "RaisesInBind"} == {*SEEN, *UNSEEN}
+
+
+def test_a_drafter_that_fails_at_start_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match=r"RaisesInBind.bind.memory. raised OSError: no such thing"):
+        LLM(speculative_config={"method": "tests.conformance.faulty.RaisesInBind"})
 
 
 def test_repeated_faults_switch_the_drafter_off_with_one_warning() -> None:

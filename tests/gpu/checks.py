@@ -15,9 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftproof.kernels import activation, logits, norm, products, rope, sample
+from draftproof.kernels import activation, grouped, logits, norm, products, rope, sample
 from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
+from draftproof.kernels.gpu import experts as gpu_experts
+from draftproof.kernels.gpu import grouped as gpu_grouped
 from draftproof.kernels.gpu import linear as gpu_linear
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
@@ -247,9 +250,72 @@ def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) ->
         attention.check_only_visible_keys_matter(backend, place(rows, device))
 
 
+ROUTINGS = (
+    (8, False, Routing(top_k=2)),
+    (60, False, Routing(top_k=4, normalize=False)),
+    (5, True, Routing(top_k=5, sigmoid=True)),
+    (12, True, Routing(top_k=3, sigmoid=True, scale=2.5, groups=6, top_groups=2)),
+    (256, True, Routing(top_k=8, sigmoid=True, scale=2.5, groups=8, top_groups=4)),
+)
+
+
+def check_experts(device: torch.device, dtype: torch.dtype) -> None:
+    """Choosing, sorting and summing up, ties and nonsense included."""
+    small = device.type == "cpu"
+    triton, rows = gpu_experts.TritonExperts(), 8 if small else 300
+    for num_experts, biased, routing in ROUTINGS[: 4 if small else 5]:
+        logits = 2 * randn(rows, num_experts, device=device)
+        logits[:2] = 0.0
+        bias = 0.2 * randn(num_experts, device=device, seed=1) if biased else None
+        experts, weights = triton.route(logits, bias, routing)
+        expected, expected_weights = TORCH_EXPERTS.route(logits, bias, routing)
+        assert torch.equal(experts, expected)
+        torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+        source, place, starts = triton.group(experts, num_experts)
+        for found, wanted in zip(
+            (source, place, starts), TORCH_EXPERTS.group(experts, num_experts), strict=True
+        ):
+            assert torch.equal(found, wanted)
+        y, base = randn(place.numel(), 70, device=device), randn(rows, 70, device=device, dtype=dtype, seed=2)
+        for given in (None, base):
+            sums = triton.combine(y, place, weights, given, dtype)
+            close(sums, TORCH_EXPERTS.combine(y, place, weights, given, dtype))
+        same_in_any_batch(lambda i: triton.route(logits[i], bias, routing)[1], rows)  # noqa: B023
+        same_in_any_batch(lambda i: triton.combine(y, place[i], weights[i], base[i], dtype), rows)  # noqa: B023
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            nonsense = torch.full((2, num_experts), bad, device=device)
+            for row in triton.route(nonsense, bias, routing)[0].tolist():
+                assert (
+                    len(set(row)) == routing.top_k
+                    and sorted(row) == row
+                    and 0 <= row[0] <= row[-1] < num_experts
+                )
+
+
+def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Each row meets its own expert's weight; on a GPU with the same bits in any grouping, for every tile."""
+    for outputs, inputs, out_dtype in ((50, 200, dtype), (64, 512, torch.float32)):
+        shape = Shape(outputs, inputs, dtype, out_dtype, False)
+        weights = [randn(outputs, inputs, device=device, dtype=dtype, seed=s) for s in range(5)]
+        form = gpu_grouped.Groups(5, weights, shape)
+        x = randn(150, inputs, device=device, dtype=dtype, seed=9)
+        for split in ([0, 1, 0, 0, 0], [2, 0, 7, 8, 17], [60, 0, 33, 1, 10], [0, 0, 150, 0, 0]):
+            starts = torch.tensor([0, *split], device=device).cumsum(0)
+            found = form(x[: sum(split)], starts)
+            parts = x[: sum(split)].double().split(split)
+            expected = torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
+            assert found.dtype == out_dtype
+            bound = 0.5 if out_dtype == torch.bfloat16 else 0.05
+            torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0.02)
+        assert form(x[:0], starts * 0).shape == (0, outputs)
+        if device.type == "cuda":  # the interpreter's product is numpy's, whose order nobody promises
+            assert grouped.is_exact(gpu_grouped.Groups, shape, device)
+
+
 CHECKS = (
     *(check_norm, check_activation, check_rope, check_log_normalizer, check_sample, check_products),
     *(check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
+    *(check_experts, check_grouped_products),
 )
 
 
@@ -258,9 +324,8 @@ def main() -> None:
     found = {}
     for check in CHECKS:
         try:
-            dtypes = (
-                (torch.float32, torch.float16) if check in (check_norm, check_products) else (torch.float32,)
-            )
+            halves = check in (check_norm, check_products, check_grouped_products)
+            dtypes = (torch.float32, torch.float16) if halves else (torch.float32,)
             for dtype in dtypes:
                 check(torch.device("cpu"), dtype)
             found[check.__name__] = ""

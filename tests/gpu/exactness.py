@@ -23,6 +23,7 @@ from draftproof.cli.verify import failures, seeded
 from tests.conformance.cases import CASES
 from tests.gpu.settings import (
     DUMMY,
+    SHAPES_OF,
     Models,
     Report,
     describe,
@@ -41,7 +42,9 @@ METHODS = {
     "small": (PLAIN, "ngram", "eagle3", "draft_model"),
     # a random head's drafts are all refused; replay proposes what is right four times in five, at the head's cost
     DUMMY: (PLAIN, "eagle3", "replay"),
+    "moe": (PLAIN, "replay"),
 }
+HEADS = {DUMMY: "eagle3"}  # what replay runs beside; elsewhere nothing that costs
 STAGES = {f"{model}-{method}": (model, method) for model, methods in METHODS.items() for method in methods}
 MODES = {"graphs": False, "eager": True}  # enforce_eager
 WORKLOADS = ("greedy", "sampled", "mixed")
@@ -72,7 +75,7 @@ class Scale:
 def scale_of(model: str, quick: bool) -> Scale:
     if quick:
         return Scale(prompts=6, tokens=24, longest=40, alone=2, alone_eager=1)
-    return Scale(prompts=8, tokens=64, alone=8, alone_eager=8) if model == DUMMY else Scale()
+    return Scale(prompts=8, tokens=64, alone=8, alone_eager=8) if model in SHAPES_OF else Scale()
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class Exactness:
                     del llm
                 release()
             if drafting is not None:
-                wanted = (model, method) != (DUMMY, "eagle3")
+                wanted = model not in SHAPES_OF or method == "replay"
                 s = {work: tally.speculation for work, tally in tallies.items()}
                 detail = ", ".join(
                     f"{work} {t.num_accepted_tokens} of {t.num_draft_tokens}" for work, t in s.items()
@@ -217,14 +220,13 @@ class Exactness:
 
         file = self.models.scratch / f"{model}-recordings.json"
         replay.save(file, [output for _, outputs in expected.values() for output in outputs])
-        head = self.models.drafter(model, "eagle3")
-        shared = {"num_speculative_tokens": head["num_speculative_tokens"], "policy": "fixed"}
-        inner = {"model": head["model"]}
+        head = self.models.drafter(model, HEADS.get(model, "ngram"))
+        shared = {key: head.pop(key) for key in ("num_speculative_tokens", "policy")}
         return {
             "method": "replay",
             "recordings": str(file),
             "acceptance": RATE,
-            "drafters": [inner],
+            "drafters": [head],
             **shared,
         }
 

@@ -24,7 +24,8 @@ from tests.drafters import golden
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 SHAPES = ROOT / "bench" / "shapes"
-DUMMY = "8b"  # the model that has random weights
+DUMMY = "8b"
+SHAPES_OF = {DUMMY: "llama-3.1-8b", "moe": "glm-4-moe-2b"}  # models that have random weights
 NUM_DRAFTS = 5
 
 
@@ -104,9 +105,9 @@ class Models:
     scratch: Path
 
     def target(self, name: str) -> dict[str, Any]:
-        """Of tiny, small or the dummy."""
+        """Of tiny, small or one with random weights."""
         found: dict[str, Any] = {"model": str(self.path(name)), "device": self.device, "dtype": "bfloat16"}
-        return {**found, "load_format": "dummy"} if name == DUMMY else found
+        return {**found, "load_format": "dummy"} if name in SHAPES_OF else found
 
     def drafter(self, target: str, method: str) -> dict[str, Any]:
         """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts; for tiny, any with a case."""
@@ -125,8 +126,9 @@ class Models:
 
     def path(self, name: str) -> Path:
         """Of a model or head; ValueError where it is not at hand."""
-        if name.startswith(DUMMY):
-            source = SHAPES / name.replace(DUMMY, "llama-3.1-8b")
+        base, _, head = name.partition("-")
+        if base in SHAPES_OF:
+            source = SHAPES / "-".join([SHAPES_OF[base], *[head][: bool(head)]])
             return shrunk(source, self.scratch / source.name) if self.quick else source
         if name == "draft":
             return DATA / "draft"
@@ -148,6 +150,7 @@ def shrunk(source: Path, into: Path) -> Path:
         raw |= {"draft_vocab_size": 512, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     else:
         raw |= {**sizes, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2}
+        raw |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in raw else {}
     into.mkdir(exist_ok=True)
     (into / "config.json").write_text(json.dumps(raw))
     return into

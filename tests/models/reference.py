@@ -46,6 +46,7 @@ class Form:
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
+    packed: bool = False  # all experts of a layer in one tensor, as transformers holds them
 
 
 FORMS = {
@@ -76,6 +77,49 @@ FORMS = {
     ),
     "mistral-window": Form("Mistral", {"sliding_window": 11}),
     "mistral-no-window-head-dim": Form("Mistral", {"sliding_window": None, "head_dim": 20}),
+    "mixtral": Form("Mixtral", {"num_local_experts": 4, "intermediate_size": 40}),
+    "mixtral-window-packed": Form(
+        "Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 11}, packed=True
+    ),
+    "qwen3-moe-sharded": Form(
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24},
+        shard_size="60KB",
+    ),
+    "qwen3-moe-normalized-packed-some-dense": Form(
+        "Qwen3Moe",
+        {
+            **{
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 48,
+                "norm_topk_prob": True,
+            },
+            **{
+                "num_hidden_layers": 4,
+                "decoder_sparse_step": 2,
+                "mlp_only_layers": [1],
+                "attention_bias": True,
+            },
+        },
+        packed=True,
+    ),
+    "glm4-moe": Form(
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
+            **{"use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3},
+        },
+    ),
+    "glm4-moe-groups-two-shared-packed": Form(
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 20},
+            **{"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+            **{"first_k_dense_replace": 0, "norm_topk_prob": False},
+        },
+        packed=True,
+    ),
 }
 
 
@@ -90,14 +134,17 @@ def make(form: Form) -> Any:
             if parameter.ndim == 1:
                 parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise)
             else:
-                parameter.copy_(noise * (0.3 if "embed" in name else 1.6 * parameter.shape[1] ** -0.5))
+                parameter.copy_(noise * (0.3 if "embed" in name else 1.6 * parameter.shape[-1] ** -0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
 def save(form: Form, directory: Path) -> Any:
     """Make the model, save it to `directory`, and return it."""
     model = make(form)
-    model.save_pretrained(directory, max_shard_size=form.shard_size)
+    model.save_pretrained(directory, max_shard_size=form.shard_size, save_original_format=not form.packed)
     return model
 
 

@@ -166,3 +166,32 @@ def test_an_aborted_request_leaves_the_others_alone() -> None:
     for request, wanted in ((second, expected[0]), (third, expected[1])):
         got = llm._frontend.output(request).outputs[0]
         assert got.token_ids == wanted.outputs[0].token_ids
+
+
+def test_draft_does_not_swallow_what_a_stream_has_coming() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm = build("eagle3")
+    ahead(llm)
+    expected = [t for delta in llm.stream("def f(", params) for t in delta.token_ids]
+    found: list[int] = []
+    for delta in llm.stream("def f(", params):
+        found += delta.token_ids
+        if len(found) in (2, 3, 4, 5, 6):
+            with pytest.raises(ValueError, match="other requests are running"):
+                llm.draft([1, 2, 3], 2, next_token=5)
+    assert found == expected
+    assert llm.draft([1, 2, 3], 2, next_token=5)
+
+
+def test_a_drafter_that_fails_while_it_is_captured_is_not_frozen_into_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = build("eagle3")
+    drafter = llm._frontend.loaded.engine.parts.guard.drafter  # type: ignore[union-attr]
+
+    def fails(*args: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(drafter, "propose", fails)
+    with pytest.raises(MemoryError, match="no room"):
+        ahead(llm)

@@ -9,6 +9,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.models.config import read_config
+from tests.conformance.cases import REPEATS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -308,21 +309,6 @@ def test_a_head_for_another_target_is_refused_with_both_sizes() -> None:
         LLM(speculative_config={"model": f"{oracle}/eagle3"})
 
 
-def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Any) -> None:
-    import json
-    import shutil
-
-    shutil.copytree("tests/data/draft", tmp_path / "draft")
-    path = tmp_path / "draft" / "tokenizer.json"
-    raw = json.loads(path.read_text())
-    vocab = raw["model"]["vocab"]
-    swapped = [token for token, i in vocab.items() if i in (300, 301)]
-    vocab[swapped[0]], vocab[swapped[1]] = vocab[swapped[1]], vocab[swapped[0]]
-    path.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="its tokenizer differs"):
-        LLM(speculative_config={"model": str(tmp_path / "draft")})
-
-
 def test_parameters_that_are_none_are_refused(llm: LLM) -> None:
     for wrong in ({"temperature": 0}, ["greedy"], 5):
         with pytest.raises(ValueError, match=r"sampling_params=.*must be one SamplingParams"):
@@ -382,3 +368,17 @@ def test_auto_dtype_is_what_the_processor_computes_in() -> None:
     assert stored == torch.bfloat16
     assert pick_dtype("auto", stored, torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert pick_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
+
+
+def test_requests_and_engine_count_the_same_accepted_drafts() -> None:
+    """Also where a stop token stands among accepted drafts: those behind it were never given out."""
+    config = {"model": str(assets.path("tiny-eagle3")), "num_speculative_tokens": 5, "policy": "fixed"}
+    llm = LLM(dtype="float32", speculative_config=config, max_model_len=256)
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    tokens = llm.generate(REPEATS, greedy, use_tqdm=False)[0].outputs[0].token_ids
+    before = llm.stats.speculation.num_accepted_tokens
+    stops = [SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[token]) for token in tokens[:10]]
+    outputs = llm.generate([REPEATS] * 10, stops, use_tqdm=False)
+    by_request = sum(o.metrics.speculation.num_accepted_tokens for o in outputs)
+    assert by_request == llm.stats.speculation.num_accepted_tokens - before
+    assert 0 < by_request < sum(len(o.outputs[0].token_ids) for o in outputs)

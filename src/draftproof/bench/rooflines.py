@@ -57,10 +57,24 @@ class Work:
 
 
 def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
-    """Weights of one layer's products. `inputs`: what its attention reads, if not the hidden size."""
+    """Weights of one dense layer's products. `inputs`: what its attention reads, if not the hidden size."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
     return qkv + heads * hidden + 3 * hidden * config.intermediate_size
+
+
+def layers_products(config: ModelConfig, rows: int, itemsize: int = 2) -> Work:
+    """All layers' products. Of a layer's experts, those are read that so many rows choose if they choose evenly."""
+    moe = config.moe
+    dense = products(config.num_layers * layer_elements(config), rows, itemsize)
+    if moe is None:
+        return dense
+    count = len(set(range(config.num_layers)) - moe.dense_layers)
+    shared = config.hidden_size * (3 * moe.shared_width + moe.num_experts - 3 * config.intermediate_size)
+    expert, top_k = 3 * config.hidden_size * moe.width, moe.routing.top_k
+    read = moe.num_experts * (1 - (1 - top_k / moe.num_experts) ** rows)
+    routed = Work(read * expert * itemsize, 2.0 * top_k * expert * rows)
+    return sum([products(shared, rows, itemsize) + routed] * count, start=dense)
 
 
 def products(elements: int, rows: int, itemsize: int = 2) -> Work:
@@ -77,10 +91,9 @@ def attention(config: ModelConfig, requests: int, rows: int, context: int, items
 
 def target_pass(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
     """`rows` rows for each of `requests`, logits of all of them."""
-    elements = config.num_layers * layer_elements(config) + config.vocab_size * config.hidden_size
-    return products(elements, requests * rows, itemsize) + attention(
-        config, requests, rows, context, itemsize
-    )
+    head = products(config.vocab_size * config.hidden_size, requests * rows, itemsize)
+    layers = layers_products(config, requests * rows, itemsize)
+    return layers + head + attention(config, requests, rows, context, itemsize)
 
 
 def draft_pass(

@@ -92,8 +92,8 @@ class Proposal:
 class Drafter(Protocol):
     """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
 
-    bind(memory) once at start; admit(slot, tokens, num_cached) when a request takes a
-    slot; release(slot) when it leaves, finished or preempted.
+    bind(memory) at start, on a GPU twice, with the cache of the layers that `spec.kv` declares; admit(slot, tokens,
+    num_cached) when a request takes a slot; release(slot) when it leaves, finished or preempted.
     """
 
     spec: DraftSpec

@@ -69,6 +69,12 @@ class DraftBuild:
         return self.build.reading(self.target_weights).tensor(target_name, shape)
 
     @property
+    def tokenizer_directory(self) -> Path:
+        """Of the target's tokenizer."""
+        named = self.config.tokenizer
+        return self.target_directory if named is None else Path(named)
+
+    @property
     def target_head_name(self) -> str:
         """The target's tensor that makes logits: its own, or the embedding it is tied to."""
         tied = self.target.config.tie_word_embeddings

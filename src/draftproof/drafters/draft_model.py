@@ -1,21 +1,30 @@
-"""A smaller language model with the target's tokenizer as drafter. Leviathan et al., arXiv 2211.17192.
+"""A smaller language model as drafter. Leviathan et al., arXiv 2211.17192; with another tokenizer than its target's
+Timor et al., arXiv 2502.05202.
 
-Shapes: N draft rows, M read rows.
+Shapes: N draft rows, M read rows, V columns of logits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout
+from draftproof.config import parse_options
+from draftproof.drafters import token_map
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_vocabulary
+from draftproof.drafters.fits import check_vocabulary, shares_vocabulary
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.text_model import TextDrafter, context_of
+from draftproof.drafters.token_map import TokenMap, open_tokenizer
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
+from draftproof.models.loading import Weights, WeightSource
+
+_CHOICES = ("auto", "table", "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +35,28 @@ class DraftModelSettings:
     mask_token: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelOptions:
+    """How a model with another tokenizer is asked. "table": its tables are put into the target's ids, and it drafts the
+    tokens that both have; "text": it reads and writes text, on the host; "auto": "table" where it has most of the
+    target's tokens."""
+
+    token_map: Literal["auto", "table", "text"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.token_map not in _CHOICES:
+            raise ValueError(
+                f"speculative_config: token_map={self.token_map!r}: must be one of {', '.join(_CHOICES)}"
+            )
+
+
 class DraftModelHead:
     """The model as a head."""
 
-    ids_V: Tensor | None = None
-
-    def __init__(self, decoder: Decoder, spec: DraftSpec) -> None:
+    def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
         self._decoder = decoder
         self.spec = spec
+        self.ids_V = ids_V
 
     def features(self, taps: tuple[Tensor, ...]) -> None:
         return None
@@ -47,25 +70,93 @@ class DraftModelHead:
         return self._decoder.logits(hidden_MH)
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    """Every token unshifted, then the newest one as a row of its own."""
-    decoder = load(given)
-    spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
-    return HeadDrafter(DraftModelHead(decoder, spec), given.num_drafts)
+def build(given: DraftBuild) -> Drafter:
+    """Every token unshifted, then the newest one as a row of its own; or the text of all, see `text_model`.
+
+    ValueError, with both values, where tokens differ and a tokenizer.json that would tell how is missing.
+    """
+    options = parse_options("speculative_config", given.options, DraftModelOptions)
+    model = given.settings(DraftModelSettings).model
+    if options.token_map != "text" and shares_vocabulary(given, model.vocab_size):
+        return _head_drafter(given, _decoder(given, model, given.build.weights), None)
+    target, draft = _tokenizers(given)
+    if options.token_map == "text":
+        return _text_drafter(given, model, target, draft)
+    mapped = token_map.compare(target, draft, given.target.config.vocab_size, model.vocab_size)
+    if options.token_map == "auto" and mapped.coverage <= 0.5:
+        return _text_drafter(given, model, target, draft)
+    if not mapped.num_common:
+        raise ValueError(
+            f"speculative_config: token_map='table': none of the target's {mapped.num_tokens} tokens is one of the "
+            f"draft's {draft.get_vocab_size()}; use token_map='text'"
+        )
+    return _mapped_drafter(given, model, mapped)
 
 
 def load(given: DraftBuild) -> Decoder:
-    """Raises ValueError where the vocabularies differ, naming both sizes or the first token that differs."""
-    s, made = given.settings(DraftModelSettings), given.build
-    assert given.checkpoint is not None
-    check_vocabulary(given, s.model.vocab_size)
+    """A model that must share the target's tokenizer; ValueError names both sizes or the first token that differs."""
+    model = given.settings(DraftModelSettings).model
+    check_vocabulary(given, model.vocab_size)
+    return _decoder(given, model, given.build.weights)
+
+
+def _mapped_drafter(given: DraftBuild, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
+    """The same network in target ids: nothing is left to be mapped while it runs."""
+    weights, ids_C = given.build.weights, mapped.common_ids()
+    tied = model.tie_word_embeddings
+    if isinstance(weights, Weights):  # random ones are as good in any ids
+        weights = token_map.translated(weights, mapped, tied=tied)
+    model = replace(
+        model, vocab_size=given.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None
+    )
+    decoder = _decoder(given, model, weights, num_columns=mapped.num_common)
+    return _head_drafter(given, decoder, None if ids_C is None else ids_C.to(given.device))
+
+
+def _head_drafter(given: DraftBuild, decoder: Decoder, ids_V: Tensor | None) -> HeadDrafter:
+    spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
+    return HeadDrafter(DraftModelHead(decoder, spec, ids_V), given.num_drafts)
+
+
+def _text_drafter(given: DraftBuild, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:
+    context = context_of(given, model.max_position_embeddings)
+    decoder = _decoder(given, model, given.build.weights, max_positions=context)
+    return TextDrafter(given, decoder, context, target, draft)
+
+
+def _decoder(
+    given: DraftBuild,
+    model: ModelConfig,
+    weights: WeightSource,
+    *,
+    num_columns: int | None = None,
+    max_positions: int | None = None,
+) -> Decoder:
+    made = given.build
     return Decoder.load(
-        given.checkpoint.weights,
-        s.model,
+        weights,
+        model,
         made.ops,
         made.planner,
         made.device,
         made.dtype,
-        max_positions=given.max_positions,
+        max_positions=max_positions or given.max_positions,
         exact=False,
+        num_columns=num_columns,
     )
+
+
+def _tokenizers(given: DraftBuild) -> tuple[Any, Any]:
+    """The target's and the draft's."""
+    assert given.checkpoint is not None
+    model = given.settings(DraftModelSettings).model
+    folders = (given.tokenizer_directory, given.checkpoint.directory)
+    target, draft = found = tuple(open_tokenizer(folder) for folder in folders)
+    if target is None or draft is None:
+        lost = [str(folder) for folder, one in zip(folders, found, strict=True) if one is None]
+        raise ValueError(
+            f"{given.checkpoint.where}: vocab_size={model.vocab_size}, but the target's is "
+            f"{given.target.config.vocab_size}, and there is no tokenizer.json in {' and '.join(lost)}; with both "
+            "files tokens are matched by their text, without them the draft must share the target's tokenizer"
+        )
+    return target, draft

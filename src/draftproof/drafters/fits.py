@@ -31,7 +31,16 @@ def check_vocabulary(given: DraftBuild, vocab_size: int) -> None:
             f"{given.target.config.vocab_size}; the draft must share the target's tokenizer, so this one belongs to "
             "another target"
         )
-    _check_tokenizers(given.checkpoint.directory, given.target_directory)
+    _check_tokenizers(given.checkpoint.directory, given.tokenizer_directory)
+
+
+def shares_vocabulary(given: DraftBuild, vocab_size: int) -> bool:
+    """Whether draft and target count and spell their tokens alike, as far as their files tell."""
+    assert given.checkpoint is not None
+    if vocab_size != given.target.config.vocab_size:
+        return False
+    draft_ids, target_ids = _vocabulary(given.checkpoint.directory), _vocabulary(given.tokenizer_directory)
+    return draft_ids is None or target_ids is None or draft_ids == target_ids
 
 
 def check_hidden(given: DraftBuild, hidden_size: int) -> None:
@@ -112,4 +121,6 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     if not path.is_file():
         return None
     vocab = json.loads(path.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+    if isinstance(vocab, list):  # a Unigram model's: pairs of piece and score
+        return {str(pair[0]): i for i, pair in enumerate(vocab)}
     return vocab if isinstance(vocab, dict) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,23 @@ class Guarded:
 class Guard:
     """Runs `propose`, checks what comes back, counts faults, and gives up after `max_faults` of them.
 
-    `trusted` drafters (ours) see live buffers; others get copies. `time_limit` in seconds is checked when a call
-    returns: code that never returns needs a process of its own.
+    `trusted` drafters (ours) see live buffers; others get copies, and before each call `refresh` brings up to date what
+    they were lent at start. `time_limit` in seconds is checked when a call returns: code that never returns needs a
+    process of its own.
     """
 
     def __init__(
-        self, drafter: Drafter, *, vocab_size: int, trusted: bool, max_faults: int, time_limit: float | None
+        self,
+        drafter: Drafter,
+        *,
+        vocab_size: int,
+        trusted: bool,
+        max_faults: int,
+        time_limit: float | None,
+        refresh: Callable[[], object] = lambda: None,
     ) -> None:
         self.drafter = drafter
+        self._refresh = refresh
         self.num_faults = 0
         self.off = False
         self._vocab_size = vocab_size
@@ -51,6 +61,7 @@ class Guard:
         start = time.perf_counter()
         try:
             given = verified if self._trusted else _copy(verified)
+            self._refresh()
             proposal = self.drafter.propose(given, num_drafts)
             if not self._trusted:
                 _check_form(proposal, verified.num_requests)

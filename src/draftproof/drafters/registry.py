@@ -53,7 +53,7 @@ def _without_options(build: Callable[[DraftBuild], Drafter]) -> Callable[[DraftB
 
 METHODS: dict[str, Method] = {
     "ngram": Method(build=_build_ngram, needs_model=False, default_drafts=4),
-    "draft_model": Method(build=_without_options(draft_model.build)),
+    "draft_model": Method(build=draft_model.build),
     "eagle": Method(build=_without_options(eagle1.build)),
     "eagle3": Method(build=_without_options(eagle3.build)),
     "mtp": Method(build=_without_options(mtp.build)),

@@ -22,6 +22,7 @@ from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftMemory
 from draftproof.kernels import noise
+from draftproof.kernels.transfer import upload
 from draftproof.types import RequestOutput
 
 
@@ -152,7 +153,8 @@ class ReplayDrafter:
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         index = self._library.find(tokens)
-        self._span_S3[slot] = torch.tensor((0, 0, 0) if index is None else (index, *self._spans[index]))
+        span = (0, 0, 0) if index is None else (index, *self._spans[index])
+        self._span_S3[slot] = upload(span, self._span_S3.device)
         self._forward("admit", slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftproof import assets
 from draftproof.attention import registry as backends
@@ -71,6 +73,7 @@ class _Base:
     backend: AttentionBackend
     planner: LinearPlanner
     graphs: Graphs
+    new_graphs: Callable[[], Graphs]
     max_model_len: int
 
 
@@ -140,6 +143,7 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
     model = read_config(directory)
     device = memory.pick_device(config.device)
     library = native.load(progress) if config.native and device.type == "cpu" else None
+    new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
         config=config,
         directory=directory,
@@ -155,7 +159,8 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
             library=library,
             progress=progress,
         ),
-        graphs=graphs.select(device, library, eager=config.enforce_eager),
+        graphs=new_graphs(),
+        new_graphs=new_graphs,
         max_model_len=_max_model_len(config, model),
     )
 
@@ -305,16 +310,18 @@ def _engine(
 
 def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:
     config, device, spec = base.config, base.device, drafting.spec
-    drafter, num_drafts = drafting.drafter, drafting.num_drafts
+    num_drafts = drafting.num_drafts
     lookahead = spec.lookahead(num_drafts)
     state = _state(base, num_drafts, lookahead)
 
-    def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
-        return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
+    def cache(shapes: tuple[KVShape, ...], table_SB: Tensor = state.block_table_SB) -> PagedCache:
+        return allocate(list(shapes), table_SB, num_blocks, config.block_size, base.dtype, device)
 
-    draft_cache = cache(spec.kv)
-    if (bind := getattr(drafter, "bind", None)) is not None:
-        bind(DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=base.graphs))
+    # A user's drafter is lent a copy of the block table and graphs of its own: nothing that others read.
+    table_SB = state.block_table_SB if drafting.trusted else state.block_table_SB.clone()
+    draft_cache = cache(spec.kv, table_SB)
+    own_graphs = base.graphs if drafting.trusted else base.new_graphs()
+    _bind(drafting, DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=own_graphs))
     pages = PageAllocator(
         num_blocks,
         config.block_size,
@@ -342,7 +349,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        guard=_guard(config, drafting, base.model.vocab_size),
+        guard=_guard(config, drafting, base.model.vocab_size, lambda: table_SB.copy_(state.block_table_SB)),
         spec=spec,
         policy=_policy(config, num_drafts, device),
         scorer=Scorer(target, sampler),
@@ -385,7 +392,25 @@ def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Poli
     return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
 
 
-def _guard(config: EngineConfig, drafting: _Drafting, vocab_size: int) -> Guard | None:
+def _bind(drafting: _Drafting, memory: DraftMemory) -> None:
+    """ValueError where the user's code raises; ours may say what it likes."""
+    bind = getattr(drafting.drafter, "bind", None)
+    if bind is None:
+        return
+    try:
+        bind(memory)
+    except Exception as error:
+        if drafting.trusted:
+            raise
+        name = type(drafting.drafter).__name__
+        raise ValueError(
+            f"speculative_config: {name}.bind(memory) raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _guard(
+    config: EngineConfig, drafting: _Drafting, vocab_size: int, refresh: Callable[[], object]
+) -> Guard | None:
     """Drafters of ours see live buffers; as soon as one member is the user's, all get copies."""
     if drafting.drafter is None:
         return None
@@ -396,4 +421,5 @@ def _guard(config: EngineConfig, drafting: _Drafting, vocab_size: int) -> Guard 
         trusted=drafting.trusted,
         max_faults=config.speculative_config.max_faults,
         time_limit=config.speculative_config.time_limit,
+        refresh=(lambda: None) if drafting.trusted else refresh,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Verified
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.guard import Guard, Guarded, no_proposal
 from draftproof.engine.outbox import Emission, Flight, deliver
 from draftproof.engine.policy import Policy
@@ -27,19 +27,15 @@ from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.state import Size, State
-from draftproof.engine.transfer import download, upload
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.transfer import download, upload
 from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verdict, Verifier
 
-MOST_GRAPH_ROWS = 64  # larger passes are prompts: each another size, and long enough to run as they are
-FREE_ROWS, DEAR_ROWS = (
-    64,
-    1.25,
-)  # rows that only fill up: up to so many in all, or so many times what is asked for
+MOST_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +148,17 @@ class Engine:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p = self.parts
         self._place(plan)
-        size = self._padded(plan, wanted)
-        if size is None:
+        slots = [w.sequence.slot for w in plan.work]
+        whole, size = p.table.is_plain(slots), self._padded(plan, wanted)
+        whole = whole and size in self._whole
+        if size is None or (size.num_rows > MOST_GRAPH_ROWS and not whole):
             repeats = not p.buckets and sum(w.num_rows for w in plan.work) <= MOST_GRAPH_ROWS
             size = Size.of(plan.work, wanted, repeats=repeats)
         else:
             rows = size.most_sampled
             plan.work = [replace(w, num_rows=rows, num_sampled=rows) for w in plan.work]
         work_4R = p.state.load(plan.work, wanted, size.num_requests)
-        slots = [w.sequence.slot for w in plan.work]
-        if size in self._whole and p.table.is_plain(slots):
+        if whole:
             tensors = p.graphs.run(("step", size), partial(self._step_tensors, size), (work_4R,))
         else:
             tensors = self._run_parts(plan, size, work_4R)
@@ -176,15 +173,14 @@ class Engine:
 
     def _padded(self, plan: Plan, wanted: list[int]) -> Size | None:
         """A pass of a size that comes again: every request has as many rows, some are nobody's. None where that cannot
-        be, with a prompt or with drafts that there is no room for, or costs too much."""
-        buckets, work = self.parts.buckets, plan.work
+        be: with a prompt, or with drafts that there is no room for."""
+        work = plan.work
         if any(w.num_rows != w.num_sampled or w.num_rows != 1 + w.sequence.num_drafts for w in work):
             return None
-        num_requests = next((R for R in buckets if len(work) <= R), 0)
+        num_requests = next((R for R in self.parts.buckets if len(work) <= R), None)
         each = max(w.num_rows for w in work)
-        size = Size.decoding(num_requests, each, self.parts.num_drafts if any(wanted) else 0)
-        dear = size.num_rows > max(FREE_ROWS, DEAR_ROWS * sum(w.num_rows for w in work))
-        return None if num_requests == 0 or (dear and size not in self._whole) else size
+        num_drafts = self.parts.num_drafts if any(wanted) else 0
+        return None if num_requests is None else Size.decoding(num_requests, each, num_drafts)
 
     def _run_parts(self, plan: Plan, size: Size, work_4R: Tensor) -> tuple[Tensor, ...]:
         """`_step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host."""
@@ -193,16 +189,21 @@ class Engine:
         checked = self._verify(size, work_4R, slots + [nobody] * (size.num_sampled - len(slots)))
         middle = time.perf_counter()
         guarded = self._propose(checked.verified, size.num_drafts)
-        closed = self._close(checked, guarded)
+        closed = self._close(checked, guarded.proposal)
         for work in plan.work:
             work.sequence.draft_broken |= guarded.raised and bool(self.parts.spec.kv)
         self._clock(plan, size.num_drafts, middle - start, time.perf_counter() - middle)
         return closed
 
     def _step_tensors(self, size: Size, work_4R: Tensor) -> tuple[Tensor, ...]:
-        """A whole pass over requests that ask for no processing, as a function of device memory alone."""
-        checked = self._verify(size, work_4R, [])
-        return self._close(checked, self._propose(checked.verified, size.num_drafts))
+        """A whole pass over requests that ask for no processing, as a function of device memory alone.
+
+        The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
+        """
+        checked, guard = self._verify(size, work_4R, []), self.parts.guard
+        if guard is None:
+            return self._close(checked, no_proposal(checked.verified))
+        return self._close(checked, guard.drafter.propose(checked.verified, size.num_drafts))
 
     def _verify(self, size: Size, work_4R: Tensor, slots_host: list[int]) -> Checked:
         """Compute the rows, accept drafts, move the slots on."""
@@ -218,10 +219,10 @@ class Engine:
         verified = p.state.commit(size, rows, work_4R, verdict, tuple(taps), p.verifier.drawer)
         return Checked(verified, verdict, rows.draft_count_R, logits_MV, hidden_TH)
 
-    def _close(self, checked: Checked, guarded: Guarded) -> tuple[Tensor, Tensor, Tensor]:
+    def _close(self, checked: Checked, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
         """Store the drafts: (the result as `outbox.Flight` describes it, logits_MV, hidden_TH)."""
         p, verdict = self.parts, checked.verdict
-        stored = p.state.store_drafts(checked.verified, guarded.proposal, p.target.config.vocab_size)
+        stored = p.state.store_drafts(checked.verified, proposal, p.target.config.vocab_size)
         columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
         result_RX = torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
         return result_RX, checked.logits_MV, checked.hidden_TH

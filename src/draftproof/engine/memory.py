@@ -71,6 +71,11 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r}: must be 'auto', 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device={name!r}: not available here; use 'auto' or 'cpu'")
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"device={name!r}: an engine runs on its process's current device; start it with "
+            f"CUDA_VISIBLE_DEVICES={device.index} and device='cuda'"
+        )
     return device
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from draftproof.engine.scheduler import Plan
 from draftproof.engine.scores import Scores
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.transfer import Arrivals
+from draftproof.kernels.transfer import Arrivals
 from draftproof.types import FinishReason
 
 
@@ -70,9 +70,7 @@ def deliver(flight: Flight) -> tuple[list[Emission], list[Sequence]]:
 
 
 def _emit(s: Sequence, token_ids: list[int], num_drafted: int) -> Emission:
-    num_accepted, is_round = len(token_ids) - 1, s.num_outputs > 0
-    if is_round:
-        s.speculation.record(num_drafted, num_accepted)
+    is_round = s.num_outputs > 0
     # -1: the row held no number; by law 1 only the last can, since a draft never equals it
     failed = token_ids[-1] < 0
     verdict = s.checker.push(token_ids[:-1] if failed else token_ids)
@@ -82,5 +80,7 @@ def _emit(s: Sequence, token_ids: list[int], num_drafted: int) -> Emission:
     s.tokens += kept
     s.num_computed = len(s.tokens) - 1
     s.finish_reason = reason
-    num_accepted = min(num_accepted, verdict.kept)
+    num_accepted = min(len(token_ids) - 1, verdict.kept)
+    if is_round:
+        s.speculation.record(num_drafted, num_accepted)
     return Emission(s, kept, text, num_drafted, num_accepted, is_round, reason, verdict.stop_reason)

@@ -15,9 +15,9 @@ def draft(engine: Engine, sequence: Sequence, k: int) -> list[int]:
     """
     p = engine.parts
     assert p.guard is not None
-    engine.settle()
-    if engine.has_work:
+    if p.scheduler.running or p.scheduler.waiting:
         raise ValueError("draft: other requests are running; finish or close their streams first")
+    engine.settle()  # what is under way is of requests that have ended
     engine.add(sequence)
     try:
         while True:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof.engine.scheduler import Plan
 from draftproof.engine.sequence import LogprobRow
-from draftproof.engine.transfer import Arrivals, download, upload
+from draftproof.kernels.transfer import Arrivals, download, upload
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.sampler import Sampler
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.scheduler import Work
-from draftproof.engine.transfer import upload
 from draftproof.kernels.step import PassRows, SlotState, StepOps
+from draftproof.kernels.transfer import upload
 from draftproof.sampling.verifier import Verdict, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw

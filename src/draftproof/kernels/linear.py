@@ -11,7 +11,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify, gpu, native, products
+from draftproof.kernels import certify, gpu, grouped, native, products
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.products import Form, Way
 
@@ -121,6 +121,7 @@ class LinearPlanner:
         self.weight_bytes = 0  # of everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
+        self._grouped: dict[Shape, bool] = {}  # whether the grouped product of a shape is exact
 
     def pack(
         self,
@@ -145,6 +146,28 @@ class LinearPlanner:
             way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
             linear._form = way.make(weight_NK, bias_N, out_dtype)
         return linear
+
+    def pack_experts(
+        self,
+        num_experts: int,
+        weights: Iterable[Tensor],
+        shape: Shape,
+        *,
+        exact: bool | None = None,
+    ) -> grouped.GroupedForm:
+        """The products with each expert's weight [N, K], taken one by one. Usable after `certify`.
+
+        Where no grouped product is exact here, each expert's is one of `pack`'s.
+        """
+        exact = self.exact if exact is None else exact
+        make = grouped.find(self._device, shape, self._library)
+        if make is not None and exact and shape not in self._grouped:
+            self._grouped[shape] = grouped.is_exact(make, shape, self._device)
+        if make is not None and (not exact or self._grouped[shape]):
+            return make(num_experts, weights, shape)
+        each = [self.pack(weight_NK, out_dtype=shape.out_dtype, exact=exact) for weight_NK in weights]
+        assert len(each) == num_experts
+        return grouped.PerExpert(each, shape)
 
     def certify(self) -> None:
         """Decide for every shape packed so far, from the disk cache where it knows, and pack the weights.

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftproof.kernels import activation, gpu, logits, native, norm, rope, rows, sample, step
+from draftproof.kernels import activation, experts, gpu, logits, native, norm, rope, rows, sample, step
+from draftproof.kernels.experts import ExpertOps
 from draftproof.kernels.step import StepOps
 from draftproof.kernels.step_compiled import CompiledStep
 
@@ -107,6 +108,7 @@ class Ops:
     sample: Sample
     log_normalizer: LogNormalizer
     step: StepOps
+    experts: ExpertOps
 
 
 TORCH = Ops(
@@ -120,6 +122,7 @@ TORCH = Ops(
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
     step=step.TORCH_STEP,
+    experts=experts.TORCH_EXPERTS,
 )
 
 
@@ -140,12 +143,13 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
         step=CompiledStep(library),
+        experts=experts.CompiledExperts(library),
     )
 
 
 def triton_ops() -> Ops:
     """The operators in Triton; needs triton. Those that only copy keep to torch, which is exact there."""
-    from draftproof.kernels.gpu import activation, logits, norm, rope, sample, step
+    from draftproof.kernels.gpu import activation, experts, logits, norm, rope, sample, step
 
     return replace(
         TORCH,
@@ -157,4 +161,5 @@ def triton_ops() -> Ops:
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
         step=step.TritonStep(),
+        experts=experts.TritonExperts(),
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftproof.models.families import FAMILIES, Family
+from draftproof.models.moe_config import MoEConfig, parse_moe
 from draftproof.models.rope import RopeConfig, parse_rope
 
 
@@ -86,6 +87,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: torch.dtype | None = None
@@ -168,14 +170,15 @@ def parse(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=_norm_eps(raw, where),
-        rope=parse_rope(raw, head_dim, max_positions, where),
+        rope=parse_rope(raw, head_dim, max_positions, where, family.default_theta, family.default_rotary),
         max_position_embeddings=max_positions,
         windows=_windows(raw, family, num_layers, where),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", where),
-        qkv_bias=_bias(raw, family.qkv_bias, where),
-        o_bias=_bias(raw, family.o_bias, where),
-        mlp_bias=_bias(raw, family.mlp_bias, where),
-        qk_norm=family.qk_norm,
+        qkv_bias=_switch(raw, family.qkv_bias, where),
+        o_bias=_switch(raw, family.o_bias, where),
+        mlp_bias=_switch(raw, family.mlp_bias, where),
+        qk_norm=_switch(raw, family.qk_norm, where),
+        moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else None,
         eos_token_ids=token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),
         dtype=_dtype(raw, where),
@@ -233,8 +236,8 @@ def _flag(raw: Mapping[str, Any], key: str, where: str) -> bool:
     return bool(value)
 
 
-def _bias(raw: Mapping[str, Any], bias: bool | str, where: str) -> bool:
-    return _flag(raw, bias, where) if isinstance(bias, str) else bias
+def _switch(raw: Mapping[str, Any], switch: bool | str, where: str) -> bool:
+    return _flag(raw, switch, where) if isinstance(switch, str) else switch
 
 
 def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
@@ -259,7 +262,9 @@ def _norm_eps(raw: Mapping[str, Any], where: str) -> float:
 
 def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str) -> tuple[int, ...]:
     """Each layer's window, 0 = none; what the keys mean is the family's business (`families.Windows`)."""
-    size = raw.get("sliding_window", 4096 if family.windows == "every" else None)
+    size = raw.get("sliding_window", family.default_window)
+    if family.windows == "never":
+        return (0,) * num_layers
     if family.windows == "switched" and not _flag(raw, "use_sliding_window", where):
         size = None
     types = raw.get("layer_types")

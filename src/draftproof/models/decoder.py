@@ -69,11 +69,13 @@ class Decoder:
         *,
         max_positions: int | None = None,
         exact: bool | None = None,
+        num_columns: int | None = None,
     ) -> Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models. Raises ValueError for tensors missing, misshapen or left over.
+        planner does, False for draft models. num_columns: of an untied head that has not one for each id. Raises
+        ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
         build = Build(weights, ops, planner, device, dtype, exact)
@@ -89,7 +91,7 @@ class Decoder:
         if config.tie_word_embeddings:
             head = build.pack(embed_VH, out_dtype=torch.float32)
         else:
-            head = build.linear("lm_head", hidden, vocab_size, out_dtype=torch.float32)
+            head = build.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
         return cls(config, embed_VH, layers, final_norm, head, cos_sin_PD, ops)

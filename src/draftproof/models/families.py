@@ -1,6 +1,7 @@
 """The families of language models that the one decoder runs: a table with one row a family, and nothing else.
 
-A row says how a family differs from "Llama": where its biases are, whether it norms q and k, what its window means.
+A row says how a family differs from "Llama": where its biases are, whether it norms q and k, what its window means,
+how much of a head rotates, where it has experts.
 """
 
 from __future__ import annotations
@@ -9,38 +10,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from draftproof.models.moe_config import MoEFamily
+
 # How a config states its sliding windows:
 #   per_layer  `layer_types` names the layers that slide, `sliding_window` their size
 #   switched   the same, but only under `use_sliding_window`; without `layer_types` the layers from
 #              `max_window_layers` on slide
-#   every      `sliding_window` holds for every layer, 4096 where the key is missing, null for none
-Windows = Literal["per_layer", "switched", "every"]
+#   every      `sliding_window` holds for every layer, `default_window` where the key is missing, null for none
+#   never      the keys may be there, switched off
+Windows = Literal["per_layer", "switched", "every", "never"]
 
 WINDOW_KEYS: Mapping[Windows, frozenset[str]] = {
     "per_layer": frozenset({"layer_types", "sliding_window"}),
     "switched": frozenset({"layer_types", "sliding_window", "use_sliding_window", "max_window_layers"}),
     "every": frozenset({"layer_types", "sliding_window"}),
+    "never": frozenset({"sliding_window", "max_window_layers"}),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One row. A bias is a constant of the family or the config key that switches it on (missing: off)."""
+    """One row. A bias, or the norm of q and k, is a constant or the config key that switches it on (missing: off).
+
+    `default_rotary`: share of a head that rotates where the config does not say; None: the family rotates whole heads
+    and refuses anything else.
+    """
 
     model_type: str
     architectures: tuple[str, ...]
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     windows: Windows = "per_layer"
+    default_window: int | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    default_theta: float = 10000.0
+    default_rotary: float | None = None
+    moe: MoEFamily | None = None
 
     @property
     def keys(self) -> frozenset[str]:
         """Config keys that mean something in this family, beyond those that all share."""
-        biases = {b for b in (self.qkv_bias, self.o_bias, self.mlp_bias) if isinstance(b, str)}
-        return WINDOW_KEYS[self.windows] | biases
+        switches = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
+        named = {switch for switch in switches if isinstance(switch, str)}
+        return WINDOW_KEYS[self.windows] | named | (self.moe.keys if self.moe else frozenset())
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -64,6 +78,40 @@ FAMILIES: Mapping[str, Family] = {
             windows="switched",
             default_head_dim=128,
         ),
-        Family(model_type="mistral", architectures=("MistralForCausalLM",), windows="every"),
+        Family(
+            model_type="mistral", architectures=("MistralForCausalLM",), windows="every", default_window=4096
+        ),
+        Family(
+            model_type="mixtral",
+            architectures=("MixtralForCausalLM",),
+            windows="every",
+            default_theta=1e6,
+            moe=MoEFamily(
+                scoring="softmax",
+                count=("num_local_experts", "num_experts"),
+                width="intermediate_size",
+                normalized=True,
+                blocks=("block_sparse_moe", "mlp"),
+                parts=("w1", "w3", "w2"),
+            ),
+        ),
+        # transformers lets every layer slide where the key says so; no published model does.
+        Family(
+            model_type="qwen3_moe",
+            architectures=("Qwen3MoeForCausalLM",),
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows="never",
+            moe=MoEFamily(scoring="softmax", count=("num_experts", "num_local_experts")),
+        ),
+        Family(
+            model_type="glm4_moe",
+            architectures=("Glm4MoeForCausalLM",),
+            qkv_bias="attention_bias",
+            qk_norm="use_qk_norm",
+            default_rotary=0.5,
+            moe=MoEFamily(scoring="biased_sigmoid", count=("n_routed_experts", "num_local_experts")),
+        ),
     )
 }

@@ -17,6 +17,7 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
+from draftproof.models.moe import MoE
 
 Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
@@ -144,8 +145,9 @@ class MLP:
 
     __slots__ = ("_silu_mul", "down", "gate_up")
 
-    def __init__(self, build: Build, prefix: str, config: ModelConfig) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, build: Build, prefix: str, config: ModelConfig, width: int | None = None) -> None:
+        """width: the intermediate size, where it is not the config's."""
+        hidden, inner = config.hidden_size, width or config.intermediate_size
         self._silu_mul = build.ops.silu_mul
         self.gate_up = build.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], bias=config.mlp_bias
@@ -154,6 +156,17 @@ class MLP:
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.down(self._silu_mul(self.gate_up(x_TH)))
+
+
+def feed_forward(build: Build, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:
+    """What follows the attention in layer `index`, whose tensors begin with `prefix`."""
+    moe = config.moe
+    if moe is None or index in moe.dense_layers:
+        return MLP(build, f"{prefix}.mlp", config)
+    shared = (
+        MLP(build, f"{prefix}.mlp.shared_experts", config, moe.shared_width) if moe.shared_width else None
+    )
+    return MoE(build, prefix, config.hidden_size, moe, shared)
 
 
 class DecoderLayer:
@@ -183,7 +196,7 @@ class DecoderLayer:
             build, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size
         )
         self.post_norm = Norm.load(build, f"{prefix}.post_attention_layernorm", hidden, eps)
-        self.mlp = MLP(build, f"{prefix}.mlp", config)
+        self.mlp = feed_forward(build, prefix, config, index)
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         """x_TX: the normed input; residual_TH: the stream it was made from. Their sum of the result is the stream

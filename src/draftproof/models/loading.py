@@ -20,7 +20,11 @@ from draftproof.models.config import read_json, token_ids
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
 _OFFSETS = ("d2t",)  # tensors that hold target id minus draft id
-_BRANCHES = {"o_proj": 1.0, "down_proj": 8.0}  # random weights: how loud a layer's parts are in the stream
+_BRANCHES = {
+    "o_proj": 1.0,
+    "down_proj": 8.0,
+    ".w2.": 8.0,
+}  # random weights: how loud a layer's parts are in the stream
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 

@@ -57,9 +57,17 @@ class RopeConfig:
     truncate: bool = True
 
 
-def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeConfig:
+def parse_rope(
+    raw: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    where: str,
+    default_theta: float = 10000.0,
+    default_rotary: float | None = None,
+) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4.x) of a model's config.
 
+    default_rotary: the share of a head that rotates where the config does not say; None: whole heads, always.
     Raises ValueError for types whose frequencies depend on the length of the text, unknown types and unknown keys.
     """
     given = dict(_flat(raw, where))
@@ -71,34 +79,51 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, where:
                 f"{where}: unknown key {key!r}={value!r} in the rotary embedding of type {kind!r}: "
                 f"it may change the arithmetic; known: {', '.join(sorted(_EVERY_TYPE | _KEYS_OF_TYPE[kind]))}"
             )
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(
-            f"{where}: partial_rotary_factor={partial!r}: this family rotates whole heads; remove the key or set 1.0"
-        )
-    theta = _number(given, "rope_theta", raw.get("rope_theta", 10000.0), where)
+    rotary_dim = _rotary_dim(
+        given.get("partial_rotary_factor", raw.get("partial_rotary_factor")), head_dim, where, default_rotary
+    )
+    theta = _number(given, "rope_theta", raw.get("rope_theta", default_theta), where)
     if kind == "default":
-        return RopeConfig(theta=theta, rotary_dim=head_dim)
+        return RopeConfig(theta=theta, rotary_dim=rotary_dim)
     if kind == "linear":
         return RopeConfig(
-            theta=theta, rotary_dim=head_dim, type=kind, factor=_number(given, "factor", None, where)
+            theta=theta, rotary_dim=rotary_dim, type=kind, factor=_number(given, "factor", None, where)
         )
     original = int(_number(given, "original_max_position_embeddings", max_positions, where))
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
-            rotary_dim=head_dim,
+            rotary_dim=rotary_dim,
             type=kind,
             factor=_number(given, "factor", None, where),
             low_freq_factor=_number(given, "low_freq_factor", None, where),
             high_freq_factor=_number(given, "high_freq_factor", None, where),
             original_max_positions=original,
         )
-    return _parse_yarn(given, theta, head_dim, original, max_positions, where)
+    return _parse_yarn(given, theta, rotary_dim, original, max_positions, where)
+
+
+def _rotary_dim(partial: Any, head_dim: int, where: str, default: float | None) -> int:
+    if default is None:
+        if partial not in (None, 1, 1.0):
+            raise ValueError(
+                f"{where}: partial_rotary_factor={partial!r}: this family rotates whole heads; remove "
+                "the key or set 1.0"
+            )
+        return head_dim
+    partial = default if partial is None else partial
+    is_number = isinstance(partial, (int, float)) and not isinstance(partial, bool) and 0 < partial <= 1
+    size = int(head_dim * partial) if is_number else 0
+    if size == 0 or size % 2:
+        raise ValueError(
+            f"{where}: partial_rotary_factor={partial!r}: must be a number up to 1 that leaves an even part of "
+            f"head_dim={head_dim}"
+        )
+    return size
 
 
 def _parse_yarn(
-    given: Mapping[str, Any], theta: float, head_dim: int, original: int, max_positions: int, where: str
+    given: Mapping[str, Any], theta: float, rotary_dim: int, original: int, max_positions: int, where: str
 ) -> RopeConfig:
     factor = _number(given, "factor", max_positions / original, where)
     attention = given.get("attention_factor")
@@ -110,7 +135,7 @@ def _parse_yarn(
             attention = _yarn_scale(factor, 1.0)
     return RopeConfig(
         theta=theta,
-        rotary_dim=head_dim,
+        rotary_dim=rotary_dim,
         type="yarn",
         factor=factor,
         original_max_positions=original,

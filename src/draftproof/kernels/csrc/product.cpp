@@ -25,6 +25,14 @@ struct Args {
     int64_t rows, outputs, inputs, dtype, out_dtype, threads;
 };
 
+struct GroupedArgs {
+    const void* x;
+    const uvec* weights;
+    const int64_t* starts;
+    void* out;
+    int64_t rows, experts, outputs, inputs, dtype, out_dtype, threads;
+};
+
 struct Problem {
     const uvec* weights;
     const float* bias;
@@ -187,6 +195,35 @@ void run(const Problem& p, O* out, int64_t threads) {
     for (int64_t m = 0; m < members; m++) tiles<T>(p, out, count * m / members, count * (m + 1) / members);
 }
 
+// Each expert's rows by its weight; a part of an expert's outputs at a time, so that few experts keep all threads busy.
+template <class T, class O>
+void run_grouped(const Problem& whole, const int64_t* starts, int64_t experts, O* out, int64_t threads) {
+    constexpr int64_t PART = 4;  // tiles
+    int64_t count = (whole.outputs + TILE - 1) / TILE, parts = (count + PART - 1) / PART;
+    std::vector<int64_t> active;
+    for (int64_t e = 0; e < experts; e++)
+        if (starts[e] < starts[e + 1]) active.push_back(e);
+    int64_t items = active.size() * parts;
+    int64_t members = std::min(team(threads, whole.outputs * whole.words * (int64_t)active.size()), items);
+#pragma omp parallel for num_threads(members) if (members > 1) schedule(dynamic)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t e = active[item / parts], first = item % parts * PART;
+        Problem p = whole;
+        p.weights = whole.tile(e * count);
+        p.x += starts[e] * p.stride;
+        p.rows = starts[e + 1] - starts[e];
+        tiles<T>(p, out + starts[e] * p.outputs, first, std::min(first + PART, count));
+    }
+}
+
+// Rows as words, zeros up to the stride; `copy` holds them where they do not lie like that already.
+const uint32_t* padded_rows(const void* x, int64_t rows, int64_t bytes, int64_t stride, std::vector<uint32_t>& copy) {
+    if (bytes == stride * 4) return (const uint32_t*)x;
+    copy.resize(rows * stride);
+    for (int64_t r = 0; r < rows; r++) std::memcpy(copy.data() + r * stride, (const char*)x + r * bytes, bytes);
+    return copy.data();
+}
+
 }  // namespace
 
 // Bytes of the packed form of a weight [outputs, inputs].
@@ -213,15 +250,21 @@ extern "C" void dp_product_pack(const void* weight, uint32_t* packed, int64_t ou
 // x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32 or bf16.
 extern "C" void dp_product(const Args* a) {
     int64_t size = a->dtype == BF16 ? 2 : 4, words = word_count(a->inputs, a->dtype);
-    Problem p = {a->weights, a->bias, (const uint32_t*)a->x, a->rows, a->outputs, words, padded(words)};
     std::vector<uint32_t> copy;
-    if (a->inputs * size != p.stride * 4) {
-        copy.resize(a->rows * p.stride);
-        for (int64_t r = 0; r < a->rows; r++)
-            std::memcpy(copy.data() + r * p.stride, (const char*)a->x + r * a->inputs * size, a->inputs * size);
-        p.x = copy.data();
-    }
+    const uint32_t* x = padded_rows(a->x, a->rows, a->inputs * size, padded(words), copy);
+    Problem p = {a->weights, a->bias, x, a->rows, a->outputs, words, padded(words)};
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->out_dtype, O, run<T>(p, (O*)a->out, a->threads)));
+}
+
+// x [rows, inputs], sorted by expert: those of expert e are starts[e] to starts[e + 1]; out [rows, outputs]. weights:
+// the packed forms one after the other.
+extern "C" void dp_grouped_product(const GroupedArgs* a) {
+    int64_t size = a->dtype == BF16 ? 2 : 4, words = word_count(a->inputs, a->dtype);
+    std::vector<uint32_t> copy;
+    const uint32_t* x = padded_rows(a->x, a->rows, a->inputs * size, padded(words), copy);
+    Problem p = {a->weights, nullptr, x, a->rows, a->outputs, words, padded(words)};
+    DP_DISPATCH(a->dtype, T,
+                DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
 }
 
 // Whether this build's product is as fast as the machine allows (16 lanes at a time).

@@ -1,0 +1,203 @@
+"""A draft model that shares no tokens with its target: it reads the text, goes on in its own tokens, and what it wrote
+is encoded for the target. Its cache is its own, because its tokens sit at other positions than the target's.
+
+Shapes: R requests that are drafted for, S slots, B blocks of a slot, N rows of a pass, K target drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention, Rows
+from draftproof.cache.pages import PageAllocator
+from draftproof.cache.pool import allocate
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.retokenize import DraftIds, TargetText
+from draftproof.drafters.token_map import token_texts
+from draftproof.models.decoder import Decoder
+
+MOST_CONTEXT = 4096  # draft tokens; of a longer text its end is read
+MOST_STEPS = 4  # draft tokens written for a target token
+MOST_BYTES = 2 << 30  # of cache; who finds no room there is not drafted for
+
+
+@dataclass(slots=True)
+class _Request:
+    text: TargetText
+    draft: DraftIds
+    blocks: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)  # ids whose keys and values are there, from position 0 on
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One request's part of a round: draft `steps` tokens after `ids`, of which the first `num_kept` are cached."""
+
+    index: int
+    slot: int
+    request: _Request
+    ids: list[int]
+    num_kept: int
+    steps: int
+
+
+class TextDrafter:
+    """Greedy at any temperature: other tokens share no noise with the target's."""
+
+    spec = DraftSpec(host_tokens=True)
+
+    def __init__(self, given: DraftBuild, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
+        """`context`: positions that the decoder was made for; `target`, `draft`: tokenizers."""
+        self._target, self._draft, self._decoder = target, draft, decoder
+        self._unknown, self._foreign = _special_alone(target, draft), _special_alone(draft, target)
+        self._build, self._config = given.build, given.config
+        self._context = context
+        self._requests: dict[int, _Request] = {}
+        self._memory: DraftMemory | None = None
+        self._pages = PageAllocator(2, 1, sharing=False, lookahead=0)
+
+    def bind(self, memory: DraftMemory) -> None:
+        """Make room for as many requests as there may be, within `MOST_BYTES`."""
+        if self._memory is not None:
+            return
+        size, num_slots = self._config.block_size, self._config.max_num_seqs
+        device, dtype = self._build.device, self._build.dtype
+        each = math.ceil(self._context / size)
+        block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
+        num_blocks = max(each, min(num_slots * each, MOST_BYTES // block_bytes))
+        table_SB = torch.zeros((num_slots, each), dtype=torch.int32, device=device)
+        cache = allocate(list(self._decoder.kv), table_SB, num_blocks + 1, size, dtype, device)
+        self._pages = PageAllocator(num_blocks + 1, size, sharing=False, lookahead=0)
+        self._memory = DraftMemory(ops=memory.ops, backend=memory.backend, cache=cache, graphs=memory.graphs)
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        self.release(slot)
+        self._requests[slot] = _Request(TargetText(self._target, self._unknown), DraftIds(self._draft))
+
+    def release(self, slot: int) -> None:
+        request = self._requests.pop(slot, None)
+        if request is not None:
+            self._pages.release(request.blocks)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        wanted, slots = verified.k_R.tolist(), verified.slots_R.tolist()
+        tokens_RK = np.zeros((len(wanted), num_drafts), dtype=np.int64)
+        count_R = np.zeros(len(wanted), dtype=np.int64)
+        jobs = [
+            job
+            for r, (slot, k) in enumerate(zip(slots, wanted, strict=True))
+            if k > 0 and (job := self._job(r, slot, verified, k)) is not None
+        ]
+        for job, drafted in zip(jobs, self._write(jobs), strict=True):
+            own = next((n for n, i in enumerate(drafted) if i in self._foreign), len(drafted))
+            text = job.request.draft.continuation(drafted[:own])
+            found = job.request.text.continued(text, wanted[job.index]) if text else []
+            tokens_RK[job.index, : len(found)], count_R[job.index] = found, len(found)
+        device = verified.k_R.device
+        return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
+
+    def _job(self, index: int, slot: int, verified: Verified, k: int) -> _Job | None:
+        """None where nothing can be drafted: in the middle of a character, and without room."""
+        if slot not in self._requests:
+            self.admit(slot, [], 0)
+        request = self._requests[slot]
+        request.text.add(verified.history(index)[request.text.num_ids :].tolist())
+        request.draft.update(request.text.text)
+        ids, num_target = request.draft.ids, request.text.num_ids
+        if not request.text.ends_whole or not ids:
+            return None
+        steps = min(MOST_STEPS * k, max(k, math.ceil(k * len(ids) / num_target)), self._context // 4)
+        ids = _end_of(ids, request.draft.prefix, self._context)
+        num_blocks = math.ceil((len(ids) + steps) / self._pages.block_size)
+        if not self._grow(slot, request, num_blocks):
+            return None
+        same = next(
+            (i for i, pair in enumerate(zip(ids, request.cached, strict=False)) if pair[0] != pair[1]), None
+        )
+        num_same = min(len(ids), len(request.cached)) if same is None else same
+        return _Job(index, slot, request, ids, min(num_same, len(ids) - 1), steps)
+
+    def _grow(self, slot: int, request: _Request, num_blocks: int) -> bool:
+        missing = num_blocks - len(request.blocks)
+        if missing <= 0:
+            return True
+        fresh = self._pages.allocate(missing)
+        if fresh is None:
+            return False
+        assert self._memory is not None
+        start, request.blocks = len(request.blocks), request.blocks + fresh
+        table_SB = self._memory.cache.block_table_SB
+        table_SB[slot, start:num_blocks] = torch.tensor(fresh, dtype=torch.int32).to(table_SB.device)
+        return True
+
+    def _write(self, jobs: list[_Job]) -> list[list[int]]:
+        """The draft tokens of each job, and its cache in step."""
+        if not jobs:
+            return []
+        for job in jobs:  # if a pass fails, what it overwrote is not believed
+            del job.request.cached[job.num_kept :]
+        newest_R = self._decoder.logits(self._read(jobs)).argmax(-1)
+        drawn = [newest_R]
+        slots_R = self._upload([job.slot for job in jobs])
+        for step in range(1, max(job.steps for job in jobs)):
+            positions = [len(job.ids) + step - 1 if step < job.steps else -1 for job in jobs]
+            hidden_RH = self._pass(newest_R, self._upload(positions), slots_R, most_each=1)
+            newest_R = self._decoder.logits(hidden_RH).argmax(-1)
+            drawn.append(newest_R)
+        written = torch.stack(drawn, 1).tolist()
+        drafted = [row[: job.steps] for row, job in zip(written, jobs, strict=True)]
+        for job, ids in zip(jobs, drafted, strict=True):
+            job.request.cached = job.ids + ids[:-1]
+        return drafted
+
+    def _read(self, jobs: list[_Job]) -> Tensor:
+        """Compute what is not cached; the state of each job's last token, [R, H]."""
+        rows = [(i, job.slot, p) for i, job in enumerate(jobs) for p in range(job.num_kept, len(job.ids))]
+        most, hidden = self._config.max_num_batched_tokens, list[Tensor]()
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            tokens_N = self._upload([jobs[i].ids[p] for i, _, p in part])
+            slots_N, positions_N = (self._upload([row[column] for row in part]) for column in (1, 2))
+            last = [n for n, (i, _, p) in enumerate(part) if p + 1 == len(jobs[i].ids)]
+            hidden.append(self._pass(tokens_N, positions_N, slots_N)[self._upload(last)])
+        return torch.cat(hidden)
+
+    def _pass(self, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, most_each: int = 0) -> Tensor:
+        m = self._memory
+        assert m is not None, "bind comes before propose"
+        rows = Rows(positions_N, slots_N, positions_N + 1, most_each=most_each)
+        return self._decoder(tokens_N, PagedAttention(m.ops, m.backend, m.cache, rows)).hidden_TH
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self._build.device)
+
+
+def context_of(given: DraftBuild, most_positions: int) -> int:
+    """Draft tokens that are kept of a request."""
+    return min(most_positions, MOST_CONTEXT, MOST_STEPS * given.max_positions)
+
+
+def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:
+    """What is read of `ids`: all, as long as there is room for drafts, else an end. It begins at a multiple of half the
+    context, so it does not move with every token."""
+    room = context - context // 4
+    if len(ids) <= room:
+        return ids
+    first = math.ceil((len(ids) + len(prefix) - room) / (context // 2)) * (context // 2)
+    return prefix + ids[first:]
+
+
+def _special_alone(tokenizer: Any, other: Any) -> frozenset[int]:
+    """Special tokens that the other tokenizer does not have."""
+    known = set(token_texts(other).values())
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(i for i, token in added.items() if token.special and token.content.encode() not in known)

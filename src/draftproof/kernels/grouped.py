@@ -1,0 +1,107 @@
+"""Products over experts: rows sorted by expert, each group by a weight of its own.
+
+A form takes x [P, K] and starts [E + 1] (the rows of expert e are starts[e] to starts[e + 1]) and gives [P, N]. A
+row's bits depend on the row and its expert alone, however many rows each expert has.
+Shapes: P rows sorted by expert, E experts, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import gpu
+from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels.native import DTYPE_CODES, Library
+
+GroupedForm = Callable[[Tensor, Tensor], Tensor]
+Make = Callable[[int, Iterable[Tensor], Shape], GroupedForm]
+
+# Rows of three experts in the certificate: none, one, and numbers around every kernel's tiles.
+SPLITS = ((1, 0, 0), (0, 2, 1), (3, 5, 8), (16, 17, 1), (15, 33, 31), (64, 0, 40), (7, 65, 130))
+WIDEST = 256  # outputs that a certificate looks at: they differ in their weights only
+
+
+class PerExpert:
+    """One product after the other, each as the planner certified it. The host looks at the lengths."""
+
+    def __init__(self, products: Sequence[Callable[[Tensor], Tensor]], shape: Shape) -> None:
+        self._products, self._shape = products, shape
+
+    def __call__(self, x_PK: Tensor, starts_E1: Tensor) -> Tensor:
+        out_PN = x_PK.new_empty(x_PK.shape[0], self._shape.outputs, dtype=self._shape.out_dtype)
+        starts = starts_E1.tolist()
+        for product, first, end in zip(self._products, starts[:-1], starts[1:], strict=True):
+            if first < end:
+                out_PN[first:end] = product(x_PK[first:end])
+        return out_PN
+
+
+class CompiledGroups:
+    """csrc/product.cpp over packed copies of the weights, exact by construction."""
+
+    def __init__(self, library: Library, num_experts: int, weights: Iterable[Tensor], shape: Shape) -> None:
+        self._run, self._pack = library.packed("dp_grouped_product", "4P7q")
+        code = DTYPE_CODES[shape.dtype]
+        words = (
+            library.function("dp_product_packed_bytes", "iii", "i")(shape.outputs, shape.inputs, code) // 4
+        )
+        pack = library.function("dp_product_pack", "ppiiii")
+        self._weights = torch.zeros(num_experts, words, dtype=torch.int32)
+        assert self._weights.data_ptr() % 64 == 0
+        for packed, weight_NK in zip(self._weights, weights, strict=True):
+            weight_NK = weight_NK.contiguous()
+            sizes = (shape.outputs, shape.inputs, code, torch.get_num_threads())
+            pack(weight_NK.data_ptr(), packed.data_ptr(), *sizes)
+        self._shape = shape
+        self._sizes = (num_experts, shape.outputs, shape.inputs, code, DTYPE_CODES[shape.out_dtype])
+
+    def __call__(self, x_PK: Tensor, starts_E1: Tensor) -> Tensor:
+        assert x_PK.dtype == self._shape.dtype
+        x_PK = x_PK.contiguous()
+        rows = x_PK.shape[0]
+        out_PN = torch.empty((rows, self._shape.outputs), dtype=self._shape.out_dtype)
+        args = self._pack(
+            *(x_PK.data_ptr(), self._weights.data_ptr(), starts_E1.data_ptr(), out_PN.data_ptr()),
+            *(rows, *self._sizes, torch.get_num_threads()),
+        )
+        self._run(args, out_PN)
+        return out_PN
+
+
+def find(device: torch.device, shape: Shape, library: Library | None) -> Make | None:
+    """How to make the one form this machine has for `shape`; None: only one product at a time."""
+    if gpu.available(device):
+        from draftproof.kernels.gpu.grouped import Groups
+
+        return Groups
+    known = {shape.dtype, shape.out_dtype} <= DTYPE_CODES.keys()
+    if device.type == "cpu" and library is not None and known:
+        return lambda count, weights, given: CompiledGroups(library, count, weights, given)
+    return None
+
+
+def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
+    """Whether a row gets the same bits alone and in every grouping, on data whose sums cancel."""
+    outputs = shape.outputs if shape.outputs <= WIDEST else WIDEST // 2 + shape.outputs % (WIDEST // 2)
+    narrow = Shape(outputs, shape.inputs, shape.dtype, shape.out_dtype, False)
+    most = max(map(sum, SPLITS))
+    x_PK, weight_NK = (t.to(device) for t in cancelling(most, narrow, seed=13))
+    weights = [weight_NK, weight_NK.flip(0).contiguous(), -weight_NK]
+    form = make(len(weights), weights, narrow)
+    alone = [_rows_alone(form, x_PK, expert, len(weights)) for expert in range(len(weights))]
+    for split in SPLITS:
+        starts = torch.tensor([0, *split], device=device).cumsum(0)
+        ends = starts.tolist()
+        expected = [alone[e][ends[e] : ends[e + 1]] for e in range(len(split))]
+        if not torch.equal(form(x_PK[: ends[-1]].clone(), starts), torch.cat(expected)):
+            return False
+    return True
+
+
+def _rows_alone(form: GroupedForm, x_PK: Tensor, expert: int, num_experts: int) -> Tensor:
+    starts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_PK.device)
+    starts_E1[expert + 1 :] = 1
+    return torch.cat([form(x_1K, starts_E1) for x_1K in x_PK.split(1)])

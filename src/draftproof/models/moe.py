@@ -1,0 +1,97 @@
+"""A mixture of experts: each row goes through the few experts that its scores choose, and through the shared ones.
+
+Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.certify import Shape
+from draftproof.kernels.grouped import GroupedForm
+from draftproof.models.moe_config import MoEConfig
+
+if TYPE_CHECKING:
+    from draftproof.models.layers import Build
+
+
+class MoE:
+    """Router, experts, and whatever every row goes through besides."""
+
+    __slots__ = (
+        "_bias_E",
+        "_config",
+        "_down",
+        "_gate_up",
+        "_gather",
+        "_ops",
+        "_router",
+        "_shared",
+        "_silu_mul",
+    )
+
+    def __init__(
+        self,
+        build: Build,
+        layer: str,
+        hidden: int,
+        config: MoEConfig,
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        """layer: what the layer's tensors begin with; shared: [T, H] -> [T, H], added to the experts' sum."""
+        blocks = [f"{layer}.{name}" for name in config.blocks]
+        block = next((name for name in blocks if f"{name}.gate.weight" in build.weights), blocks[0])
+        self._config, self._shared = config, shared
+        self._ops, self._gather, self._silu_mul = build.ops.experts, build.ops.gather, build.ops.silu_mul
+        self._router = build.linear(f"{block}.gate", hidden, config.num_experts, out_dtype=torch.float32)
+        self._bias_E = None
+        if config.biased:  # never rounded: it decides which of two close experts is chosen
+            bias_E = build.weights.get(f"{block}.gate.e_score_correction_bias", (config.num_experts,))
+            self._bias_E = bias_E.to(build.device, torch.float32, copy=True)
+        gate, up, down = config.parts
+        tensors = _Experts(build, f"{block}.experts", config.num_experts)
+        self._gate_up = tensors.load((gate, up), "gate_up_proj", config.width, hidden)
+        self._down = tensors.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
+
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """[T, H], already normed -> [T, H]."""
+        experts_TK, weights_TK = self._ops.route(self._router(x_TH), self._bias_E, self._config.routing)
+        source_P, place_TK, starts_E1 = self._ops.group(experts_TK, self._config.num_experts)
+        inner_PI2 = self._gate_up(self._gather(x_TH, source_P), starts_E1)
+        y_PH = self._down(self._silu_mul(inner_PI2), starts_E1)
+        base_TH = None if self._shared is None else self._shared(x_TH)
+        return self._ops.combine(y_PH, place_TK, weights_TK, base_TH, x_TH.dtype)
+
+
+class _Experts:
+    """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
+
+    def __init__(self, build: Build, prefix: str, num_experts: int) -> None:
+        self._build, self._prefix, self._num_experts = build, prefix, num_experts
+
+    def load(
+        self,
+        parts: Sequence[str],
+        packed: str,
+        out_size: int,
+        in_size: int,
+        out_dtype: torch.dtype | None = None,
+    ) -> GroupedForm:
+        """The product with `parts` one below the other, each of `out_size`; `packed`: what they are called together."""
+        build, rows = self._build, len(parts) * out_size
+        shape = Shape(rows, in_size, build.dtype, out_dtype or build.dtype, False)
+
+        def each() -> Iterator[Tensor]:
+            for expert in range(self._num_experts):
+                names = [f"{self._prefix}.{expert}.{part}.weight" for part in parts]
+                found = [build.tensor(name, (out_size, in_size)) for name in names]
+                yield found[0] if len(found) == 1 else torch.cat(found)
+
+        whole = f"{self._prefix}.{packed}"
+        is_packed = f"{self._prefix}.0.{parts[0]}.weight" not in build.weights and whole in build.weights
+        weights = build.tensor(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
+        return build.planner.pack_experts(self._num_experts, weights, shape, exact=build.exact)
