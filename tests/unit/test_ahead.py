@@ -14,9 +14,13 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.compare import compare
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine.engine import Engine
-from tests.conformance.cases import CASES, mixture
+from tests.conformance.cases import CASES, EAGLE3, MTP, mixture
 
-METHODS = [None, *(m for m in CASES if not m.startswith("custom"))]  # a user's sees no rows but its own
+CONFIGS = {
+    name: case.config for name, case in CASES.items() if not name.startswith("custom")
+}  # ours: live buffers
+CONFIGS["chain of eagle3, mtp"] = {"method": "chain", "drafters": [{"model": EAGLE3}, {"model": MTP}]}
+METHODS = [None, *CONFIGS]
 
 
 class NoLook(TorchDispatchMode):
@@ -81,7 +85,7 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
 def build(method: str | None, **settings: Any) -> LLM:
     config = None
     if method is not None:
-        config = {**CASES[method].config, "num_speculative_tokens": 3, "policy": "fixed"}
+        config = {**CONFIGS[method], "num_speculative_tokens": 3, "policy": "fixed"}
     return LLM(str(assets.path("tiny")), dtype="float32", speculative_config=config, **settings)
 
 

@@ -18,14 +18,15 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
-from draftproof.config import EngineConfig, SpeculativeConfig, reject_unknown_keys
+from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftSpec
-from draftproof.drafters.build import DraftBuild, DraftCheckpoint
+from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
+from draftproof.engine.drafting import DraftPlan, draft_plans
 from draftproof.engine.engine import Engine, Parts
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
@@ -84,8 +85,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     base = _base(config, directory, progress)
     speculative = config.speculative_config
     drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
-    plans = _draft_plans(speculative, drafts) if speculative else []
-    num_drafts = _num_drafts(speculative, plans) if speculative else 0
+    plans = draft_plans(speculative, drafts) if speculative else []
+    num_drafts = max((plan.num_drafts for plan in plans), default=0)
     target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
@@ -123,13 +124,18 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     if not detect.is_draft_head(directory):
         return config, directory
     weights = RandomWeights() if config.load_format == "dummy" else None
-    target = detect.target_of(detect.read(directory, weights))
+    head = detect.read(directory, weights)
+    target, given = detect.target_of(head), config.speculative_config or SpeculativeConfig()
     if target is None:
         raise ValueError(
             f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
             "this folder as speculative_config['model']"
         )
-    given = config.speculative_config or SpeculativeConfig()
+    if given.method not in (None, head.method):
+        raise ValueError(
+            f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
+            f"{given.method!r}: leave the method out, or give the target as model"
+        )
     if given.model is not None and Path(given.model) != directory:
         raise ValueError(
             f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
@@ -184,76 +190,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftPlan:
-    """One drafter to build; a chain has several. `inner`: drafters that it runs."""
-
-    method: str
-    checkpoint: DraftCheckpoint | None
-    settings: SpeculativeConfig
-    inner: tuple[_DraftPlan, ...] = ()
-
-
-def _draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> list[_DraftPlan]:
-    """`weights`: given to draft checkpoints instead of their files."""
-    members = [
-        plan for d in settings.drafters for plan in _draft_plans(SpeculativeConfig.from_dict(d), weights)
-    ]
-    if settings.method == registry.CHAIN:
-        if not settings.drafters:
-            raise ValueError(
-                "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
-            )
-        names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
-        reject_unknown_keys("speculative_config", settings.options, names)
-        return members
-    if settings.method is not None:
-        registry.check(settings.method)
-    method = registry.METHODS.get(settings.method or "")
-    if settings.drafters and not (method and method.runs_others):
-        raise ValueError(
-            f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
-        )
-    if settings.method is not None and not (method and method.needs_model):
-        return [_DraftPlan(settings.method, None, settings, tuple(members))]
-    if settings.model is None:
-        raise ValueError(
-            f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
-            if settings.method
-            else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
-        )
-    checkpoint = detect.read(resolve(settings.model), weights)
-    if settings.method not in (None, checkpoint.method):
-        raise ValueError(
-            f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
-            f"{checkpoint.method!r}; leave method out, or give another model"
-        )
-    return [_DraftPlan(checkpoint.method, checkpoint, settings)]
-
-
-def _num_drafts(settings: SpeculativeConfig, plans: list[_DraftPlan]) -> int:
-    """K: the user's, else the checkpoint's, else the method's; in a chain the largest of its members'."""
-    if settings.num_speculative_tokens is not None:
-        return settings.num_speculative_tokens
-
-    def one(plan: _DraftPlan) -> int:
-        method = registry.METHODS.get(plan.method)
-        own = plan.checkpoint.num_drafts if plan.checkpoint else max(map(one, plan.inner), default=None)
-        return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
-
-    return max(one(plan) for plan in plans)
-
-
 def _drafter(
-    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[_DraftPlan], num_drafts: int
+    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[DraftPlan], num_drafts: int
 ) -> Drafter:
+    """num_drafts: the most that any drafter of the engine proposes."""
     built = [
         registry.build(
             plan.method,
             DraftBuild(
                 config=base.config,
                 options=plan.settings.options,
-                num_drafts=num_drafts,
+                num_drafts=plan.num_drafts,
                 checkpoint=plan.checkpoint,
                 target=target,
                 target_weights=target_weights,
@@ -272,7 +219,7 @@ def _drafter(
         )
         for plan in plans
     ]
-    return built[0] if len(built) == 1 else ChainDrafter(built)
+    return built[0] if len(built) == 1 else ChainDrafter(built, [plan.num_drafts for plan in plans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +268,11 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
     table_SB = state.block_table_SB if drafting.trusted else state.block_table_SB.clone()
     draft_cache = cache(spec.kv, table_SB)
     own_graphs = base.graphs if drafting.trusted else base.new_graphs()
-    _bind(drafting, DraftMemory(ops=base.ops, backend=base.backend, cache=draft_cache, graphs=own_graphs))
+    lent = DraftMemory(
+        ops=base.ops, backend=base.backend, cache=draft_cache, graphs=own_graphs,
+        host_looks=device.type == "cpu",
+    )  # fmt: skip
+    _bind(drafting, lent)
     pages = PageAllocator(
         num_blocks,
         config.block_size,
