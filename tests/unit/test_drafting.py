@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,3 +139,24 @@ HEAD = {"model": EAGLE3}
 def test_a_checkpoint_that_would_not_be_used_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(**settings)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError('not today')", "RuntimeError: not today"),
+        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named"),
+        ("", "AttributeError: module .* has no attribute 'Mine'"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_users_module_that_cannot_be_imported_is_refused_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str, inside: bool
+) -> None:
+    name = f"users_module_{abs(hash((code, inside)))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config: dict[str, Any] = {"method": f"{name}.Mine"}
+    with pytest.raises(ValueError, match=rf"method='{name}.Mine': cannot be imported \({cause}"):
+        LLM(speculative_config={"method": "chain", "drafters": [config]} if inside else config)

@@ -123,7 +123,7 @@ def drafter(
     recordings: list[Recording], inner: Any = None, acceptance: float = 1.0, slots: int = 4
 ) -> ReplayDrafter:
     return ReplayDrafter(
-        recordings, ReplayOptions(recordings="", acceptance=acceptance), inner,
+        recordings, ReplayOptions(recordings="unread", acceptance=acceptance), inner,
         num_slots=slots, num_drafts=3, vocab_size=100, device=torch.device("cpu"),
     )  # fmt: skip
 

@@ -31,11 +31,15 @@ class ReplayOptions:
     """`recordings`: a file that `save` wrote. `acceptance`: the probability that draft j is the recorded token, for
     each j or one number for all; the last one holds for drafts past the end. `seed`: which tokens are wrong."""
 
-    recordings: str
+    recordings: str = ""
     acceptance: float | Sequence[float] = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.recordings:
+            raise ValueError(
+                "speculative_config: this method needs 'recordings': a file of draftproof.drafters.replay.save"
+            )
         numbers = self.rates()
         if not numbers or not all(isinstance(a, (int, float)) and 0 <= a <= 1 for a in numbers):
             raise ValueError(
@@ -190,10 +194,6 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 def build(given: DraftBuild) -> ReplayDrafter:
     """ValueError for options that make no sense and a file that cannot be used."""
-    if "recordings" not in given.options:
-        raise ValueError(
-            "speculative_config: this method needs 'recordings': a file of draftproof.drafters.replay.save"
-        )
     options = parse_options("speculative_config", given.options, ReplayOptions)
     vocab_size = given.target.config.vocab_size
     return ReplayDrafter(

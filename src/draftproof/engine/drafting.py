@@ -68,6 +68,7 @@ def _plan(
     own: int | None,
     inner: tuple[DraftPlan, ...] = (),
 ) -> DraftPlan:
+    registry.check_options(method, settings.options)
     row = registry.METHODS.get(method)
     number = settings.num_speculative_tokens or own or (row.default_drafts if row else 5)
     return DraftPlan(method, checkpoint, settings, number, inner)
