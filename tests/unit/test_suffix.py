@@ -133,7 +133,7 @@ def test_the_same_question_again_is_answered_from_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"suffix_decoding_max_tree_depth": 1}, "max_tree_depth=1: must be a number of at least 2"),
+        ({"suffix_decoding_max_tree_depth": 1}, "max_tree_depth=1: must be a whole number of at least 2"),
         ({"suffix_decoding_min_token_prob": "0.1"}, "min_token_prob='0.1'"),
         ({"suffix_decoding_max_cached_tokens": 1e6}, "max_cached_tokens=1000000.0.*whole"),
         (

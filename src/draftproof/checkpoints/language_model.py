@@ -8,7 +8,7 @@ from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.build import DraftCheckpoint
-from draftproof.drafters.draft_model import DraftModelSettings
+from draftproof.drafters.model_head import DraftModelSettings
 from draftproof.models import config as model_config
 from draftproof.models.families import FAMILIES
 from draftproof.models.loading import Weights, WeightSource

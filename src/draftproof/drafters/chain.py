@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified, tell
 from draftproof.drafters.head import DraftMemory
 
 
@@ -37,15 +37,15 @@ class ChainDrafter:
             cache = memory.cache
             part = PagedCache(cache.layers[start:end], cache.block_table_SB, cache.block_size)
             start = end
-            _call(drafter, "bind", dataclasses.replace(memory, cache=part))
+            tell(drafter, "bind", dataclasses.replace(memory, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         for drafter in self._drafters:
-            _call(drafter, "admit", slot, tokens, num_cached)
+            tell(drafter, "admit", slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
-            _call(drafter, "release", slot)
+            tell(drafter, "release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
@@ -81,9 +81,3 @@ def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
         shift=1 if any(layout.shift for layout in layouts) else 0,
         masks=max(layout.anchor + layout.masks for layout in layouts),
     )
-
-
-def _call(drafter: Drafter, name: str, *args: object) -> None:
-    verb = getattr(drafter, name, None)
-    if verb is not None:
-        verb(*args)

@@ -18,6 +18,7 @@ from draftproof.drafters import (
     eagle1,
     eagle3,
     mtp,
+    ngram,
     pard,
     peagle,
     replay,
@@ -26,7 +27,6 @@ from draftproof.drafters import (
 )
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.ngram import NgramDrafter, NgramOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,8 @@ class Method:
     default_drafts: int = 5
 
 
-def _build_ngram(given: DraftBuild) -> Drafter:
-    return NgramDrafter(parse_options("speculative_config", given.options, NgramOptions))
-
-
 METHODS: dict[str, Method] = {
-    "ngram": Method(build=_build_ngram, options=NgramOptions, needs_model=False, default_drafts=4),
+    "ngram": Method(build=ngram.build, options=ngram.NgramOptions, needs_model=False, default_drafts=4),
     "draft_model": Method(build=draft_model.build, options=draft_model.DraftModelOptions),
     "eagle": Method(build=eagle1.build),
     "eagle3": Method(build=eagle3.build),

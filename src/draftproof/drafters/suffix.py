@@ -37,10 +37,8 @@ class SuffixOptions:
         for f, (low, high) in zip(fields(self), _BOUNDS, strict=True):
             value, kinds = getattr(self, f.name), (int, float) if isinstance(low, float) else int
             if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                raise ValueError(
-                    f"speculative_config: {f.name}={value!r}: must be a number of at least {low} and at most {high}, "
-                    f"{'whole or not' if isinstance(low, float) else 'whole'}"
-                )
+                what = f"{'a' if isinstance(low, float) else 'a whole'} number of at least {low} and at most {high}"
+                raise ValueError(f"speculative_config: {f.name}={value!r}: must be {what}")
 
 
 class SuffixDrafter:
