@@ -90,6 +90,6 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def token_noise(tokens_GL: Tensor, seed: int) -> Tensor:
-    """Uniform, on the host. A token's noise belongs to its place in its recording: it is the same in every run and batch."""
+    """Uniform, on the host: a token's noise belongs to its place in its recording, the same in every run and batch."""
     places_G, places_L = (torch.arange(size) for size in tokens_GL.shape)
     return noise.uniform(noise.token_bits(torch.full_like(places_G, seed), places_G, places_L))
