@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
+from tests.drafters import native
 from tests.drafters.derived import (
     dflash2_from_dflash,
     dspark_from_dflash,
@@ -33,6 +34,10 @@ PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
 DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
 DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
 XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
+TARGETS = {  # with modules of their own: latent attention, experts and two modules; ordinary attention and one
+    "deepseek": str(native.deepseek(assets.path("tiny"), MADE / "deepseek")),
+    "mimo": str(native.mimo(assets.path("tiny"), MADE / "mimo")),
+}
 FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
 
@@ -41,6 +46,7 @@ RECORDINGS = str(DATA / "recordings.json")
 class Case:
     """How to make a drafter of a method; `max_drafts` is the K called K = max.
 
+    `target`: folder of its own target, None: the embedded one.
     `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
     `repeatable`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
     """
@@ -49,6 +55,15 @@ class Case:
     max_drafts: int = 12
     forgets: bool = True
     repeatable: bool = True
+    target: str | None = None
+
+    def llm(self, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
+        """`LLM`'s settings: target and drafter, which is asked for `k` drafts or as many as it can."""
+        k = None if k is None else min(k, self.max_drafts)
+        return {
+            "model": self.target,
+            "speculative_config": {**self.config, "num_speculative_tokens": k, "policy": policy},
+        }
 
 
 def prompts() -> list[str]:
@@ -77,6 +92,8 @@ CASES: dict[str, Case] = {
     ),
     "eagle": Case({"model": EAGLE1}),
     "mtp": Case({"model": MTP}),
+    "mtp/native": Case({"method": "mtp"}, target=TARGETS["mimo"]),
+    "mtp/modules": Case({"method": "mtp"}, max_drafts=2, target=TARGETS["deepseek"]),
     "peagle": Case({"model": PEAGLE}),
     "pard": Case({"model": PARD}),
     "dflash": Case({"model": DFLASH}, max_drafts=7),

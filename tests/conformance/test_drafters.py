@@ -11,7 +11,7 @@ import torch
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters import registry
-from tests.conformance.cases import CASES, REPEATS, Requests, mixture, prompts, run
+from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
 
 DTYPES = ["float32", "bfloat16"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -26,13 +26,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def plain() -> Callable[..., list[RequestOutput]]:
     """Plain decoding of the mixture, one request at a time, whole prompts, nothing shared."""
-    known: dict[tuple[str, int], list[RequestOutput]] = {}
+    known: dict[tuple[str, int, str | None], list[RequestOutput]] = {}
 
-    def get(dtype: str, block_size: int = 16) -> list[RequestOutput]:
-        key = dtype, block_size
+    def get(dtype: str, block_size: int = 16, target: str | None = None) -> list[RequestOutput]:
+        key = dtype, block_size, target
         if key not in known:
-            settings = {"max_num_seqs": 1, "enable_prefix_caching": False, "block_size": block_size}
-            known[key], _ = run(mixture(), dtype=dtype, **settings)
+            settings: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+            known[key], _ = run(mixture(), dtype=dtype, model=target, block_size=block_size, **settings)
         return known[key]
 
     return get
@@ -46,7 +46,8 @@ def threads() -> Iterator[None]:
 
 
 def drafting(method: str, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
-    return {**CASES[method].config, "num_speculative_tokens": k, "policy": policy}
+    """`LLM`'s settings."""
+    return CASES[method].llm(k, policy)
 
 
 def check(
@@ -81,9 +82,13 @@ def test_the_mixture_is_one(plain: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, dtype: str) -> None:
-    outputs, llm = run(mixture(), dtype=dtype, **CONFIGS[settings])
-    assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16)), outputs)
+@pytest.mark.parametrize("target", [None, *TARGETS])
+def test_plain_decoding_does_not_depend_on_the_batch(
+    plain: Any, target: str | None, settings: str, dtype: str
+) -> None:
+    model = None if target is None else TARGETS[target]
+    outputs, llm = run(mixture(), dtype=dtype, model=model, **CONFIGS[settings])
+    assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16), model), outputs)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
@@ -93,8 +98,9 @@ def test_plain_decoding_does_not_depend_on_the_batch(plain: Any, settings: str, 
 )
 @pytest.mark.parametrize("method", CASES)
 def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
-    outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method), **CONFIGS[settings])
-    check(plain(dtype, CONFIGS[settings].get("block_size", 16)), outputs, llm)
+    outputs, llm = run(mixture(), dtype=dtype, **drafting(method), **CONFIGS[settings])
+    block_size = CONFIGS[settings].get("block_size", 16)
+    check(plain(dtype, block_size, CASES[method].target), outputs, llm)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
@@ -102,27 +108,26 @@ def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dt
 @pytest.mark.parametrize("k", [1, "max"])
 def test_output_does_not_depend_on_k(plain: Any, method: str, k: Any) -> None:
     k = CASES[method].max_drafts if k == "max" else k
-    outputs, llm = run(mixture(), dtype="bfloat16", speculative_config=drafting(method, k))
-    check(plain("bfloat16"), outputs, llm)
+    outputs, llm = run(mixture(), dtype="bfloat16", **drafting(method, k))
+    check(plain("bfloat16", target=CASES[method].target), outputs, llm)
     assert len(llm.stats.speculation.drafted_per_position) == k
 
 
 @pytest.mark.parametrize("method", CASES)
 def test_output_does_not_depend_on_an_adaptive_k(plain: Any, method: str) -> None:
-    config = drafting(method, policy="adaptive")
-    outputs, llm = run(mixture(), dtype="float32", speculative_config=config)
-    check(plain("float32"), outputs, llm)
+    outputs, llm = run(mixture(), dtype="float32", **drafting(method, policy="adaptive"))
+    check(plain("float32", target=CASES[method].target), outputs, llm)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("method", ["eagle3"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp/modules"])
 def test_output_does_not_depend_on_threads(
     plain: Any, threads: None, method: str, num_threads: int, dtype: str
 ) -> None:
     torch.set_num_threads(num_threads)
-    outputs, llm = run(mixture(), dtype=dtype, speculative_config=drafting(method))
-    check(plain(dtype), outputs, llm)
+    outputs, llm = run(mixture(), dtype=dtype, **drafting(method))
+    check(plain(dtype, target=CASES[method].target), outputs, llm)
 
 
 @pytest.mark.parametrize("method", CASES)
@@ -131,8 +136,9 @@ def test_a_prefix_hit_changes_nothing(method: str) -> None:
     texts = [p * 2 for p in prompts()[:4]]
     params = [SamplingParams(temperature=t, seed=8, max_tokens=24, logprobs=1) for t in (0, 0.8, 0, 0.8)]
     requests = Requests(texts, params)
-    expected, _ = run(requests, dtype="bfloat16", enable_prefix_caching=False)
-    first, llm = run(requests, dtype="bfloat16", speculative_config=drafting(method))
+    target = CASES[method].target
+    expected, _ = run(requests, dtype="bfloat16", model=target, enable_prefix_caching=False)
+    first, llm = run(requests, dtype="bfloat16", **drafting(method))
     check(expected, first, llm)
     assert llm.stats.num_cached_tokens == 0
     accepted = llm.stats.speculation.num_accepted_tokens
@@ -146,25 +152,26 @@ def test_a_prefix_hit_changes_nothing(method: str) -> None:
 @pytest.mark.parametrize("method", CASES)
 def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     """A chat's next turn: prompt and answer are found again, pages written while drafting among them."""
-    llm = LLM(dtype="bfloat16", speculative_config=drafting(method))
+    llm = LLM(dtype="bfloat16", **drafting(method))
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
     first = llm.generate(REPEATS, params, use_tqdm=False)[0]
     turn = first.prompt_token_ids + first.outputs[0].token_ids + [203, 203]
     outputs = llm.generate([turn], params, use_tqdm=False)
-    plain = LLM(dtype="bfloat16", enable_prefix_caching=False).generate([turn], params, use_tqdm=False)
+    fresh = LLM(CASES[method].target, dtype="bfloat16", enable_prefix_caching=False)
+    plain = fresh.generate([turn], params, use_tqdm=False)
     check(plain, outputs, llm, rejects=False)
     assert outputs[0].metrics.num_cached_tokens >= 64
 
 
 @pytest.mark.parametrize("method", CASES)
 def test_stopping_at_every_position_of_a_round(method: str) -> None:
-    plain = LLM(dtype="float32")
+    plain = LLM(CASES[method].target, dtype="float32")
     text = plain.generate(REPEATS, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)[0].outputs[0]
     params = [SamplingParams(temperature=0, max_tokens=n, logprobs=0) for n in range(1, 14)]
     params += [SamplingParams(temperature=0, max_tokens=14, stop_token_ids=[t]) for t in set(text.token_ids)]
     requests = Requests([REPEATS] * len(params), params)
     expected = plain.generate(requests.prompts, params, use_tqdm=False)
-    outputs, llm = run(requests, dtype="float32", speculative_config=drafting(method))
+    outputs, llm = run(requests, dtype="float32", **drafting(method))
     check(expected, outputs, llm)
 
 
@@ -175,10 +182,10 @@ def test_the_edge_of_max_model_len(method: str) -> None:
     listed: list[Any] = [ids[: 48 - n] for n in range(1, 9)]
     params = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logprobs=0)] * len(listed)
     requests = Requests(listed, params)
-    expected, _ = run(requests, dtype="float32", max_model_len=48)
+    expected, _ = run(requests, dtype="float32", model=CASES[method].target, max_model_len=48)
     assert [len(o.outputs[0].token_ids) for o in expected] == list(range(1, 9))
     config = drafting(method, CASES[method].max_drafts)
-    outputs, llm = run(requests, dtype="float32", max_model_len=48, speculative_config=config)
+    outputs, llm = run(requests, dtype="float32", max_model_len=48, **config)
     check(expected, outputs, llm)
 
 
@@ -186,7 +193,7 @@ def test_the_edge_of_max_model_len(method: str) -> None:
 def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
     """Replay: what is proposed in the middle of generations, with neighbours, chunks, rejections and a cached prefix
     behind it, is what is proposed after a fresh prefill."""
-    settings: dict[str, Any] = {"dtype": "float32", "speculative_config": drafting(method)}
+    settings: dict[str, Any] = {"dtype": "float32", **drafting(method)}
     llm = LLM(**settings, max_num_batched_tokens=16)
     first, second = prompts()[:2]
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -205,6 +212,6 @@ def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
         if any(r.finished for r in requests) and not CASES[method].forgets:
             break
     assert len(proposed) >= 20 and llm.stats.num_cached_tokens > 0 and any(drafts for _, drafts in proposed)
-    scratch = LLM(**settings)
+    scratch, k = LLM(**settings), min(5, CASES[method].max_drafts)
     for known_tokens, drafts in proposed[:: len(proposed) // 20]:
-        assert scratch.draft(known_tokens[:-1], 5, next_token=known_tokens[-1]) == drafts
+        assert scratch.draft(known_tokens[:-1], k, next_token=known_tokens[-1]) == drafts

@@ -17,14 +17,13 @@ SAMPLED = Requests(
 
 
 def settings(mode: str, method: str) -> dict[str, Any]:
-    config = {**CASES[method].config, "policy": "fixed", "num_speculative_tokens": 4}
-    return {"dtype": "float32", "verification": mode, "speculative_config": config}
+    return {"dtype": "float32", "verification": mode, **CASES[method].llm(4)}
 
 
 @pytest.mark.parametrize("mode", ["rejection", "block"])
 @pytest.mark.parametrize("method", CASES)
 def test_greedy_requests_get_the_exact_tokens(mode: str, method: str) -> None:
-    expected, _ = run(GREEDY, dtype="float32")
+    expected, _ = run(GREEDY, dtype="float32", model=CASES[method].target)
     outputs, llm = run(GREEDY, **settings(mode, method))
     assert not compare(expected, outputs)
     assert llm.stats.speculation.num_accepted_tokens > 0 and llm.stats.num_drafter_faults == 0

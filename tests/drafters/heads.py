@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.checkpoints import detect
+from draftproof.checkpoints import detect, native
 from draftproof.config import EngineConfig
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import DraftMemory, HeadDrafter
+from draftproof.drafters.head import DraftHead, DraftMemory, HeadDrafter
+from draftproof.drafters.modules import ModulesDrafter
 from draftproof.kernels import ops
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import LinearPlanner
@@ -34,6 +35,8 @@ ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 class Pair:
     """A target and a head for it, fp32, torch operators."""
 
+    head: DraftHead
+
     def __init__(
         self,
         folder: str,
@@ -42,12 +45,13 @@ class Pair:
         num_drafts: int = 5,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reference`: the folder of inputs and outputs, where it is not the head's own."""
+        """`reference`: the folder of inputs and outputs, where it is not the head's own. A head in the folder of its
+        target is a native one."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
         weights = Weights.open(directory)
         self.target = Decoder.load(weights, read_config(directory), ops.TORCH, planner, CPU, torch.float32)
-        checkpoint = detect.read(ORACLE / folder)
+        checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder)
         given = DraftBuild(
             config=EngineConfig(),
             options=options or {},
@@ -61,20 +65,21 @@ class Pair:
         )
         drafter = registry.build(checkpoint.method, given)
         planner.certify()
-        assert isinstance(drafter, HeadDrafter)
+        assert isinstance(drafter, (HeadDrafter, ModulesDrafter))
         self.drafter = drafter
-        self.head = drafter.head
+        if isinstance(drafter, HeadDrafter):
+            self.head = drafter.head
         self.io: dict[str, Tensor] = load_file((reference or ORACLE / folder) / "oracle_io.safetensors")
         self.tokens: list[int] = self.io["input_ids_raw"].tolist()
 
     def taps(self) -> tuple[Tensor, ...]:
         """The states the head declares, over the whole oracle text."""
-        spec = self.head.spec.taps
+        spec = self.drafter.spec.taps
         out = run_rows(self.target, Paged(self.target.kv), [(0, 0, self.tokens)], spec.layers, spec.final)
         return out.taps
 
     def memory(self, num_slots: int = 1) -> Paged:
-        return Paged(self.head.spec.kv, num_slots=num_slots)
+        return Paged(self.drafter.spec.kv, num_slots=num_slots)
 
     def run(
         self, paged: Paged, tokens: list[int], features: Tensor | None, positions: list[int], slots: list[int]

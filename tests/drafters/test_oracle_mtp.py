@@ -57,7 +57,7 @@ def test_the_reference_tells_a_mistake(mistake: str) -> None:
 
 def before_the_norm(pair: Pair) -> Callable[..., tuple[Tensor, Tensor]]:
     """The pair's `run`, feeding back what the final norm is given."""
-    run, norm = pair.run, pair.head._norm  # type: ignore[attr-defined]
+    run, norm = pair.run, pair.head.network.norm  # type: ignore[attr-defined]
     kept: list[Tensor] = []
     add = norm.add
 
@@ -66,7 +66,7 @@ def before_the_norm(pair: Pair) -> Callable[..., tuple[Tensor, Tensor]]:
             kept.append(x + residual)
             return add(x, residual)
 
-    pair.head._norm = Spy()  # type: ignore[attr-defined]
+    pair.head.network.norm = Spy()  # type: ignore[attr-defined]
 
     def run_and_spoil(*given: Any) -> tuple[Tensor, Tensor]:
         hidden, _ = run(*given)

@@ -76,9 +76,9 @@ def test_the_reference_tells_a_mistake(mistake: str) -> None:
     elif mistake == "tap before the norm":
         features = pair.io["last_prenorm_raw"]
     else:
-        linear = pair.head._fc  # type: ignore[attr-defined]
+        linear = pair.head.network._fc  # type: ignore[attr-defined]
         bias_H = torch.load(ORACLE / "safeailab_eagle1_a" / "pytorch_model.bin", weights_only=True)["fc.bias"]
-        pair.head._fc = lambda x: linear(x) - bias_H  # type: ignore[attr-defined]
+        pair.head.network._fc = lambda x: linear(x) - bias_H  # type: ignore[attr-defined]
     hidden, _ = first_pass(pair, 9, features, shift)
     assert (pair.head.logits(hidden) - pair.io["p9_first_logits"]).abs().max() > 0.1
 

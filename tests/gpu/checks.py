@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftproof.attention.reference import reference_attention
 from draftproof.kernels import activation, grouped, logits, norm, products, rope, sample
 from draftproof.kernels.certify import Shape, cancelling
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
@@ -111,6 +112,35 @@ def check_rope(device: torch.device, dtype: torch.dtype) -> None:
             return out
 
         same_in_any_batch(queries, rows)
+
+
+def check_shared_keys(device: torch.device, dtype: torch.dtype) -> None:
+    """Keys that are the values too: stored once, and read as both."""
+    heads, dim, rotary, rows, block_size = 5, 72, 8, 9, 16
+    qk = randn(rows, (heads + 1) * dim, device=device, dtype=dtype)
+    positions = torch.tensor([0, 5, -1, 33, 34, 35, -1, 2, 39], device=device)
+    slots = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2], device=device)
+    table = (torch.arange(3 * 6, device=device) + 1).view(3, 6).int()
+    cos_sin, cache = (
+        randn(64, rotary, device=device),
+        randn(19, 1, block_size, dim, device=device, dtype=dtype),
+    )
+    found, expected = [], []
+    for run, out in ((gpu_rope.rope_store, found), (rope.rope_store_torch, expected)):
+        keys = cache.clone()
+        q = run(qk, positions, slots, cos_sin, None, None, 1e-6, keys, None, table)
+        out += [q, keys]
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+    ends = positions + 1
+
+    def attend(i: Tensor) -> Tensor:
+        i = i.to(device)
+        q, keys = found
+        return TritonAttention()(q[i], keys, keys, table, slots[i], ends[i], 0, 0.2)
+
+    close(attend(torch.arange(rows)), reference_attention(*found, found[1], table, slots, ends, 0, 0.2))
+    same_in_any_batch(attend, rows)
 
 
 def check_log_normalizer(device: torch.device, dtype: torch.dtype) -> None:
@@ -315,7 +345,7 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 CHECKS = (
     *(check_norm, check_activation, check_rope, check_log_normalizer, check_sample, check_products),
     *(check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
-    *(check_experts, check_grouped_products),
+    *(check_experts, check_grouped_products, check_shared_keys),
 )
 
 

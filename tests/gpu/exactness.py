@@ -20,7 +20,7 @@ from typing import Any
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import Tally, compare
 from draftproof.cli.verify import failures, seeded
-from tests.conformance.cases import CASES
+from tests.conformance.cases import CASES, TARGETS
 from tests.gpu.settings import (
     DUMMY,
     SHAPES_OF,
@@ -38,7 +38,11 @@ from tests.gpu.settings import (
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
 METHODS = {
-    "tiny": (PLAIN, *(method for method in CASES if method not in NOT_OURS)),
+    "tiny": (PLAIN, *(name for name, case in CASES.items() if name not in NOT_OURS and not case.target)),
+    **{
+        name: (PLAIN, *(method for method, case in CASES.items() if case.target == path))
+        for name, path in TARGETS.items()
+    },
     "small": (PLAIN, "ngram", "eagle3", "draft_model"),
     # a random head's drafts are all refused; replay proposes what is right four times in five, at the head's cost
     DUMMY: (PLAIN, "eagle3", "replay"),

@@ -18,7 +18,7 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.engine.engine import Parts
-from tests.conformance.cases import CASES
+from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,9 @@ class Models:
         return {**found, "load_format": "dummy"} if name in SHAPES_OF else found
 
     def drafter(self, target: str, method: str) -> dict[str, Any]:
-        """`speculative_config` of a method for a target, always `NUM_DRAFTS` drafts; for tiny, any with a case."""
+        """`speculative_config` of a method for a target, `NUM_DRAFTS` drafts if it can; for tiny, any with a case."""
+        if method in CASES and CASES[method].target:
+            return dict(CASES[method].llm(NUM_DRAFTS)["speculative_config"])
         draft = {"small": "tiny", "tiny": "draft"}.get(target, "")
         heads: dict[str, Callable[[], dict[str, Any]]] = {
             "ngram": lambda: {"method": "ngram", "prompt_lookup_min": 1},
@@ -132,6 +134,8 @@ class Models:
             return shrunk(source, self.scratch / source.name) if self.quick else source
         if name == "draft":
             return DATA / "draft"
+        if name in TARGETS:
+            return Path(TARGETS[name])
         found = golden.find(name, self.folder)
         if found is None:
             raise ValueError(f"--models: {name!r} is not in {self.folder}; give the folder that holds it")

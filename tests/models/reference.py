@@ -37,6 +37,14 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_MLA = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+}
+_DEEPSEEK_MOE = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    **{"n_group": 4, "topk_group": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,23 @@ FORMS = {
             **{"first_k_dense_replace": 0, "norm_topk_prob": False},
         },
         packed=True,
+    ),
+    "deepseek-v3": Form("DeepseekV3", {**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 1}),
+    "deepseek-v3-dense-yarn-biases": Form(
+        "DeepseekV3",
+        {
+            **{**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 2},
+            **{"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}, "attention_bias": True},
+            **{"rms_norm_eps": 1e-4, "num_hidden_layers": 2},
+        },
+    ),
+    "deepseek-v3-whole-queries-sharded": Form(
+        "DeepseekV3",
+        {
+            **{**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 0},
+            **{"q_lora_rank": None, "rope_interleave": False, "v_head_dim": 20, "num_hidden_layers": 3},
+        },
+        shard_size="60KB",
     ),
 }
 

@@ -10,17 +10,17 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftproof import LLM, SamplingParams, assets
+from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine.engine import Engine
-from tests.conformance.cases import CASES, EAGLE3, MTP, mixture
+from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
-CONFIGS = {
-    name: case.config for name, case in CASES.items() if not name.startswith("custom")
-}  # ours: live buffers
-CONFIGS["chain of eagle3, mtp"] = {"method": "chain", "drafters": [{"model": EAGLE3}, {"model": MTP}]}
-METHODS = [None, *CONFIGS]
+OURS = {
+    name: case for name, case in CASES.items() if not name.startswith("custom")
+}  # a user's sees no rows but its own
+OURS["chain of eagle3, mtp"] = Case({"method": "chain", "drafters": [{"model": EAGLE3}, {"model": MTP}]})
+METHODS = [None, *OURS]
 
 
 class NoLook(TorchDispatchMode):
@@ -83,10 +83,8 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
 
 
 def build(method: str | None, **settings: Any) -> LLM:
-    config = None
-    if method is not None:
-        config = {**CONFIGS[method], "num_speculative_tokens": 3, "policy": "fixed"}
-    return LLM(str(assets.path("tiny")), dtype="float32", speculative_config=config, **settings)
+    drafting: dict[str, Any] = {} if method is None else OURS[method].llm(3)
+    return LLM(dtype="float32", **{**drafting, **settings})
 
 
 def is_plain(p: SamplingParams) -> bool:
@@ -103,25 +101,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Any]:
-    wanted = mixture()
-    return build(None, max_num_seqs=1).generate(wanted.prompts, wanted.params, use_tqdm=False)
+def plain() -> Callable[..., list[Any]]:
+    """Plain answers of a method's target to the mixture."""
+    known: dict[str | None, list[Any]] = {}
+
+    def get(method: str | None) -> list[Any]:
+        target, wanted = CASES[method].target if method else None, mixture()
+        if target not in known:
+            llm = build(None, model=target, max_num_seqs=1)
+            known[target] = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
+        return known[target]
+
+    return get
 
 
 @pytest.mark.parametrize(
     ("method", "name"),
     [(method, name) for method in METHODS for name in SETTINGS if method == "eagle3" or name == "preempted"],
 )
-def test_running_ahead_changes_nothing(plain: list[Any], method: str | None, name: str) -> None:
-    wanted, llm = mixture(), build(method, **SETTINGS[name])
+def test_running_ahead_changes_nothing(
+    plain: Callable[..., list[Any]], method: str | None, name: str
+) -> None:
+    wanted, llm, expected = mixture(), build(method, **SETTINGS[name]), plain(method)
     graphs = ahead(llm)
     outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
-    assert not compare(plain, outputs)
+    assert not compare(expected, outputs)
     kept = [i for i, p in enumerate(wanted.params) if is_plain(p)]  # only these run as whole steps
     outputs = llm.generate(
         [wanted.prompts[i] for i in kept], [wanted.params[i] for i in kept], use_tqdm=False
     )
-    assert not compare([plain[i] for i in kept], outputs)
+    assert not compare([expected[i] for i in kept], outputs)
     assert graphs.num_replays > 5
     if name == "preempted":
         assert llm.stats.num_preemptions
@@ -130,12 +139,13 @@ def test_running_ahead_changes_nothing(plain: list[Any], method: str | None, nam
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_whole_steps_serve_a_batch_smaller_than_the_bucket(plain: list[Any], method: str | None) -> None:
+def test_whole_steps_serve_a_batch_smaller_than_the_bucket(method: str | None) -> None:
     wanted, llm = mixture(), build(method)
     graphs = ahead(llm, buckets=(16,))
     params = [SamplingParams(temperature=0, max_tokens=30, logprobs=2)] * 3
     outputs = llm.generate(wanted.prompts[:3], params, use_tqdm=False)
-    expected = build(None, max_num_seqs=1).generate(wanted.prompts[:3], params, use_tqdm=False)
+    target = CASES[method].target if method else None
+    expected = build(None, model=target, max_num_seqs=1).generate(wanted.prompts[:3], params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5
 

@@ -90,7 +90,7 @@ class PagedAttention:
     _begun: dict[int, AttentionBackend] = field(default_factory=dict)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]."""
+        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
         q_THD, rows, block = self.store(layer, qkv_TX, spec), self.rows, self.rows.block
         if block is None:
             return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
@@ -111,7 +111,7 @@ class PagedAttention:
             spec.k_norm_D,
             spec.eps,
             kv.k,
-            kv.v,
+            None if kv.v is kv.k else kv.v,
             self.cache.block_table_SB,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,12 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.attention.sdpa import sdpa_attention
+from draftproof.cache.pool import KVShape
 from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
+
+MOST_TRITON_DIM = 512  # of a head, and
+MOST_TRITON_TILE = 16384  # of all heads that share keys: what a program accumulates at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,20 @@ BACKENDS: dict[str, Entry] = {
     "triton": Entry(_triton, ("cuda",), needs_triton=True),
     "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
 }
+
+
+def check_sizes(device: torch.device, name: str | None, heads: int, shapes: Sequence[KVShape]) -> None:
+    """ValueError for heads that no backend here can take: `heads` query heads, `shapes` the layers' caches."""
+    if not gpu.available(device) or name == "reference":
+        return
+    for shape in shapes:
+        group = heads // shape.heads
+        if shape.head_dim > MOST_TRITON_DIM or group * shape.head_dim > MOST_TRITON_TILE:
+            raise ValueError(
+                f"device={str(device)!r}: a group of {group} heads of size {shape.head_dim}, as of this model, is more "
+                f"than attention on a GPU takes yet (size {MOST_TRITON_DIM}, {MOST_TRITON_TILE} together); use "
+                "device='cpu'"
+            )
 
 
 def select(device: torch.device, library: Library | None, name: str | None = None) -> AttentionBackend:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.mla import MlaConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,19 @@ def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
     """Weights of one dense layer's products. `inputs`: what its attention reads, if not the hidden size."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
-    return qkv + heads * hidden + 3 * hidden * config.intermediate_size
+    own = (
+        qkv + heads * hidden if config.mla is None else _latent_elements(config, config.mla, inputs or hidden)
+    )
+    return own + 3 * hidden * config.intermediate_size
+
+
+def _latent_elements(config: ModelConfig, m: MlaConfig, inputs: int) -> int:
+    """Of latent attention: what makes queries and the cached vector, products of heads with it, the output."""
+    heads, query = config.num_heads, m.nope_dim + m.rope_dim
+    queries = inputs * heads * query if m.q_rank is None else m.q_rank * (inputs + heads * query)
+    return (
+        queries + m.cached_dim * (inputs + heads * (query + m.v_dim)) + heads * m.v_dim * config.hidden_size
+    )
 
 
 def layers_products(config: ModelConfig, rows: int, itemsize: int = 2) -> Work:
@@ -85,8 +98,11 @@ def products(elements: int, rows: int, itemsize: int = 2) -> Work:
 def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
     """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
     seen = sum(min(context, window) if window else context for window in config.windows)
-    keys = 2 * config.num_kv_heads * config.head_dim * itemsize * seen
-    return Work(requests * keys, 4.0 * requests * rows * config.num_heads * config.head_dim * seen)
+    kept, dim = 2 * config.num_kv_heads * config.head_dim, config.head_dim
+    if config.mla is not None:
+        kept = dim = config.mla.cached_dim
+    keys = kept * itemsize * seen
+    return Work(requests * keys, 4.0 * requests * rows * config.num_heads * dim * seen)
 
 
 def target_pass(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:

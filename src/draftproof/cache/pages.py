@@ -1,8 +1,8 @@
 """Which block holds what: allocation, sharing of equal prefixes, eviction. Host only; knows no tensors.
 
 A full page is known by its key (id of the page before it, its tokens): a chain that dictionaries compare exactly, so
-two different prefixes can never be taken for each other. With `lookahead=1` (a drafter whose row at position p also
-reads token p + 1) a page's key covers one token more than the page holds.
+two different prefixes can never be taken for each other. With `lookahead=n` (a drafter whose row at position p also
+reads tokens up to p + n) a page's key covers n tokens more than the page holds.
 """
 
 from __future__ import annotations

@@ -16,20 +16,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """One layer's cache. `window` 0: all positions are kept in use."""
+    """One layer's cache. `window` 0: all positions are kept in use. `shared`: the keys are the values too, and are
+    kept once."""
 
     heads: int
     head_dim: int
     window: int = 0
+    shared: bool = False
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.heads * self.head_dim * dtype.itemsize
+        return (1 if self.shared else 2) * self.heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(slots=True)
 class LayerKV:
     k: Tensor  # [num_blocks, heads, block_size, head_dim]
-    v: Tensor
+    v: Tensor  # k itself where they are shared
 
 
 @dataclass(slots=True)
@@ -44,7 +46,8 @@ class PagedCache:
         """Clear `blocks` (int64 ids) in every layer: draft pages must not show an earlier owner's keys."""
         for layer in self.layers:
             layer.k.index_fill_(0, blocks, 0)
-            layer.v.index_fill_(0, blocks, 0)
+            if layer.v is not layer.k:
+                layer.v.index_fill_(0, blocks, 0)
 
 
 def allocate(
@@ -65,5 +68,8 @@ def allocate(
         lazy = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(lazy).view(dtype).view(size)
 
-    layers = [LayerKV(one(shape), one(shape)) for shape in shapes]
-    return PagedCache(layers, block_table_SB, block_size)
+    def both(shape: KVShape) -> LayerKV:
+        keys = one(shape)
+        return LayerKV(keys, keys if shape.shared else one(shape))
+
+    return PagedCache([both(shape) for shape in shapes], block_table_SB, block_size)

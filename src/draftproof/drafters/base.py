@@ -46,7 +46,14 @@ class DraftSpec:
     )
     mask_token: int | None = None
     anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
+    reads_ahead: int = (
+        0  # a row's keys depend on so many tokens after its own, if that is more than the shift
+    )
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
+
+    def tokens_ahead(self, num_drafts: int) -> int:
+        """How many tokens after its own a row's keys depend on."""
+        return max(self.layout(num_drafts).shift, self.reads_ahead) if self.kv else 0
 
     def lookahead(self, num_drafts: int) -> int:
         """How many positions past the verified rows a draft pass may write to."""

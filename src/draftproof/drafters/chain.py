@@ -27,6 +27,7 @@ class ChainDrafter:
             taps=self._taps,
             layout=lambda k: _widest([s.layout(k) for s in specs]),
             kv=tuple(shape for s in specs for shape in s.kv),
+            reads_ahead=max(s.reads_ahead for s in specs),
             host_tokens=any(s.host_tokens for s in specs),
         )
 

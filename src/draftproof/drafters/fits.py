@@ -53,11 +53,12 @@ def check_hidden(given: DraftBuild, hidden_size: int) -> None:
         )
 
 
-def check_leftovers(given: DraftBuild) -> None:
-    """ValueError for a tensor of the head that found no place in it, such as a bias that the config denies."""
+def check_leftovers(given: DraftBuild, prefixes: tuple[str, ...] = ("",)) -> None:
+    """ValueError for a tensor of the head, its name beginning with one of `prefixes`, that found no place in it, such
+    as a bias that the config denies."""
     assert given.checkpoint is not None
     if isinstance(given.checkpoint.weights, Weights):
-        given.checkpoint.weights.check_used(lambda _: True, _IGNORABLE)
+        given.checkpoint.weights.check_used(lambda name: name.startswith(prefixes), _IGNORABLE)
 
 
 def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) -> None:

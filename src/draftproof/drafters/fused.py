@@ -17,7 +17,7 @@ from draftproof.drafters.fits import check_hidden, check_leftovers, check_vocabu
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import kv_shapes
-from draftproof.models.layers import DecoderLayer, Norm, run_layers
+from draftproof.models.layers import Build, DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
 
@@ -31,42 +31,89 @@ class Norms:
     final: bool
 
 
-class FusedHead:
-    """`x = fc([embed_norm(embed); hidden_norm(h)])`, layers, `out = norm(x)`: logits and feedback are both of `out`.
+class FusedNetwork:
+    """`x = fc([embed_norm(embed); hidden_norm(h)])`, layers, `out = norm(x)`.
 
-    `taps` is the one state h. Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*.
+    Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*, all behind `prefix`. `index`: of its
+    first layer in the draft cache. `state_first`: fc reads `[h; embed]`.
     """
 
     def __init__(
-        self, given: DraftBuild, config: ModelConfig, taps: Taps, norms: Norms, *, fc_bias: bool = False
+        self,
+        build: Build,
+        config: ModelConfig,
+        norms: Norms,
+        cos_sin_PD: Tensor,
+        *,
+        prefix: str = "",
+        index: int = 0,
+        fc_bias: bool = False,
+        state_first: bool = False,
     ) -> None:
-        check_vocabulary(given, config.vocab_size)
-        check_hidden(given, config.hidden_size)
-        build, hidden = given.build, config.hidden_size
-        self._ops = build.ops
-        self.spec = DraftSpec(
-            taps=taps,
-            layout=lambda _: InputLayout(context="all", shift=1),
-            kv=kv_shapes(config),
-        )
+        hidden, eps = config.hidden_size, config.norm_eps
+        self._ops, self._state_first = build.ops, state_first
 
         def norm(name: str, wanted: bool) -> Norm | None:
-            return Norm.load(build, name, hidden, config.norm_eps) if wanted else None
+            return build.norm(prefix + name, hidden, eps) if wanted else None
 
         self._embed_norm = norm("embed_norm", norms.embed)
         self._hidden_norm = norm("hidden_norm", norms.hidden)
         ones_H = torch.ones(hidden, dtype=build.dtype, device=build.device)
         self._has_final_norm = norms.final
-        self._norm = norm("norm", norms.final) or Norm(ones_H, config.norm_eps, build.ops)
-        self._fc = build.linear("fc", 2 * hidden, hidden, bias=fc_bias)
-        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self.norm = norm("norm", norms.final) or Norm(ones_H, eps, build.ops)
+        self._fc = build.linear(f"{prefix}fc", 2 * hidden, hidden, bias=fc_bias)
         self._layers = [
-            DecoderLayer(build, f"layers.{i}", config, table, i, window, input_norm=norms.input or i > 0)
+            DecoderLayer(
+                *(build, f"{prefix}layers.{i}", config, cos_sin_PD, index + i, window),
+                input_norm=norms.input or i > 0,
+            )
             for i, window in enumerate(config.windows)
         ]
+
+    def __call__(self, embedded_NH: Tensor, state_NH: Tensor, attn: PagedAttention) -> Tensor:
+        if self._embed_norm is not None:
+            embedded_NH = self._embed_norm(embedded_NH)
+        if self._hidden_norm is not None:
+            state_NH = self._hidden_norm(state_NH)
+        parts = (state_NH, embedded_NH) if self._state_first else (embedded_NH, state_NH)
+        fused_NH = self._fc(self._ops.concat(parts))
+        first = self._layers[0].input_norm
+        x_NH = fused_NH if first is None else first(fused_NH)
+        x_NH, residual_NH = run_layers(self._layers, x_NH, fused_NH, attn)
+        normed_NH, stream_NH = self.norm.add(x_NH, residual_NH)
+        return normed_NH if self._has_final_norm else stream_NH
+
+
+class FusedHead:
+    """A `DraftHead`: logits and feedback are both of the network's output. `taps` is the one state h."""
+
+    def __init__(
+        self,
+        given: DraftBuild,
+        config: ModelConfig,
+        taps: Taps,
+        norms: Norms,
+        *,
+        prefix: str = "",
+        fc_bias: bool = False,
+        state_first: bool = False,
+    ) -> None:
+        check_vocabulary(given, config.vocab_size)
+        check_hidden(given, config.hidden_size)
+        build = given.build
+        self._gather = build.ops.gather
+        self.spec = DraftSpec(
+            taps=taps,
+            layout=lambda _: InputLayout(context="all", shift=1),
+            kv=kv_shapes(config),
+        )
+        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self.network = FusedNetwork(
+            build, config, norms, table, prefix=prefix, fc_bias=fc_bias, state_first=state_first
+        )
         self._embed_VH = embedding(given, config)
         self.ids_V, self._head = output_head(given, config, config.vocab_size)
-        check_leftovers(given)
+        check_leftovers(given, (prefix,))
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         return taps[0]
@@ -75,16 +122,7 @@ class FusedHead:
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor]:
         assert features_NF is not None
-        embedded_NH = self._ops.gather(self._embed_VH, tokens_N)
-        if self._embed_norm is not None:
-            embedded_NH = self._embed_norm(embedded_NH)
-        state_NH = features_NF if self._hidden_norm is None else self._hidden_norm(features_NF)
-        fused_NH = self._fc(self._ops.concat((embedded_NH, state_NH)))
-        first = self._layers[0].input_norm
-        x_NH = fused_NH if first is None else first(fused_NH)
-        x_NH, residual_NH = run_layers(self._layers, x_NH, fused_NH, attn)
-        normed_NH, stream_NH = self._norm.add(x_NH, residual_NH)
-        out_NH = normed_NH if self._has_final_norm else stream_NH
+        out_NH = self.network(self._gather(self._embed_VH, tokens_N), features_NF, attn)
         return out_NH, out_NH
 
     def logits(self, hidden_MH: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""MTP: one trained prediction module behind the target, used again for every further token.
+"""MTP: prediction modules trained with the target. One is used again for every further token; of several each drafts
+one token further than the one before it.
 
 DeepSeek-V3, arXiv 2412.19437.
 """
@@ -7,22 +8,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.drafters.base import Taps
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fused import FusedHead, Norms
+from draftproof.drafters.fits import check_leftovers, check_num_drafts
+from draftproof.drafters.fused import FusedHead, FusedNetwork, Norms
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.modules import ModulesDrafter
+from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import kv_shapes
+from draftproof.models.rope import cos_sin_table
+
+_NORMS = Norms(embed=True, hidden=True, input=True, final=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpSettings:
-    """`layers`: the module's one decoder layer; `target_layers`: how many its target has, as its config says."""
+    """A module of its own files. `layers`: its one decoder layer; `target_layers`: how many its target has, as its
+    config says."""
 
     layers: ModelConfig
     target_layers: int
 
 
-def build(given: DraftBuild) -> HeadDrafter:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeMtpSettings:
+    """Modules in the target's files, tensors under `modules.k.`. `layers`: a module's decoder layer; `state_first`:
+    as of `FusedNetwork`."""
+
+    layers: ModelConfig
+    num_modules: int
+    state_first: bool
+
+
+def build(given: DraftBuild) -> Drafter:
+    assert given.checkpoint is not None
+    native = isinstance(given.checkpoint.settings, NativeMtpSettings)
+    return _build_native(given) if native else _build_own(given)
+
+
+def _build_own(given: DraftBuild) -> Drafter:
     """This form is trained on the target's last state before the final norm."""
     s, num_layers = given.settings(MtpSettings), given.target.config.num_layers
     assert given.checkpoint is not None
@@ -31,5 +56,36 @@ def build(given: DraftBuild) -> HeadDrafter:
             f"{given.checkpoint.where}: num_hidden_layers={s.target_layers} of the model it was trained for, but the "
             f"target has {num_layers}; this draft head belongs to another target"
         )
-    norms = Norms(embed=True, hidden=True, input=True, final=True)
-    return HeadDrafter(FusedHead(given, s.layers, Taps(layers=(num_layers,)), norms), given.num_drafts)
+    return HeadDrafter(FusedHead(given, s.layers, Taps(layers=(num_layers,)), _NORMS), given.num_drafts)
+
+
+def _build_native(given: DraftBuild) -> Drafter:
+    """This form reads the target's state after the final norm. Modules that no draft needs are not loaded."""
+    s, build = given.settings(NativeMtpSettings), given.build
+    taps = Taps(final=True)
+    if s.num_modules > 1:
+        check_num_drafts(given, s.num_modules, f"num_nextn_predict_layers={s.num_modules}")
+    num = min(s.num_modules, given.num_drafts)
+    if num == 1:
+        head = FusedHead(given, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
+        return HeadDrafter(head, given.num_drafts)
+    table = cos_sin_table(s.layers.rope, given.max_positions, build.device)
+    modules = [
+        FusedNetwork(
+            *(build, s.layers, _NORMS, table),
+            prefix=f"modules.{m}.",
+            index=m,
+            state_first=s.state_first,
+        )
+        for m in range(num)
+    ]
+    spec = DraftSpec(
+        taps=taps,
+        layout=lambda _: InputLayout(context="all", shift=1),
+        kv=kv_shapes(s.layers) * num,
+        reads_ahead=num,
+    )
+    embed_VH = embedding(given, s.layers)
+    _, lm_head = output_head(given, s.layers, s.layers.vocab_size)
+    check_leftovers(given, tuple(f"modules.{m}." for m in range(num)))
+    return ModulesDrafter(modules, embed_VH, lm_head, spec, given.config.max_num_seqs + 1)

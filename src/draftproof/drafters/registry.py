@@ -36,12 +36,14 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint; `runs_others`:
-    it takes `drafters`; `default_drafts` where neither user nor checkpoint says."""
+    """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
+    `may_be_native`: it may be in the target's files; `runs_others`: it takes `drafters`; `default_drafts` where neither
+    user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
     options: type[Any] = NoOptions
     needs_model: bool = True
+    may_be_native: bool = False
     runs_others: bool = False
     default_drafts: int = 5
 
@@ -51,7 +53,7 @@ METHODS: dict[str, Method] = {
     "draft_model": Method(build=draft_model.build, options=draft_model.DraftModelOptions),
     "eagle": Method(build=eagle1.build),
     "eagle3": Method(build=eagle3.build),
-    "mtp": Method(build=mtp.build),
+    "mtp": Method(build=mtp.build, may_be_native=True),
     "replay": Method(build=replay.build, options=replay.ReplayOptions, needs_model=False, runs_others=True),
     "peagle": Method(build=peagle.build),
     "pard": Method(build=pard.build),

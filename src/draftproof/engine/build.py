@@ -26,8 +26,8 @@ from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
-from draftproof.engine.drafting import DraftPlan, draft_plans
 from draftproof.engine.engine import Engine, Parts
+from draftproof.engine.plans import DraftPlan, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
@@ -38,7 +38,7 @@ from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig, read_config
-from draftproof.models.decoder import Decoder
+from draftproof.models.decoder import Decoder, kv_shapes
 from draftproof.models.layers import Build
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
 from draftproof.sampling.lossy import LossyVerifier
@@ -85,7 +85,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     base = _base(config, directory, progress)
     speculative = config.speculative_config
     drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
-    plans = draft_plans(speculative, drafts) if speculative else []
+    plans = draft_plans(speculative, drafts, directory) if speculative else []
     num_drafts = max((plan.num_drafts for plan in plans), default=0)
     target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
@@ -148,6 +148,7 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
 def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
     model = read_config(directory)
     device = memory.pick_device(config.device)
+    backends.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
     library = native.load(progress) if config.native and device.type == "cpu" else None
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
@@ -277,7 +278,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         num_blocks,
         config.block_size,
         sharing=config.enable_prefix_caching,
-        lookahead=spec.layout(num_drafts).shift if spec.kv else 0,
+        lookahead=spec.tokens_ahead(num_drafts),
     )
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)

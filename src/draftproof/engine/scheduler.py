@@ -180,8 +180,10 @@ class Scheduler:
         page_end = (sequence.num_registered + 1) * self.pages.block_size
         if page_end > sequence.num_computed or sequence.draft_broken:
             return
+        # a drafter knows one token more than was computed, not the whole prompt
+        num_seen = min(len(sequence.tokens), sequence.num_computed + 1)
         while page_end <= sequence.num_computed and self.pages.can_register(
-            len(sequence.tokens), sequence.num_registered
+            num_seen, sequence.num_registered
         ):
             page = sequence.num_registered
             sequence.node = self.pages.register(sequence.blocks[page], sequence.node, sequence.tokens, page)

@@ -24,6 +24,18 @@ SPLITS = ((1, 0, 0), (0, 2, 1), (3, 5, 8), (16, 17, 1), (15, 33, 31), (64, 0, 40
 WIDEST = 256  # outputs that a certificate looks at: they differ in their weights only
 
 
+class EqualGroups:
+    """Where groups of equally many rows begin: int64 [num + 1], for any number of rows."""
+
+    def __init__(self, num: int, max_rows: int, device: torch.device) -> None:
+        ends_E1 = torch.arange(num + 1, device=device)
+        # a row of a table is no operator that computes, so passes may be recorded
+        self._table_TE1 = torch.arange(max_rows + 1, device=device)[:, None] * ends_E1
+
+    def __call__(self, rows: int) -> Tensor:
+        return self._table_TE1[rows] if rows < len(self._table_TE1) else self._table_TE1[1] * rows
+
+
 class PerExpert:
     """One product after the other, each as the planner certified it. The host looks at the lengths."""
 

@@ -115,12 +115,14 @@ class LinearPlanner:
         find_ways: FindWays = products.ways,
     ) -> None:
         self.exact = exact
-        self._device, self._max_rows, self._library = device, max_rows, library
+        self.max_rows = max_rows
+        self._device, self._library = device, library
         self._progress, self._find_ways = progress, find_ways
         self._folder = cache_dir or native.default_cache_dir()
         self.weight_bytes = 0  # of everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
+        self._equal_groups: dict[int, grouped.EqualGroups] = {}
         self._grouped: dict[Shape, bool] = {}  # whether the grouped product of a shape is exact
 
     def pack(
@@ -168,6 +170,12 @@ class LinearPlanner:
         each = [self.pack(weight_NK, out_dtype=shape.out_dtype, exact=exact) for weight_NK in weights]
         assert len(each) == num_experts
         return grouped.PerExpert(each, shape)
+
+    def equal_groups(self, num: int) -> grouped.EqualGroups:
+        """For `pack_experts`' products of `num` weights that all get the same number of rows."""
+        if num not in self._equal_groups:
+            self._equal_groups[num] = grouped.EqualGroups(num, self.max_rows, self._device)
+        return self._equal_groups[num]
 
     def certify(self) -> None:
         """Decide for every shape packed so far, from the disk cache where it knows, and pack the weights.
@@ -224,9 +232,9 @@ class LinearPlanner:
         ways = self._ways(shape)
         if gpu.available(self._device):
             return self._choose_by_bucket(shape, ways)
-        certified = certify.certify(shape, ways, self._max_rows, self._device)
+        certified = certify.certify(shape, ways, self.max_rows, self._device)
         usable = [way for way in ways if certified[way.name]] or [products.SLOW]
-        rows = [rows for rows in TIMED_ROWS if rows <= max(self._max_rows, 2)]
+        rows = [rows for rows in TIMED_ROWS if rows <= max(self.max_rows, 2)]
         x_TK, weight_NK = (t.to(self._device) for t in certify.cancelling(max(rows), shape, seed=0))
         exact_us: dict[str, list[float]] = {}
         free_us: dict[str, list[float]] = {}
@@ -257,7 +265,7 @@ class LinearPlanner:
         """Certify and time; each bucket of rows gets its own way."""
         from draftproof.kernels.gpu import planner
 
-        buckets, chosen, timed = planner.plan(shape, ways, self._max_rows, self._device)
+        buckets, chosen, timed = planner.plan(shape, ways, self.max_rows, self._device)
         if not any(chosen):
             return Choice(products.SLOW.name, (), ())
         lines = tuple(
@@ -288,7 +296,7 @@ class LinearPlanner:
                 code.hexdigest(),
                 settings,
             ),
-            *(certify.buckets_up_to(self._max_rows), self._library and self._library.build_key),
+            *(certify.buckets_up_to(self.max_rows), self._library and self._library.build_key),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 

@@ -39,7 +39,7 @@ class AddRMSNorm(Protocol):
 class RopeStore(Protocol):
     def __call__(
         self,
-        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous
+        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous; no v where there is no v_cache
         positions_T: Tensor,  # int64; -1 = padding: nothing is stored, q is zero
         slots_T: Tensor,  # int64: row of the block table
         cos_sin_PD: Tensor,  # fp32 [max_position, rotary_dim]: cos of each pair, then sin of each pair
@@ -47,7 +47,7 @@ class RopeStore(Protocol):
         k_norm_D: Tensor | None,
         eps: float,
         k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, D], the pool's dtype
-        v_cache: Tensor,
+        v_cache: Tensor | None,
         block_table_SB: Tensor,  # int32
     ) -> Tensor:
         """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D]."""
@@ -69,6 +69,12 @@ class Gather(Protocol):
 class Concat(Protocol):
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Matrices of equally many rows side by side."""
+        ...
+
+
+class Swap(Protocol):
+    def __call__(self, x_AX: Tensor, num: int) -> Tensor:
+        """[A, num * W] -> [num * A, W]: the first part of every row, then the second of every row, and so on."""
         ...
 
 
@@ -105,6 +111,7 @@ class Ops:
     silu_mul: SiluMul
     gather: Gather
     concat: Concat
+    swap: Swap
     sample: Sample
     log_normalizer: LogNormalizer
     step: StepOps
@@ -119,6 +126,7 @@ TORCH = Ops(
     silu_mul=activation.silu_mul_torch,
     gather=rows.gather_torch,
     concat=rows.concat_torch,
+    swap=rows.swap_torch,
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
     step=step.TORCH_STEP,
@@ -140,6 +148,7 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         silu_mul=activation.SiluMulCompiled(library),
         gather=rows.GatherCompiled(library),
         concat=rows.ConcatCompiled(library),
+        swap=rows.SwapCompiled(library),
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
         step=CompiledStep(library),

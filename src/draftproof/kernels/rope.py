@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.kernels.native import DTYPE_CODES, Library
 from draftproof.kernels.norm import normalize
 
-MAX_HEAD_DIM = 512  # of the compiled version, as in common.h
+MAX_HEAD_DIM = 1024  # of the compiled version, as in common.h
 
 
 def rope_store_torch(
@@ -23,14 +23,14 @@ def rope_store_torch(
     k_norm_D: Tensor | None,
     eps: float,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_table_SB: Tensor,
 ) -> Tensor:
     """See `ops.RopeStore`. All arithmetic is fp32 and each value is rounded once; returns q [T, heads, D]."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     qkv_TND = qkv_TX.unflatten(1, (-1, head_dim))
-    num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
-    q_TND, k_TND, v_TND = qkv_TND.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_heads = qkv_TND.shape[1] - (1 if v_cache is None else 2) * num_kv_heads
+    q_TND, k_TND, v_TND = qkv_TND.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
 
     live_T = positions_T >= 0
     cos_sin_T1R = cos_sin_PD[positions_T.clamp(min=0)].unsqueeze(1)
@@ -42,7 +42,8 @@ def rope_store_torch(
     blocks = block_table_SB[slots, positions // block_size].long()
     offsets = positions % block_size
     k_cache[blocks, :, offsets] = k_TND[kept].to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v_TND[kept].to(v_cache.dtype)
+    if v_cache is not None:
+        v_cache[blocks, :, offsets] = v_TND[kept].to(v_cache.dtype)
     return torch.where(live_T[:, None, None], q_TND, torch.zeros((), dtype=q_TND.dtype, device=q_TND.device))
 
 
@@ -74,7 +75,7 @@ class RopeStoreCompiled:
         k_norm_D: Tensor | None,
         eps: float,
         k_cache: Tensor,
-        v_cache: Tensor,
+        v_cache: Tensor | None,
         block_table_SB: Tensor,
     ) -> Tensor:
         code, cache_code = DTYPE_CODES.get(qkv_TX.dtype), DTYPE_CODES.get(k_cache.dtype)
@@ -87,7 +88,7 @@ class RopeStoreCompiled:
             )
         assert positions_T.dtype == slots_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, width = qkv_TX.shape
-        num_heads = width // head_dim - 2 * num_kv_heads
+        num_heads = width // head_dim - (1 if v_cache is None else 2) * num_kv_heads
         q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)
         args = self._pack(
             qkv_TX.data_ptr(),
@@ -98,7 +99,7 @@ class RopeStoreCompiled:
             0 if k_norm_D is None else k_norm_D.data_ptr(),
             q_THD.data_ptr(),
             k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            0 if v_cache is None else v_cache.data_ptr(),
             block_table_SB.data_ptr(),
             rows,
             num_heads,

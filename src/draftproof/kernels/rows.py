@@ -23,6 +23,12 @@ def concat_torch(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
+def swap_torch(x_AX: Tensor, num: int) -> Tensor:
+    """[A, num * W] -> [num * A, W]: the first part of every row, then the second of every row, and so on."""
+    rows, width = len(x_AX), x_AX.shape[1] // num
+    return x_AX.view(rows, num, width).transpose(0, 1).contiguous().view(num * rows, width)
+
+
 class GatherCompiled:
     """`gather_torch` in C++."""
 
@@ -55,4 +61,20 @@ class ConcatCompiled:
             part_bytes = part.shape[1] * size
             self._run(self._pack(part.data_ptr(), at, rows, part_bytes, out_bytes), out)
             at += part_bytes
+        return out
+
+
+class SwapCompiled:
+    """`swap_torch` in C++."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_swap", "2P3q")
+
+    def __call__(self, x_AX: Tensor, num: int) -> Tensor:
+        x_AX = x_AX.contiguous()
+        rows, width = len(x_AX), x_AX.shape[1] // num
+        assert width * num == x_AX.shape[1]
+        out = x_AX.new_empty(num * rows, width)
+        part_bytes = width * x_AX.element_size()
+        self._run(self._pack(x_AX.data_ptr(), out.data_ptr(), rows, num, part_bytes), out)
         return out

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftproof.models.families import FAMILIES, Family
+from draftproof.models.mla import MlaConfig, parse_mla
 from draftproof.models.moe_config import MoEConfig, parse_moe
 from draftproof.models.rope import RopeConfig, parse_rope
 
@@ -39,7 +40,7 @@ _HARMLESS_KEYS = _words(
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size exponential_decay_length_penalty num_return_sequences chunk_size_feed_forward
-    is_decoder is_llama_config unsloth_version unsloth_fixed model_name"""
+    is_decoder is_llama_config unsloth_version unsloth_fixed model_name num_nextn_predict_layers"""
 )
 
 # Keys whose other values would change the arithmetic, with the values that leave it alone.
@@ -87,6 +88,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    mla: MlaConfig | None = None
     moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -178,6 +180,7 @@ def parse(
         o_bias=_switch(raw, family.o_bias, where),
         mlp_bias=_switch(raw, family.mlp_bias, where),
         qk_norm=_switch(raw, family.qk_norm, where),
+        mla=parse_mla(raw, where) if family.mla else None,
         moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else None,
         eos_token_ids=token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),
@@ -241,6 +244,8 @@ def _switch(raw: Mapping[str, Any], switch: bool | str, where: str) -> bool:
 
 
 def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
+    if family.mla:  # what rotates
+        return _count(raw, "qk_rope_head_dim", where)
     default = family.default_head_dim if "head_dim" not in raw else None
     if raw.get("head_dim") is None and default is None and hidden % heads:
         raise ValueError(

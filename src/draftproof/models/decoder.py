@@ -138,6 +138,9 @@ class Decoder:
 
 def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
     """What the layers of a model, or of a draft head, keep in the cache."""
+    if config.mla is not None:
+        size = config.mla.cached_dim
+        return tuple(KVShape(heads=1, head_dim=size, window=w, shared=True) for w in config.windows)
     return tuple(
         KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
         for window in config.windows

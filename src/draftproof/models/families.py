@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from draftproof.models.mla import KEYS as MLA_KEYS
 from draftproof.models.moe_config import MoEFamily
 
 # How a config states its sliding windows:
@@ -45,6 +46,7 @@ class Family:
     windows: Windows = "per_layer"
     default_window: int | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    mla: bool = False
     default_theta: float = 10000.0
     default_rotary: float | None = None
     moe: MoEFamily | None = None
@@ -54,7 +56,8 @@ class Family:
         """Config keys that mean something in this family, beyond those that all share."""
         switches = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
         named = {switch for switch in switches if isinstance(switch, str)}
-        return WINDOW_KEYS[self.windows] | named | (self.moe.keys if self.moe else frozenset())
+        mixture = self.moe.keys if self.moe else frozenset()
+        return WINDOW_KEYS[self.windows] | named | mixture | (MLA_KEYS if self.mla else frozenset())
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -77,6 +80,20 @@ FAMILIES: Mapping[str, Family] = {
             qk_norm=True,
             windows="switched",
             default_head_dim=128,
+        ),
+        Family(
+            model_type="mimo",
+            architectures=("MiMoForCausalLM",),
+            qkv_bias="attention_bias",
+            windows="switched",
+        ),
+        Family(
+            model_type="deepseek_v3",
+            architectures=("DeepseekV3ForCausalLM",),
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mla=True,
+            moe=MoEFamily(scoring="biased_sigmoid", count=("n_routed_experts", "num_local_experts")),
         ),
         Family(
             model_type="mistral", architectures=("MistralForCausalLM",), windows="every", default_window=4096

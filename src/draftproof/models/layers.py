@@ -17,6 +17,7 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
+from draftproof.models.mla import LatentAttention
 from draftproof.models.moe import MoE
 
 Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
@@ -67,6 +68,9 @@ class Build:
             torch.cat(biases) if biases else None,
             out_dtype,
         )
+
+    def norm(self, name: str, size: int, eps: float) -> Norm:
+        return Norm.load(self, name, size, eps)
 
     def pack(
         self, weight_NX: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -192,9 +196,8 @@ class DecoderLayer:
         """input_norm False: the layer has none of its own (EAGLE-1's). See `Attention` for the other arguments."""
         hidden, eps = config.hidden_size, config.norm_eps
         self.input_norm = Norm.load(build, f"{prefix}.input_layernorm", hidden, eps) if input_norm else None
-        self.attention = Attention(
-            build, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size
-        )
+        kind = Attention if config.mla is None else LatentAttention
+        self.attention = kind(build, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size)
         self.post_norm = Norm.load(build, f"{prefix}.post_attention_layernorm", hidden, eps)
         self.mlp = feed_forward(build, prefix, config, index)
 

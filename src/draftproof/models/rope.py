@@ -146,6 +146,16 @@ def _parse_yarn(
     )
 
 
+def score_factor(raw: Mapping[str, Any], where: str) -> float:
+    """What a stretched rotary embedding (`mscale_all_dim`) multiplies attention scores by in DeepSeek's models."""
+    given = _flat(raw, where)
+    stretched = str(given.get("rope_type") or given.get("type") or "default") != "default"
+    mscale_all = given.get("mscale_all_dim")
+    if not stretched or not mscale_all:
+        return 1.0
+    return _yarn_scale(_number(given, "factor", None, where), mscale_all) ** 2
+
+
 def _yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -15,7 +15,7 @@
 namespace dp {
 
 constexpr int LANES = 16;
-constexpr int64_t MAX_HEAD_DIM = 512;
+constexpr int64_t MAX_HEAD_DIM = 1024;
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));

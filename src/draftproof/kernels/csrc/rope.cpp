@@ -62,7 +62,7 @@ template <class T, class C>
 void run(const T* qkv, const int64_t* positions, const int64_t* slots, const float* cos_sin, const float* q_norm,
          const float* k_norm, T* q_out, C* k_cache, C* v_cache, const int32_t* table, const Shape& s,
          int64_t threads) {
-    int64_t all_heads = s.heads + 2 * s.kv_heads, D = s.head_dim;
+    int64_t all_heads = s.heads + (v_cache ? 2 : 1) * s.kv_heads, D = s.head_dim;
     int64_t members = team(threads, s.rows * all_heads * D);
 #pragma omp parallel for num_threads(members) if (members > 1)
     for (int64_t r = 0; r < s.rows; r++) {
@@ -90,7 +90,7 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
             else
                 from_float(head, q + h * D, D);
         }
-        for (int64_t h = 0; h < s.kv_heads; h++) {
+        for (int64_t h = 0; v_cache && h < s.kv_heads; h++) {
             to_float(row + (s.heads + s.kv_heads + h) * D, head, D);
             from_float(head, v_cache + ((block * s.kv_heads + h) * s.block_size + offset) * D, D);
         }
@@ -110,7 +110,7 @@ struct RopeStoreArgs {
     const int64_t *positions, *slots;
     const float* cos_sin;
     const void *q_norm, *k_norm;  // may be null
-    void *q_out, *k_cache, *v_cache;
+    void *q_out, *k_cache, *v_cache;  // v_cache may be null: rows hold no v then
     const int32_t* table;
     int64_t rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width;  // head_dim <= MAX_HEAD_DIM
     int64_t dtype, cache_dtype, norm_dtype, threads;

@@ -28,6 +28,20 @@ extern "C" void dp_place(const PlaceArgs* a) {
         std::memcpy(a->out + r * a->out_bytes, a->part + r * a->part_bytes, a->part_bytes);
 }
 
+struct SwapArgs {
+    const char* x;
+    char* out;
+    int64_t rows, parts, part_bytes;
+};
+
+// Part b of row a goes to row a of the b-th group of rows.
+extern "C" void dp_swap(const SwapArgs* s) {
+    for (int64_t a = 0; a < s->rows; a++)
+        for (int64_t b = 0; b < s->parts; b++)
+            std::memcpy(s->out + (b * s->rows + a) * s->part_bytes, s->x + (a * s->parts + b) * s->part_bytes,
+                        s->part_bytes);
+}
+
 struct Call {
     void (*run)(const void*);
     const void* args;

@@ -66,13 +66,13 @@ def _rope_store_kernel(
     qkv, positions, slots, cos_sin, q_norm, k_norm, eps, q_out, k_cache, v_cache, table, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of one row; first come the programs of q, then k's, then v's."""
+    """HB heads of one row; first come the programs of q, then k's, then v's if rows have one."""
     begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS, HB)
-    x = qkv + row * (HEADS + 2 * KV_HEADS) * D
+    x = qkv + row * (HEADS + KV_HEADS + HAS_V * KV_HEADS) * D
     position = tl.load(positions + row)
     angles = cos_sin + tl.maximum(position, 0) * 2 * HALF
     if part < q_parts:
@@ -113,20 +113,22 @@ def rope_store(
     k_norm_D: Tensor | None,
     eps: float,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_table_SB: Tensor,
 ) -> Tensor:
     """See `ops.RopeStore`."""
     _, kv_heads, block_size, dim = k_cache.shape
-    rows, heads = qkv_TX.shape[0], qkv_TX.shape[1] // dim - 2 * kv_heads
+    each = 1 if v_cache is None else 2
+    rows, heads = qkv_TX.shape[0], qkv_TX.shape[1] // dim - each * kv_heads
     q_THD = qkv_TX.new_empty(rows, heads, dim)
     if rows == 0:
         return q_THD
+    v_cache = k_cache if v_cache is None else v_cache
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_table_SB.is_contiguous()
     qkv_TX = dense(qkv_TX)
     half = cos_sin_PD.shape[1] // 2
     with on(qkv_TX):
-        parts = triton.cdiv(heads, HEADS_EACH) + 2 * triton.cdiv(kv_heads, HEADS_EACH)
+        parts = triton.cdiv(heads, HEADS_EACH) + each * triton.cdiv(kv_heads, HEADS_EACH)
         _rope_store_kernel[(rows, parts)](
             *(qkv_TX, positions_T.contiguous(), slots_T.contiguous(), dense(cos_sin_PD)),
             *(
@@ -144,6 +146,7 @@ def rope_store(
             HB=HEADS_EACH,
             Q_NORM=q_norm_D is not None,
             K_NORM=k_norm_D is not None,
+            HAS_V=each == 2,
             **early(qkv_TX),
             num_warps=4,
         )

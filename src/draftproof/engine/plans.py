@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from draftproof.checkpoints import detect
+from draftproof.checkpoints import detect, native
 from draftproof.config import ENGINE_WIDE, SpeculativeConfig, reject_unknown_keys
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftCheckpoint
@@ -24,14 +25,14 @@ class DraftPlan:
     inner: tuple[DraftPlan, ...] = ()
 
 
-def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> list[DraftPlan]:
-    """`weights`: given to draft checkpoints instead of their files. ValueError for what makes no sense.
+def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
+    """`weights`: given to draft checkpoints instead of their files; `target`: its folder.
 
     A plan's K is the user's for this drafter, else the checkpoint's, else the method's; a chain's own K is the most
-    that any of its members proposes.
+    that any of its members proposes. ValueError for what makes no sense.
     """
     if settings.method == registry.CHAIN:
-        return _chain(settings, weights)
+        return _chain(settings, weights, target)
     if settings.method is not None:
         registry.check(settings.method)
     method = registry.METHODS.get(settings.method or "")
@@ -43,9 +44,12 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None) -> li
         if method is not None:
             _refuse_model(settings)
         # what is run for its cost alone costs what as many drafts cost
-        members = tuple(_members(settings, weights, settings.num_speculative_tokens))
+        members = tuple(_members(settings, weights, target, settings.num_speculative_tokens))
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
+    if method and method.may_be_native and _is_target(settings.model, target):
+        checkpoint = native.read(target, weights)
+        return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
@@ -74,7 +78,7 @@ def _plan(
     return DraftPlan(method, checkpoint, settings, number, inner)
 
 
-def _chain(settings: SpeculativeConfig, weights: WeightSource | None) -> list[DraftPlan]:
+def _chain(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
     if not settings.drafters:
         raise ValueError(
             "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
@@ -85,12 +89,12 @@ def _chain(settings: SpeculativeConfig, weights: WeightSource | None) -> list[Dr
     most = settings.num_speculative_tokens
     return [
         m if most is None else replace(m, num_drafts=min(m.num_drafts, most))
-        for m in _members(settings, weights)
+        for m in _members(settings, weights, target)
     ]
 
 
 def _members(
-    settings: SpeculativeConfig, weights: WeightSource | None, num_drafts: int | None = None
+    settings: SpeculativeConfig, weights: WeightSource | None, target: Path, num_drafts: int | None = None
 ) -> list[DraftPlan]:
     """`num_drafts`: K of members that have none of their own."""
     found: list[DraftPlan] = []
@@ -104,8 +108,13 @@ def _members(
                 )
         if num_drafts is not None and member.num_speculative_tokens is None:
             member = replace(member, num_speculative_tokens=num_drafts)
-        found += draft_plans(member, weights)
+        found += draft_plans(member, weights, target)
     return found
+
+
+def _is_target(model: str | None, target: Path) -> bool:
+    """Whether a drafter's `model` is the target's folder; none given means that it is."""
+    return model is None or resolve(model).samefile(target)
 
 
 def _refuse_model(settings: SpeculativeConfig) -> None:

@@ -1,0 +1,97 @@
+"""MTP modules that came with their target, in its own files: `num_nextn_predict_layers` in its config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.mtp import NativeMtpSettings
+from draftproof.models.config import ModelConfig, read_config, read_json
+from draftproof.models.loading import Weights, WeightSource
+
+KEY = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a family writes its modules. `modules`: the list they are in; `after_layers`: it is the target's layers',
+    and modules come after them; `names`: theirs of what surrounds the decoder layer, in the order of `_OURS`."""
+
+    modules: str
+    after_layers: bool
+    names: tuple[str, ...]
+    state_first: bool = False
+
+
+_OURS = ("embed_norm", "hidden_norm", "fc", "norm")
+_DEEPSEEK = Form(modules="layers", after_layers=True, names=("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+_MIMO = Form(
+    modules="mtp_layers",
+    after_layers=False,
+    names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    state_first=True,
+)
+FORMS: Mapping[str, Form] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+
+
+def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
+    """The modules of the target in `directory`, with `weights` where given instead of the files there.
+
+    ValueError where there are none, naming what config.json says and what the files hold.
+    """
+    where, target = str(directory / "config.json"), read_config(directory)
+    form, num = FORMS.get(target.model_type), read_json(directory / "config.json").get(KEY)
+    if form is None:
+        raise ValueError(
+            f"speculative_config: method='mtp' without model: {where} is of model_type={target.model_type!r}, and "
+            f"prediction modules are known of {', '.join(FORMS)}; give the module's folder as model"
+        )
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ValueError(
+            f"speculative_config: method='mtp' without model: {where} says {KEY}={num!r}, so the model has no "
+            "prediction modules; give a module's folder as model, or take another method"
+        )
+    return DraftCheckpoint(
+        method="mtp",
+        where=where,
+        settings=NativeMtpSettings(layers=_layer(target), num_modules=num, state_first=form.state_first),
+        weights=_modules(directory, form, target.num_layers, num) if weights is None else weights,
+        directory=directory,
+        num_drafts=num if num > 1 else None,
+    )
+
+
+def _layer(target: ModelConfig) -> ModelConfig:
+    """A module's layer is like the target's last ones: with experts, where there are any."""
+    moe = None if target.moe is None else dataclasses.replace(target.moe, dense_layers=frozenset())
+    return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], moe=moe)
+
+
+def _modules(directory: Path, form: Form, num_layers: int, num: int) -> Weights:
+    """The modules' tensors under our names; ValueError where a module is not there."""
+    files = Weights.open(directory)
+    first = num_layers if form.after_layers else 0
+    module = re.compile(rf"(?:model\.)?{form.modules}\.(\d+)\.(.+)")
+    theirs: dict[str, str] = {}
+    for name in files.names():
+        match = module.fullmatch(name)
+        if match and int(match[1]) >= first and match[2] not in _COPIES:
+            theirs[f"modules.{int(match[1]) - first}.{_ours(match[2], form)}"] = name
+    found = {name.split(".")[1] for name in theirs}
+    if len(found) != num:
+        raise ValueError(
+            f"{directory}: config.json says {KEY}={num}, but the files hold {len(found)} prediction modules "
+            f"({form.modules}.{first} and on); download the files that are missing, or leave out method='mtp': some "
+            "releases come without them"
+        )
+    return Weights(files.where, theirs, lambda name: files.get(theirs[name]))
+
+
+def _ours(name: str, form: Form) -> str:
+    stem, _, kind = name.rpartition(".")
+    return f"{_OURS[form.names.index(stem)]}.{kind}" if stem in form.names else f"layers.0.{name}"

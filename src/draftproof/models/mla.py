@@ -1,0 +1,173 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's keys and values are one small vector that all
+heads share, and the projections that would widen it are applied to queries and outputs instead.
+
+The cache holds one head of [rotary part, compressed part], which is read as keys and as values.
+Shapes: T rows, H hidden size, Q and C compressed sizes of queries and of keys and values, N head size without rotation,
+R rotary part, V value head size, D = R + C cached per token, P positions of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionSpec, PagedAttention
+from draftproof.kernels.certify import Shape
+from draftproof.models.rope import score_factor
+
+if TYPE_CHECKING:
+    from draftproof.models.config import ModelConfig
+    from draftproof.models.layers import Build
+
+KEYS = frozenset(
+    {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
+    | {"rope_interleave"}
+)
+_LOW_RANK_EPS = 1e-6  # of the norms inside, whatever the config says of the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaConfig:
+    """Sizes in elements. `q_rank` None: queries are not compressed. `interleaved`: rotated pairs are neighbours."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    interleaved: bool
+    scale: float
+
+    @property
+    def cached_dim(self) -> int:
+        return self.rope_dim + self.kv_rank
+
+
+def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
+    """ValueError for a size that is missing or makes no sense."""
+
+    def size(key: str) -> int:
+        value = raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{where}: {key}={value!r}: must be a whole number of at least 1")
+        return value
+
+    nope, rope = size("qk_nope_head_dim"), size("qk_rope_head_dim")
+    if rope % 2:
+        raise ValueError(f"{where}: qk_rope_head_dim={rope}: must be even, rotary embedding turns pairs")
+    if raw.get("qk_head_dim") not in (None, nope + rope):
+        raise ValueError(
+            f"{where}: qk_head_dim={raw['qk_head_dim']!r}: must be qk_nope_head_dim + qk_rope_head_dim = {nope + rope}"
+        )
+    return MlaConfig(
+        q_rank=None if raw.get("q_lora_rank") is None else size("q_lora_rank"),
+        kv_rank=size("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rope,
+        v_dim=size("v_head_dim"),
+        interleaved=bool(raw.get("rope_interleave", True)),
+        scale=(nope + rope) ** -0.5 * score_factor(raw, where),
+    )
+
+
+class LatentAttention:
+    """Stands where `layers.Attention` does."""
+
+    __slots__ = (
+        *("_concat", "_from_latent", "_into_latent", "_kv", "_kv_norm", "_q", "_q_a", "_q_norm"),
+        *("_k_rope", "index", "out", "spec"),
+    )
+
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        cos_sin_PD: Tensor,
+        index: int,
+        window: int = 0,
+        input_size: int | None = None,
+    ) -> None:
+        """Arguments as of `layers.Attention`."""
+        m = config.mla
+        assert m is not None
+        heads, hidden, bias = config.num_heads, input_size or config.hidden_size, config.qkv_bias
+        self.index, self._concat = index, build.ops.concat
+        self._q_a = self._q_norm = None
+        if m.q_rank is None:
+            self._q = build.linear(f"{prefix}.q_proj", hidden, heads * (m.nope_dim + m.rope_dim))
+        else:
+            self._q_a = build.linear(f"{prefix}.q_a_proj", hidden, m.q_rank, bias=bias)
+            self._q_norm = build.norm(f"{prefix}.q_a_layernorm", m.q_rank, _LOW_RANK_EPS)
+            self._q = build.linear(f"{prefix}.q_b_proj", m.q_rank, heads * (m.nope_dim + m.rope_dim))
+        self._kv_norm = build.norm(f"{prefix}.kv_a_layernorm", m.kv_rank, _LOW_RANK_EPS)
+        name, order_R = f"{prefix}.kv_a_proj_with_mqa", _pair_order(m)
+        kv_XH = build.tensor(f"{name}.weight", (m.kv_rank + m.rope_dim, hidden))
+        kv_X = build.tensor(f"{name}.bias", (m.kv_rank + m.rope_dim,)) if bias else None
+        rope_R = order_R.to(build.device) + m.kv_rank
+        self._kv = build.pack(kv_XH[: m.kv_rank].contiguous(), None if kv_X is None else kv_X[: m.kv_rank])
+        self._k_rope = build.pack(kv_XH[rope_R], None if kv_X is None else kv_X[rope_R])
+        width = m.nope_dim + m.v_dim
+        up_XC = build.tensor(f"{prefix}.kv_b_proj.weight", (heads * width, m.kv_rank))
+        up = up_XC.view(heads, width, m.kv_rank)
+        self._into_latent = HeadProducts(build, [_into(k_NC, m, order_R) for k_NC in up[:, : m.nope_dim]])
+        self._from_latent = HeadProducts(build, [_from(v_VC, m) for v_VC in up[:, m.nope_dim :]])
+        self.out = build.linear(f"{prefix}.o_proj", heads * m.v_dim, config.hidden_size, bias=config.o_bias)
+        self.spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=1,
+            head_dim=m.cached_dim,
+            scale=m.scale,
+            window=window,
+            cos_sin_PD=cos_sin_PD,
+        )
+
+    def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+        """x_TX [T, input_size], already normed -> [T, H]."""
+        q_TX = x_TX if self._q_a is None else self._q_a(x_TX)
+        q_TX = self._q(q_TX if self._q_norm is None else self._q_norm(q_TX))
+        qk_TX = self._concat((self._into_latent(q_TX), self._k_rope(x_TX), self._kv_norm(self._kv(x_TX))))
+        return self.out(self._from_latent(attn(self.index, qk_TX, self.spec)))
+
+
+class HeadProducts:
+    """A weight for each head: rows of all heads side by side, [T, heads * X] -> [T, heads * Y]."""
+
+    __slots__ = ("_heads", "_product", "_starts", "_swap")
+
+    def __init__(self, build: Build, weights: Sequence[Tensor]) -> None:
+        """weights: [Y, X] each."""
+        (outputs, inputs), self._heads = weights[0].shape, len(weights)
+        shape = Shape(outputs, inputs, build.dtype, build.dtype, False)
+        self._product = build.planner.pack_experts(len(weights), weights, shape, exact=build.exact)
+        self._swap = build.ops.swap
+        self._starts = build.planner.equal_groups(len(weights))
+
+    def __call__(self, x_TX: Tensor) -> Tensor:
+        rows, heads = len(x_TX), self._heads
+        y_PY = self._product(self._swap(x_TX, heads), self._starts(rows))
+        width = y_PY.shape[1]
+        return self._swap(y_PY.view(heads, rows * width), rows).view(rows, heads * width)
+
+
+def _pair_order(m: MlaConfig) -> Tensor:
+    """Which size of the rotary part comes first, second, ...: ours pairs one half with the other."""
+    order_R = torch.arange(m.rope_dim)
+    return torch.cat((order_R[::2], order_R[1::2])) if m.interleaved else order_R
+
+
+def _into(k_NC: Tensor, m: MlaConfig, order_R: Tensor) -> Tensor:
+    """[D, N + R]: a head's query to its rotary part, copied, and its dot product with what makes keys."""
+    out_DX = k_NC.new_zeros(m.cached_dim, m.nope_dim + m.rope_dim)
+    out_DX[torch.arange(m.rope_dim), m.nope_dim + order_R] = 1
+    out_DX[m.rope_dim :, : m.nope_dim] = k_NC.t()
+    return out_DX
+
+
+def _from(v_VC: Tensor, m: MlaConfig) -> Tensor:
+    """[V, D]: a head's value from what was attended to, the rotary part left out."""
+    return torch.cat((v_VC.new_zeros(m.v_dim, m.rope_dim), v_VC), dim=1)
