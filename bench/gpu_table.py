@@ -181,11 +181,13 @@ class Bench:
             self.table.add(f"all products of a pass, {rows} rows", "ms", ms, roof, note)
 
     def replay(self) -> None:
-        from draftproof.drafters import replay
+        from draftproof.drafters import recordings
 
         file = self.models.scratch / "recordings.json"
         llm = self.engine()
-        replay.save(file, llm.generate(self.prompts(llm, max(self.batches)), self.params(), use_tqdm=False))
+        recordings.save(
+            file, llm.generate(self.prompts(llm, max(self.batches)), self.params(), use_tqdm=False)
+        )
         if not self.plain_speeds:  # measured beside what it is compared with
             self.plain_speeds = {b: self.speed(llm, b, 1).tokens_per_second for b in self.batches}
         del llm

@@ -11,6 +11,11 @@ from typing import Any, Literal, TypeVar
 
 Verification = Literal["exact", "rejection", "block"]
 T = TypeVar("T")
+ENGINE_WIDE = (
+    "policy",
+    "max_faults",
+    "time_limit",
+)  # speculative settings that hold for all drafters together
 MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
 
@@ -18,7 +23,8 @@ MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 class SpeculativeConfig:
     """How to draft. `method` None: found from the checkpoint `model` points at.
 
-    `num_speculative_tokens` None: the checkpoint's own number, else 5 (n-gram 4). `policy` "fixed" always asks for
+    `num_speculative_tokens` None: the checkpoint's own number, else 5 (n-gram 4); a chain's members have each their
+    own, and the chain's is the most that any may propose. `policy` "fixed" always asks for
     that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
     drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `options` are the method's
     own settings (every key that is not a field lands there and is checked by the method).

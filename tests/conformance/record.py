@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftproof import LLM, SamplingParams
-from draftproof.drafters import replay
+from draftproof.drafters import recordings
 from tests.conformance.cases import RECORDINGS, REPEATS, prompts
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     listed += [ids[: 48 - n] for n in range(1, 9)]
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     long = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
-    replay.save(RECORDINGS, llm.generate([*listed, REPEATS], [greedy] * len(listed) + [long]))
+    recordings.save(RECORDINGS, llm.generate([*listed, REPEATS], [greedy] * len(listed) + [long]))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ LAYERS = "transformer_layer_config"
         ("peagle", {LAYERS: {"vocab_size": 300}}, "vocab_size=300, but the target's is 256"),
         ("peagle", {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, r"id 3 of \[0, 1, 3\].*num_layers=2"),
         ("dflash", {"mask_token_id": None}, "mask_token_id is missing"),
-        ("dflash", {"mask_token_id": -1}, "mask_token_id=-1, but the target's vocab_size=256"),
+        ("dflash", {"mask_token_id": -1}, "mask_token_id=-1: must be an integer of at least 0"),
         ("dflash", {LAYERS: {"vocab_size": 300}}, "vocab_size=300, but the target's is 256"),
         ("dflash", {LAYERS: {"hidden_size": 128}}, "hidden_size=128, but the target's is 64"),
         ("dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None"),
@@ -139,7 +139,7 @@ LAYERS = "transformer_layer_config"
         ("dspark", {"block_size": "four"}, "block_size='four': must be an integer"),
         ("dflash2", {"draft_vocab_size": 96}, "draft_vocab_size=96, but vocab_size=256"),
         ("dflash2", {"conv_group_size": 24}, "conv_group_size=24 does not divide hidden_size=64"),
-        ("dflash2", {"selector_top_k": 300}, "selector_top_k=300: must be from 1 to 256"),
+        ("dflash2", {"selector_top_k": 300}, "selector_top_k=300: must be an integer from 1 to 256"),
         ("xpress_a", {"xpress_rank": 7}, "refiner_head.token_embed.weight' has shape"),
     ],
 )

@@ -133,7 +133,8 @@ def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
         name: engine({"model": name}, k) for name, k in ((DFLASH, 7), (PEAGLE, 9), (EAGLE3, 9), (PARD, 9))
     }
     for first in alone:
-        members = [{"model": name} for name in (first, *(n for n in alone if n != first))]
+        names = (first, *(n for n in alone if n != first))
+        members = [{"model": name, "num_speculative_tokens": 7 if name == DFLASH else 9} for name in names]
         chain = engine({"method": "chain", "drafters": members}, 9)
         tokens = text(chain)
         for num in (20, 41):

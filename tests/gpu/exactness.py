@@ -220,10 +220,10 @@ class Exactness:
     def drafting(self, model: str, method: str, expected: dict[str, Any]) -> dict[str, Any]:
         if method != "replay":
             return self.models.drafter(model, method)
-        from draftproof.drafters import replay
+        from draftproof.drafters import recordings
 
         file = self.models.scratch / f"{model}-recordings.json"
-        replay.save(file, [output for _, outputs in expected.values() for output in outputs])
+        recordings.save(file, [output for _, outputs in expected.values() for output in outputs])
         head = self.models.drafter(model, HEADS.get(model, "ngram"))
         shared = {key: head.pop(key) for key in ("num_speculative_tokens", "policy")}
         return {

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftproof import LLM, SamplingParams
 from draftproof.bench import rooflines
 from draftproof.bench.compare import compare
-from draftproof.drafters import replay
+from draftproof.drafters import recordings
 from draftproof.kernels import graphs, native, ops, products
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, parse
@@ -158,7 +158,7 @@ def test_an_engine_gives_the_same_with_and_without_a_drafter(raw: dict[str, Any]
     texts = [tuple(o.outputs[0].token_ids) for o in plain]
     assert len(set(texts)) == 4 and all(len(set(text)) > 8 for text in texts)
     path = tmp_path / "plain.json"
-    replay.save(path, plain)
+    recordings.save(path, plain)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4, "policy": "fixed"}
     right = {
         "method": "replay",

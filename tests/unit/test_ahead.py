@@ -14,9 +14,12 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine.engine import Engine
-from tests.conformance.cases import CASES, mixture
+from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
-METHODS = [None, *(m for m in CASES if not m.startswith("custom"))]  # a user's sees no rows but its own
+# a user's sees no rows but its own
+OURS = {name: case for name, case in CASES.items() if not name.startswith("custom")}
+OURS["chain of eagle3, mtp"] = Case({"method": "chain", "drafters": [{"model": EAGLE3}, {"model": MTP}]})
+METHODS = [None, *OURS]
 
 
 class NoLook(TorchDispatchMode):
@@ -80,7 +83,7 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
 
 
 def build(method: str | None, **settings: Any) -> LLM:
-    drafting: dict[str, Any] = {} if method is None else CASES[method].llm(3)
+    drafting: dict[str, Any] = {} if method is None else OURS[method].llm(3)
     return LLM(dtype="float32", **{**drafting, **settings})
 
 
@@ -103,7 +106,7 @@ def plain() -> Callable[..., list[Any]]:
     known: dict[str | None, list[Any]] = {}
 
     def get(method: str | None) -> list[Any]:
-        target, wanted = CASES[method].target if method else None, mixture()
+        target, wanted = OURS[method].target if method else None, mixture()
         if target not in known:
             llm = build(None, model=target, max_num_seqs=1)
             known[target] = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
@@ -141,7 +144,7 @@ def test_whole_steps_serve_a_batch_smaller_than_the_bucket(method: str | None) -
     graphs = ahead(llm, buckets=(16,))
     params = [SamplingParams(temperature=0, max_tokens=30, logprobs=2)] * 3
     outputs = llm.generate(wanted.prompts[:3], params, use_tqdm=False)
-    target = CASES[method].target if method else None
+    target = OURS[method].target if method else None
     expected = build(None, model=target, max_num_seqs=1).generate(wanted.prompts[:3], params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_found_checkpoints_that_do_not_fit_are_left_out_with_the_reason(
     assert len(found["notes"]) == 3
     for name, reason in (
         ("eagle3", "made for target_"),
-        ("target_qwen3", "another target"),
+        ("target_qwen3", "must share the target's tokenizer"),
         ("copy", "bytes"),
     ):
         assert any(n.startswith(f"{name} is left out: ") and reason in n for n in found["notes"]), found[
@@ -192,3 +193,40 @@ def test_what_was_measured_before_an_interruption_stays(
     assert main([*command, "--output-dir", str(tmp_path)]) == 130
     assert "| ngram |" in (out := capsys.readouterr().out) and "| suffix |" not in out
     assert "interrupted" in out
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        ('b={"method": "chain", "drafters": [{"method": "nope"}]}', "b: speculative_config: method='nope'"),
+        (
+            'b={"method": "suffix", "suffix_decoding_max_tre_depth": 3}',
+            "did you mean 'suffix_decoding_max_tree",
+        ),
+        ("b=no.such.Drafter", "b: .*cannot be imported"),
+        ("b=no/such/folder", "b: .*no such directory"),
+    ],
+)
+def test_every_drafter_is_checked_before_anything_is_loaded(
+    drafter: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Comparison, "run", lambda self: pytest.fail("a model was loaded"))
+    assert main([*QUICK, "--drafters", "ngram", drafter, "--output-dir", str(tmp_path)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_drafter_that_fails_late_leaves_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = str(DATA / "oracle" / "eagle3")  # that it belongs to another target shows when it is built
+    command = [*QUICK, "--drafters", "ngram", f"mine={other}", "suffix", "--output-dir", str(tmp_path)]
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert "| ngram |" in said.out and "error: mine: " in said.err
+    found = json.loads((tmp_path / "methods.json").read_text())
+    assert [row["name"] for row in found["methods"]] == ["plain", "ngram"]
+    assert any("mine: " in note and "what was not measured is missing" in note for note in found["notes"])

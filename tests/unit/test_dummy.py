@@ -12,7 +12,7 @@ import torch
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.checkpoints import detect
-from draftproof.drafters.replay import save
+from draftproof.drafters.recordings import save
 from draftproof.models.config import read_config
 from draftproof.models.loading import RandomWeights
 

@@ -159,6 +159,37 @@ def test_a_budget_that_is_spent_is_told(tmp_path: Path) -> None:
     assert fault.startswith("methods and formats: ") and fault.endswith(f"at most {most}")
 
 
+def test_a_methods_file_and_a_reader_are_kept_shorter(tmp_path: Path) -> None:
+    """Beside the rows of the registry, a file of the same folder may be as long as any."""
+    package = tmp_path / "src" / "draftproof"
+    for folder in ("drafters", "checkpoints"):
+        (package / folder).mkdir(parents=True)
+    rows = (
+        "METHODS = {'head': Method(build=head.build), 'other': Method(build=other.build, needs_model=False)}"
+    )
+    (package / "drafters" / "registry.py").write_text(rows)
+    lengths = {
+        "drafters/head.py": sizes.MAX_METHOD_LINES + 1,
+        "drafters/other.py": sizes.MAX_METHOD_LINES,
+        "drafters/guard.py": sizes.MAX_METHOD_LINES + 1,
+        "checkpoints/flat.py": sizes.MAX_READER_LINES + 1,
+        "checkpoints/nested.py": sizes.MAX_READER_LINES,
+    }
+    for name, lines in lengths.items():
+        (package / name).write_text("x = 1\n" * lines)
+    assert sizes.check(tmp_path)[0] == [
+        f"src/draftproof/checkpoints/flat.py: {sizes.MAX_READER_LINES + 1} lines, at most {sizes.MAX_READER_LINES}",
+        f"src/draftproof/drafters/head.py: {sizes.MAX_METHOD_LINES + 1} lines, at most {sizes.MAX_METHOD_LINES}",
+    ]
+
+
+def test_every_methods_file_is_known_to_the_check() -> None:
+    from draftproof.drafters.registry import METHODS
+
+    modules = {sys.modules[method.build.__module__].__file__ for method in METHODS.values()}
+    assert sizes.method_files(ROOT) == {Path(str(file)) for file in modules} and len(modules) == len(METHODS)
+
+
 def test_import_brings_no_slow_library() -> None:
     code = "import sys, draftproof; print(*[m for m in sys.argv[1:] if m in sys.modules])"
     slow = ["transformers", "huggingface_hub", "rich", "tqdm", "jinja2", "scipy", "pandas"]

@@ -16,7 +16,8 @@ from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
 from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
-from draftproof.drafters.replay import Library, Recording, ReplayDrafter, ReplayOptions, load, save
+from draftproof.drafters.recordings import Library, Recording, load, save
+from draftproof.drafters.replay import ReplayDrafter, ReplayOptions
 
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=0)
 HEAD = {"model": str(assets.path("tiny-eagle3"))}
@@ -123,7 +124,7 @@ def drafter(
     recordings: list[Recording], inner: Any = None, acceptance: float = 1.0, slots: int = 4
 ) -> ReplayDrafter:
     return ReplayDrafter(
-        recordings, ReplayOptions(recordings="", acceptance=acceptance), inner,
+        recordings, ReplayOptions(recordings="unread", acceptance=acceptance), inner,
         num_slots=slots, num_drafts=3, vocab_size=100, device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -261,7 +262,7 @@ def test_a_recording_is_found_by_prompt_then_by_what_followed() -> None:
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path, recordings: str) -> None:
     for options, message in (
-        ({}, "needs 'recordings'"),
+        ({}, "recordings='': must be a file of"),
         ({"recordings": str(tmp_path / "absent.json")}, "absent.json.*cannot be read"),
         ({"recordings": 3}, "recordings=3: must be a file"),
         ({"recordings": recordings, "acceptance": 1.5}, r"acceptance=1.5: must be a number from 0 to 1"),

@@ -180,7 +180,7 @@ class Comparison:
                     llm = self._make(method)
                 except ValueError as error:
                     if not method.found:
-                        raise
+                        raise ValueError(f"{method.name}: {error}") from error
                     self.notes.append(f"{method.name} is left out: {error}")
                     break
                 self._take_turns(plain, llm, beside, run)

@@ -14,7 +14,7 @@ from draftproof.bench import environment, figures, passes, workload
 from draftproof.bench.compare import Difference, compare
 from draftproof.bench.drive import Client, Job, Run
 from draftproof.bench.rooflines import Peaks, peaks_of
-from draftproof.drafters.replay import save
+from draftproof.drafters.recordings import save
 from draftproof.engine.llm import LLM
 from draftproof.engine.memory import free_bytes
 from draftproof.types import RequestOutput, SamplingParams

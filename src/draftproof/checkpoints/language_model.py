@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.build import DraftCheckpoint
-from draftproof.drafters.draft_model import DraftModelSettings
+from draftproof.drafters.model_head import DraftModelSettings
 from draftproof.models import config as model_config
 from draftproof.models.families import FAMILIES
 from draftproof.models.loading import Weights, WeightSource
@@ -21,13 +22,14 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    masks = [key for key in _MASK_KEYS if raw.get(key) is not None]
+    where = str(directory / "config.json")
+    mask = mask_token({key: raw.get(key) for key in _MASK_KEYS}, where)
     return DraftCheckpoint(
-        method="pard" if masks else "draft_model",
-        where=str(directory / "config.json"),
+        method="draft_model" if mask is None else "pard",
+        where=where,
         settings=DraftModelSettings(
             model=model_config.read_config(directory, extra=_OWN_KEYS),
-            mask_token=raw[masks[0]] if masks else None,
+            mask_token=mask,
         ),
         weights=Weights.open(directory) if weights is None else weights,
         directory=directory,

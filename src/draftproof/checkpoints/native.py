@@ -19,33 +19,24 @@ KEY = "num_nextn_predict_layers"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How a family writes its modules. `modules`: the list they are in; `after_layers`: it is the target's layers',
-    and modules come after them; `names`: of what surrounds the decoder layer, ours by theirs."""
+    and modules come after them; `names`: theirs of what surrounds the decoder layer, in the order of `_OURS`."""
 
     modules: str
     after_layers: bool
-    names: Mapping[str, str]
+    names: tuple[str, ...]
     state_first: bool = False
 
 
-_DEEPSEEK = Form(
-    modules="layers",
-    after_layers=True,
-    names={"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "fc", "shared_head.norm": "norm"},
-)
+_OURS = ("embed_norm", "hidden_norm", "fc", "norm")
+_DEEPSEEK = Form(modules="layers", after_layers=True, names=("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 _MIMO = Form(
     modules="mtp_layers",
     after_layers=False,
-    names={
-        "token_layernorm": "embed_norm",
-        "hidden_layernorm": "hidden_norm",
-        "input_proj": "fc",
-        "final_layernorm": "norm",
-    },
+    names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     state_first=True,
 )
 FORMS: Mapping[str, Form] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
-# copies of the target's own
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
 
 
 def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
@@ -68,11 +59,7 @@ def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoin
     return DraftCheckpoint(
         method="mtp",
         where=where,
-        settings=NativeMtpSettings(
-            layers=_layer(target),
-            num_modules=num,
-            state_first=form.state_first,
-        ),
+        settings=NativeMtpSettings(layers=_layer(target), num_modules=num, state_first=form.state_first),
         weights=_modules(directory, form, target.num_layers, num) if weights is None else weights,
         directory=directory,
         num_drafts=num if num > 1 else None,
@@ -107,4 +94,4 @@ def _modules(directory: Path, form: Form, num_layers: int, num: int) -> Weights:
 
 def _ours(name: str, form: Form) -> str:
     stem, _, kind = name.rpartition(".")
-    return f"{form.names[stem]}.{kind}" if stem in form.names else f"layers.0.{name}"
+    return f"{_OURS[form.names.index(stem)]}.{kind}" if stem in form.names else f"layers.0.{name}"

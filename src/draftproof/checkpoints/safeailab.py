@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.checkpoints.tensors import open_weights, tensor_names
+from draftproof.checkpoints.values import flag, ids, whole
+from draftproof.config import reject_unknown_keys
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.tapped import TappedSettings
@@ -17,7 +19,17 @@ from draftproof.models.loading import WeightSource
 
 # keys of the flat form that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
-_OWN_KEYS |= {"qkv_bias", "bias"}
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_OWN_KEYS |= {"qkv_bias", "bias", "eagle_config", _TAPS}
+# of training frameworks, and of the target's config: without meaning for a head that has no windows
+_HARMLESS_KEYS = ("modal_type", "max_window_layers")
+# `eagle_config` spells out what the format always means; a head for which it says otherwise is another network
+_USUAL = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
@@ -33,35 +45,47 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     where = str(directory / "config.json")
     flat = {"model_type": "llama", "rope_theta": 10000.0}
     flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
-    layers = model_config.parse(flat, where=where)
-    if raw.get("qkv_bias"):
+    layers = model_config.parse(flat, where=where, extra=_HARMLESS_KEYS)
+    if flag(raw, "qkv_bias", where):
         layers = dataclasses.replace(layers, qkv_bias=True)
     third = "draft_vocab_size" in raw or "eagle3" in _architecture(raw)
     third = third or "layers.0.hidden_norm.weight" in map(_rename, tensor_names(directory))
     return DraftCheckpoint(
         method="eagle3" if third else "eagle",
         where=where,
-        settings=_eagle3(raw, layers) if third else _eagle1(raw, layers),
+        settings=_eagle3(raw, layers, where) if third else _eagle1(raw, layers, where),
         weights=open_weights(directory).renamed(_rename) if weights is None else weights,
         directory=directory,
     )
 
 
-def _eagle1(raw: Mapping[str, Any], layers: ModelConfig) -> Eagle1Settings:
-    return Eagle1Settings(layers=layers, fc_bias=raw.get("bias", True))
+def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Settings:
+    return Eagle1Settings(layers=layers, fc_bias=flag(raw, "bias", where, True))
 
 
-def _eagle3(raw: Mapping[str, Any], layers: ModelConfig) -> TappedSettings:
-    """Taps are 2, n/2 and n-3; the raw state is the residual; `bias` says nothing about this one's `fc`."""
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSettings:
+    """The raw state is the residual; `bias` says nothing about this one's `fc`."""
     return TappedSettings(
         layers=layers,
-        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
-        taps=None,
+        draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
+        taps=_taps(raw, where),
         norm_before_residual=False,
-        norm_before_fc=raw.get("norm_before_fc", False),
-        fc_norm=raw.get("fc_norm", False),
-        norm_output=raw.get("norm_output", False),
+        norm_before_fc=flag(raw, "norm_before_fc", where),
+        fc_norm=flag(raw, "fc_norm", where),
+        norm_output=flag(raw, "norm_output", where),
     )
+
+
+def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    """None: the usual ones. Nested ids count layers from their outputs: i is the state that enters layer i + 1."""
+    nested, within = raw.get("eagle_config") or {}, f"{where}: eagle_config"
+    reject_unknown_keys(within, nested, [_TAPS, *_USUAL])
+    for key, usual in _USUAL.items():
+        if flag(nested, key, within, usual) != usual:
+            raise ValueError(f"{within}: {key}={nested[key]!r}: not supported, only {usual}")
+    if raw.get(_TAPS) is not None:
+        return ids(raw, _TAPS, where)
+    return None if nested.get(_TAPS) is None else tuple(i + 1 for i in ids(nested, _TAPS, within, -1))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

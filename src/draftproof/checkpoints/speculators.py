@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftproof.checkpoints import speculators_block, speculators_fused
+from draftproof.checkpoints import speculators_block, speculators_fused, values
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
@@ -49,12 +49,8 @@ def _num_drafts(envelope: Mapping[str, Any], where: str) -> int | None:
     methods = envelope.get("proposal_methods") or []
     default = [m for m in methods if m.get("proposal_type") == envelope.get("default_proposal_method")]
     chosen = (default or methods or [{}])[0]
-    number = chosen.get("speculative_tokens")
-    if number is not None and (not isinstance(number, int) or not 1 <= number <= 64):
-        raise ValueError(
-            f"{where}: speculative_tokens={number!r}: must be an integer from 1 to 64; correct it"
-        )
-    return number
+    key = "speculative_tokens"
+    return None if chosen.get(key) is None else values.whole(chosen, key, where, 1, 64)
 
 
 def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
+from draftproof.checkpoints.values import flag, ids, whole
 from draftproof.drafters.block import BlockSettings
 from draftproof.drafters.dflash2 import DFlash2Settings
 from draftproof.drafters.dspark import DSparkSettings
@@ -17,19 +18,14 @@ def dflash(
     raw: Mapping[str, Any], layers: ModelConfig, where: str, anchor: bool = False, non_causal: bool = False
 ) -> BlockSettings:
     """anchor, non_causal: what the type means where the keys are missing."""
-    ids, size = raw.get("aux_hidden_state_layer_ids"), raw.get("block_size", 8)
-    if not ids:
-        raise ValueError(f"{where}: aux_hidden_state_layer_ids={ids!r}: must name the tapped layers")
-    if not isinstance(size, int) or not 2 <= size <= 64:
-        raise ValueError(f"{where}: block_size={size!r}: must be an integer from 2 to 64")
     return BlockSettings(
         layers=layers,
-        draft_vocab_size=raw.get("draft_vocab_size") or layers.vocab_size,
-        taps=tuple(ids),
-        block_size=size,
-        mask_token=mask_token(raw),
-        sample_from_anchor=raw.get("sample_from_anchor", anchor),
-        sliding_causal=not raw.get("sliding_window_non_causal", non_causal),
+        draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
+        taps=ids(raw, "aux_hidden_state_layer_ids", where),
+        block_size=whole(raw, "block_size", where, 2, 64, 8),
+        mask_token=mask_token(raw, where),
+        sample_from_anchor=flag(raw, "sample_from_anchor", where, anchor),
+        sliding_causal=not flag(raw, "sliding_window_non_causal", where, non_causal),
     )
 
 
@@ -39,35 +35,33 @@ def dspark(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> DSparkSet
         raise ValueError(f"{where}: markov_head_type={kind!r}: must be 'vanilla', 'gated' or 'rnn'")
     return DSparkSettings(
         block=dflash(raw, layers, where, anchor=True),
-        rank=raw.get("markov_rank", 256),
+        rank=whole(raw, "markov_rank", where, 0, default=256),
         kind=kind,
-        confidence=raw.get("enable_confidence_head", True),
-        confidence_reads_token=raw.get("confidence_head_with_markov", True),
+        confidence=flag(raw, "enable_confidence_head", where, True),
+        confidence_reads_token=flag(raw, "confidence_head_with_markov", where, True),
     )
 
 
 def dflash2(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> DFlash2Settings:
+    vocab, hidden = layers.vocab_size, layers.hidden_size
     s = DFlash2Settings(
         block=dflash(raw, layers, where, non_causal=True),
-        taps=raw.get("conv_kernel_size", 2),
-        group_size=raw.get("conv_group_size", 16),
-        rank=raw.get("selector_rank", 256),
-        num_candidates=raw.get("selector_top_k", 16),
+        taps=whole(raw, "conv_kernel_size", where, 1, 64, 2),
+        group_size=whole(raw, "conv_group_size", where, 1, hidden, 16),
+        rank=whole(raw, "selector_rank", where, 1, default=256),
+        num_candidates=whole(raw, "selector_top_k", where, 1, vocab, 16),
     )
-    size, vocab, hidden = s.block.draft_vocab_size, layers.vocab_size, layers.hidden_size
-    if size != vocab:
+    if (size := s.block.draft_vocab_size) != vocab:
         raise ValueError(f"{where}: draft_vocab_size={size}, but vocab_size={vocab}: must be equal here")
     if hidden % s.group_size:
         raise ValueError(f"{where}: conv_group_size={s.group_size} does not divide hidden_size={hidden}")
-    if not 1 <= s.num_candidates <= vocab:
-        raise ValueError(f"{where}: selector_top_k={s.num_candidates}: must be from 1 to {vocab}")
     return s
 
 
 def xpress(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> XPressSettings:
     return XPressSettings(
         block=dflash(raw, layers, where),
-        rank=raw.get("xpress_rank", 256),
-        mlp_ratio=raw.get("xpress_mlp_ratio", 2),
-        num_rounds=raw.get("num_jacobi_passes", 6),
+        rank=whole(raw, "xpress_rank", where, 1, default=256),
+        mlp_ratio=whole(raw, "xpress_mlp_ratio", where, 1, 64, 2),
+        num_rounds=whole(raw, "num_jacobi_passes", where, 0, 64, 6),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftproof.checkpoints import values
 from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.block import BlockSettings
 from draftproof.drafters.build import DraftCheckpoint
@@ -27,11 +28,8 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     it reads after the final norm."""
     where = str(directory / "config.json")
     own: Mapping[str, Any] = raw.get("dflash_config") or {}
-    ids, block_size = own.get("target_layer_ids"), raw.get("block_size", own.get("block_size"))
-    if not ids or not all(isinstance(i, int) for i in ids):
-        raise ValueError(f"{where}: dflash_config: target_layer_ids={ids!r}: must be a list of layer numbers")
-    if not isinstance(block_size, int) or not 2 <= block_size <= 64:
-        raise ValueError(f"{where}: block_size={block_size!r}: must be an integer from 2 to 64")
+    ids = values.ids(own, "target_layer_ids", f"{where}: dflash_config", -1)
+    block_size = values.whole({**own, **raw}, "block_size", where, 2, 64)
     layers = model_config.parse(raw, where=where, extra=_OWN_KEYS)
     return DraftCheckpoint(
         method="dflash",
@@ -42,7 +40,7 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
             taps=tuple(i + 1 for i in ids),
             last_tap_is_normed=True,
             block_size=block_size,
-            mask_token=mask_token(raw),
+            mask_token=mask_token(raw, where),
             sample_from_anchor=False,
             sliding_causal=False,
         ),

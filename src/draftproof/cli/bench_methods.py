@@ -15,6 +15,7 @@ from draftproof import assets
 from draftproof.cli import options
 from draftproof.cli.bench_setup import make_folder
 from draftproof.cli.prompts import Prompt, read_file
+from draftproof.config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from draftproof.bench.methods import Comparison, Method
@@ -118,6 +119,8 @@ def methods(
     engine, own = _apart(engine)
     drafters, notes = all_drafters([*named, *more], heads, engine)
     drafters += own
+    for drafter in drafters:
+        _check(drafter, engine)
     common = {"policy": given["policy"], "num_speculative_tokens": given["num_drafts"]}
     questions = _questions(given["prompt_file"], given["limit"], engine)
     make_folder(output_dir)
@@ -130,17 +133,16 @@ def methods(
         repeats=given["repeats"],
         tell=lambda line: click.echo(line, err=True) if sys.stderr.isatty() else None,
     )
-    interrupted = False
+    settings = {"engine": dict(engine), **given, "num_prompts": len(questions)}
     try:
         comparison.run()
-    except KeyboardInterrupt:
-        if not comparison.runs:
-            raise
-        interrupted = True
-        notes.append("interrupted: what was not measured is missing")
-    settings = {"engine": dict(engine), **given, "num_prompts": len(questions)}
-    status = _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
-    return 130 if interrupted else status
+    except (KeyboardInterrupt, ValueError) as error:
+        if comparison.runs:
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended early ({error})"
+            notes.append(f"{why}: what was not measured is missing")
+            _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
+        raise
+    return _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
 
 
 def all_drafters(
@@ -167,6 +169,20 @@ def all_drafters(
         chosen += [m for m in found if m.name not in names]
         notes += misfits
     return chosen, notes
+
+
+def _check(method: Method, engine: Mapping[str, Any]) -> None:
+    """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
+    from draftproof.engine.plans import draft_plans
+    from draftproof.models.loading import RandomWeights
+
+    if method.found or method.config is None:
+        return
+    try:
+        weights = RandomWeights() if engine.get("load_format") == "dummy" else None
+        draft_plans(SpeculativeConfig.from_dict(method.config), weights, _target(engine))
+    except ValueError as error:
+        raise ValueError(f"{method.name}: {error}") from error
 
 
 def _with(common: Mapping[str, Any], method: Method) -> Method:

@@ -14,7 +14,7 @@ import click
 from draftproof import assets
 from draftproof.cli import options
 from draftproof.cli.prompts import read_file
-from draftproof.config import EngineConfig
+from draftproof.config import ENGINE_WIDE, EngineConfig
 from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -274,8 +274,10 @@ def make_variants(
             if rate is None:
                 found.append(Variant(name, {"policy": "fixed", **own, **number}))
                 continue
-            inner = [{k: v for k, v in own.items() if k != "policy"}] if own else []
+            inner = [{k: v for k, v in own.items() if k not in ENGINE_WIDE}] if own else []
+            wide = {k: v for k, v in own.items() if k in ENGINE_WIDE and k != "policy"}
             replay = {
+                **wide,
                 "method": "replay",
                 "recordings": str(recordings),
                 "acceptance": rate,

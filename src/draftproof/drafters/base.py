@@ -119,3 +119,9 @@ class Drafter(Protocol):
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """num_drafts = max(k_R), may be 0: state is kept in step and nothing is proposed."""
         ...
+
+
+def tell(drafter: Drafter | None, verb: str, *args: object) -> None:
+    """Call one of the optional verbs, where the drafter has it."""
+    if (method := getattr(drafter, verb, None)) is not None:
+        method(*args)

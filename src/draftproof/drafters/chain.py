@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified, tell
 from draftproof.drafters.head import DraftMemory
 
 
 class ChainDrafter:
-    """`propose` of every member sees every round, so all of them keep their state in step."""
+    """`propose` of every member sees every round, so all of them keep their state in step. `most[i]`: how many tokens
+    member i proposes at most."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
+    def __init__(self, drafters: Sequence[Drafter], most: Sequence[int]) -> None:
+        self._drafters, self._most = list(drafters), list(most)
+        self._host_looks = False
         specs = [d.spec for d in drafters]
         layers = sorted({i for s in specs for i in s.taps.layers})
         self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
@@ -32,49 +34,47 @@ class ChainDrafter:
         )
 
     def bind(self, memory: DraftMemory) -> None:
+        self._host_looks = memory.host_looks
         own, lent = iter(memory.cache.layers), iter(memory.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
             spec, cache = drafter.spec, memory.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
             part = PagedCache(layers, cache.block_table_SB, cache.block_size)
-            _call(drafter, "bind", dataclasses.replace(memory, cache=part))
+            tell(drafter, "bind", dataclasses.replace(memory, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         for drafter in self._drafters:
-            _call(drafter, "admit", slot, tokens, num_cached)
+            tell(drafter, "admit", slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
-            _call(drafter, "release", slot)
+            tell(drafter, "release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
         count_R = torch.zeros_like(verified.k_R)
         open_R = verified.k_R
-        for drafter in self._drafters:
+        for drafter, most in zip(self._drafters, self._most, strict=True):
             # a member asked for nothing anywhere still keeps its state, and skips its unrolling
-            num = num_drafts if _any(open_R) else 0
+            idle = self._host_looks and not bool(open_R.any())
+            num, k_R = 0 if idle else min(num_drafts, most), open_R.clamp(max=most)
             given = dataclasses.replace(
-                verified, k_R=open_R, taps=self._taps_for(drafter.spec.taps, verified.taps)
+                verified, k_R=k_R, taps=self._taps_for(drafter.spec.taps, verified.taps)
             )
             proposal = drafter.propose(given, num)
-            take_R = (open_R > 0) & (proposal.count_R > 0)
-            width = min(proposal.tokens_RK.shape[1], num_drafts)
+            width = min(proposal.tokens_RK.shape[1], num)
+            given_R = proposal.count_R.clamp(max=width)
+            take_R = (open_R > 0) & (given_R > 0)
             tokens_RK[:, :width] = torch.where(
                 take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width]
             )
-            count_R = torch.where(take_R, proposal.count_R, count_R)
+            count_R = torch.where(take_R, given_R, count_R)
             open_R = open_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R)
 
     def _taps_for(self, wanted: Taps, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         own = [taps[self._taps.layers.index(i)] for i in wanted.layers]
         return (*own, taps[-1]) if wanted.final else tuple(own)
-
-
-def _any(open_R: Tensor) -> bool:
-    """Whether anything is still wanted. Only asked where reading the answer costs nothing."""
-    return bool(open_R.any()) if open_R.device.type == "cpu" else True
 
 
 def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
@@ -84,9 +84,3 @@ def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
         shift=1 if any(layout.shift for layout in layouts) else 0,
         masks=max(layout.anchor + layout.masks for layout in layouts),
     )
-
-
-def _call(drafter: Drafter, name: str, *args: object) -> None:
-    verb = getattr(drafter, name, None)
-    if verb is not None:
-        verb(*args)

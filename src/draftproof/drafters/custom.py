@@ -5,24 +5,33 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from draftproof.drafters.base import Drafter, DraftSpec
 from draftproof.drafters.build import DraftBuild
 
 
-def load(name: str, given: DraftBuild) -> Drafter:
-    """Import it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
-
-    A class gets the engine's config; a function gets `given`, as the methods of this package do, and returns the
-    drafter. The current folder is importable, as it is for a script.
-    """
+def find(name: str) -> Any:
+    """The class or function; ValueError where importing it fails, whatever its module raises. The current folder is
+    importable, as it is for a script."""
     module_name, _, own_name = name.rpartition(".")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        maker = getattr(importlib.import_module(module_name), own_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"speculative_config: method={name!r}: cannot be imported ({error})") from error
+        return getattr(importlib.import_module(module_name), own_name)
+    except Exception as error:
+        raise ValueError(
+            f"speculative_config: method={name!r}: cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+
+
+def load(name: str, given: DraftBuild) -> Drafter:
+    """Find it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
+
+    A class gets the engine's config; a function gets `given`, as the methods of this package do, and returns the
+    drafter.
+    """
+    maker, own_name = find(name), name.rpartition(".")[2]
     is_class = isinstance(maker, type)
     try:
         drafter = maker(given.config if is_class else given)

@@ -1,7 +1,7 @@
 """A smaller language model as drafter. Leviathan et al., arXiv 2211.17192; with another tokenizer than its target's
 Timor et al., arXiv 2502.05202.
 
-Shapes: N draft rows, M read rows, V columns of logits.
+Shapes: V columns of logits, C columns of tokens that both have.
 """
 
 from __future__ import annotations
@@ -11,28 +11,20 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from draftproof.attention.base import PagedAttention
 from draftproof.config import parse_options
 from draftproof.drafters import token_map
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_vocabulary, shares_vocabulary
+from draftproof.drafters.fits import shares_vocabulary
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load_decoder
 from draftproof.drafters.text_model import TextDrafter, context_of
 from draftproof.drafters.token_map import TokenMap, open_tokenizer
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.loading import Weights
 
 _CHOICES = ("auto", "table", "text")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftModelSettings:
-    """`mask_token`: of models that were trained to fill masks."""
-
-    model: ModelConfig
-    mask_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +42,6 @@ class DraftModelOptions:
             )
 
 
-class DraftModelHead:
-    """The model as a head."""
-
-    def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
-        self._decoder = decoder
-        self.spec = spec
-        self.ids_V = ids_V
-
-    def features(self, taps: tuple[Tensor, ...]) -> None:
-        return None
-
-    def __call__(
-        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
-    ) -> tuple[Tensor, None]:
-        return self._decoder(tokens_N, attn).hidden_TH, None
-
-    def logits(self, hidden_MH: Tensor) -> Tensor:
-        return self._decoder.logits(hidden_MH)
-
-
 def build(given: DraftBuild) -> Drafter:
     """Every token unshifted, then the newest one as a row of its own; or the text of all, see `text_model`.
 
@@ -78,7 +50,7 @@ def build(given: DraftBuild) -> Drafter:
     options = parse_options("speculative_config", given.options, DraftModelOptions)
     model = given.settings(DraftModelSettings).model
     if options.token_map != "text" and shares_vocabulary(given, model.vocab_size):
-        return _head_drafter(given, _decoder(given, model, given.build.weights), None)
+        return _head_drafter(given, load_decoder(given, model, given.build.weights), None)
     target, draft = _tokenizers(given)
     if options.token_map == "text":
         return _text_drafter(given, model, target, draft)
@@ -93,13 +65,6 @@ def build(given: DraftBuild) -> Drafter:
     return _mapped_drafter(given, model, mapped)
 
 
-def load(given: DraftBuild) -> Decoder:
-    """A model that must share the target's tokenizer; ValueError names both sizes or the first token that differs."""
-    model = given.settings(DraftModelSettings).model
-    check_vocabulary(given, model.vocab_size)
-    return _decoder(given, model, given.build.weights)
-
-
 def _mapped_drafter(given: DraftBuild, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
     """The same network in target ids: nothing is left to be mapped while it runs."""
     weights, ids_C = given.build.weights, mapped.common_ids()
@@ -109,7 +74,7 @@ def _mapped_drafter(given: DraftBuild, model: ModelConfig, mapped: TokenMap) -> 
     model = replace(
         model, vocab_size=given.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None
     )
-    decoder = _decoder(given, model, weights, num_columns=mapped.num_common)
+    decoder = load_decoder(given, model, weights, num_columns=mapped.num_common)
     return _head_drafter(given, decoder, None if ids_C is None else ids_C.to(given.device))
 
 
@@ -120,30 +85,8 @@ def _head_drafter(given: DraftBuild, decoder: Decoder, ids_V: Tensor | None) -> 
 
 def _text_drafter(given: DraftBuild, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:
     context = context_of(given, model.max_position_embeddings)
-    decoder = _decoder(given, model, given.build.weights, max_positions=context)
+    decoder = load_decoder(given, model, given.build.weights, max_positions=context)
     return TextDrafter(given, decoder, context, target, draft)
-
-
-def _decoder(
-    given: DraftBuild,
-    model: ModelConfig,
-    weights: WeightSource,
-    *,
-    num_columns: int | None = None,
-    max_positions: int | None = None,
-) -> Decoder:
-    made = given.build
-    return Decoder.load(
-        weights,
-        model,
-        made.ops,
-        made.planner,
-        made.device,
-        made.dtype,
-        max_positions=max_positions or given.max_positions,
-        exact=False,
-        num_columns=num_columns,
-    )
 
 
 def _tokenizers(given: DraftBuild) -> tuple[Any, Any]:

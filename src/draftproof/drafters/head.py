@@ -46,12 +46,14 @@ class DraftHead(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
     """What the engine lends a drafter at start: operators, and caches on the target's block table, its own layers'
-    and then the borrowed ones."""
+    and then the borrowed ones. `host_looks`: reading a value on the host costs nothing, as no device has to be waited
+    for."""
 
     ops: Ops
     backend: AttentionBackend
     cache: PagedCache
     graphs: Graphs
+    host_looks: bool = False
 
     def attention(self, rows: Rows) -> PagedAttention:
         return PagedAttention(self.ops, self.backend, self.cache, rows)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftproof.config import parse_options
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.build import DraftBuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,10 @@ class NgramDrafter:
                 counts[r] = len(found)
         device = verified.k_R.device
         return Proposal(torch.from_numpy(tokens).to(device), torch.from_numpy(counts).to(device))
+
+
+def build(given: DraftBuild) -> NgramDrafter:
+    return NgramDrafter(parse_options("speculative_config", given.options, NgramOptions))
 
 
 def lookup(history: np.ndarray, options: NgramOptions, num_drafts: int) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from draftproof.drafters.base import DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.draft_model import DraftModelHead, DraftModelSettings, load
 from draftproof.drafters.fits import checked_mask_token
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load
 from draftproof.drafters.parallel import Parallel
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from draftproof.config import parse_options, reject_unknown_keys
+from draftproof.config import SpeculativeConfig, parse_options, reject_unknown_keys
 from draftproof.drafters import (
     custom,
     dflash,
@@ -17,6 +19,7 @@ from draftproof.drafters import (
     eagle3,
     gemma4,
     mtp,
+    ngram,
     pard,
     peagle,
     replay,
@@ -25,49 +28,42 @@ from draftproof.drafters import (
 )
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.ngram import NgramDrafter, NgramOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoOptions:
+    """Of methods without settings of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `needs_model`: the method has a checkpoint, and `may_be_native`: it may be in the target's files;
-    `runs_others`: it takes `drafters`; `default_drafts` where neither user nor checkpoint says."""
+    """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
+    `may_be_native`: it may be in the target's files; `runs_others`: it takes `drafters`; `default_drafts` where neither
+    user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
+    options: type[Any] = NoOptions
     needs_model: bool = True
     may_be_native: bool = False
     runs_others: bool = False
     default_drafts: int = 5
 
 
-def _build_ngram(given: DraftBuild) -> Drafter:
-    return NgramDrafter(parse_options("speculative_config", given.options, NgramOptions))
-
-
-def _without_options(build: Callable[[DraftBuild], Drafter]) -> Callable[[DraftBuild], Drafter]:
-    def checked(given: DraftBuild) -> Drafter:
-        known = ["method", "model", "num_speculative_tokens", "policy", "max_faults", "time_limit"]
-        reject_unknown_keys("speculative_config", given.options, known)
-        return build(given)
-
-    return checked
-
-
 METHODS: dict[str, Method] = {
-    "ngram": Method(build=_build_ngram, needs_model=False, default_drafts=4),
-    "draft_model": Method(build=draft_model.build),
-    "eagle": Method(build=_without_options(eagle1.build)),
-    "eagle3": Method(build=_without_options(eagle3.build)),
-    "mtp": Method(build=_without_options(mtp.build), may_be_native=True),
-    "gemma4_mtp": Method(build=_without_options(gemma4.build)),
-    "replay": Method(build=replay.build, needs_model=False, runs_others=True),
-    "peagle": Method(build=_without_options(peagle.build)),
-    "pard": Method(build=_without_options(pard.build)),
-    "dflash": Method(build=_without_options(dflash.build)),
-    "dspark": Method(build=dspark.build),
-    "dflash2": Method(build=_without_options(dflash2.build)),
-    "xpress": Method(build=_without_options(xpress.build)),
-    "suffix": Method(build=suffix.build, needs_model=False, default_drafts=16),
+    "ngram": Method(build=ngram.build, options=ngram.NgramOptions, needs_model=False, default_drafts=4),
+    "draft_model": Method(build=draft_model.build, options=draft_model.DraftModelOptions),
+    "eagle": Method(build=eagle1.build),
+    "eagle3": Method(build=eagle3.build),
+    "mtp": Method(build=mtp.build, may_be_native=True),
+    "gemma4_mtp": Method(build=gemma4.build),
+    "replay": Method(build=replay.build, options=replay.ReplayOptions, needs_model=False, runs_others=True),
+    "peagle": Method(build=peagle.build),
+    "pard": Method(build=pard.build),
+    "dflash": Method(build=dflash.build),
+    "dspark": Method(build=dspark.build, options=dspark.DSparkOptions),
+    "dflash2": Method(build=dflash2.build),
+    "xpress": Method(build=xpress.build),
+    "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
 
@@ -78,13 +74,26 @@ def is_custom(method: str) -> bool:
 
 
 def check(method: str) -> None:
-    """ValueError for a method that does not exist, with the nearest that does."""
+    """ValueError for a method that does not exist, with the nearest that does, or cannot be imported."""
     names = [*METHODS, CHAIN]
+    if is_custom(method):
+        custom.find(method)
     if method in names or is_custom(method):
         return
     near = difflib.get_close_matches(method, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}, or 'package.module.Class'"
     raise ValueError(f"speculative_config: method={method!r}: {hint}")
+
+
+def check_options(method: str, given: Mapping[str, Any]) -> None:
+    """ValueError for settings that the method does not have, or that make no sense. A user's class gets them as they
+    are."""
+    if is_custom(method):
+        return
+    kind = METHODS[method].options
+    names = [f.name for part in (kind, SpeculativeConfig) for f in dataclasses.fields(part)]
+    reject_unknown_keys("speculative_config", given, names)
+    parse_options("speculative_config", given, kind)
 
 
 def build(method: str, given: DraftBuild) -> Drafter:

@@ -17,6 +17,9 @@ from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.suffix_text import END, Text
 
+# of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64
+_BOUNDS = ((2, 1 << 20), (0, 1 << 20), (2, 1 << 26), (0.0, 64.0), (0.0, 1.0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixOptions:
@@ -31,13 +34,11 @@ class SuffixOptions:
     suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
-        for f, low in zip(fields(self), (2, 0, 2, 0.0, 0.0), strict=True):
+        for f, (low, high) in zip(fields(self), _BOUNDS, strict=True):
             value, kinds = getattr(self, f.name), (int, float) if isinstance(low, float) else int
-            if isinstance(value, bool) or not isinstance(value, kinds) or not value >= low:
-                raise ValueError(
-                    f"speculative_config: {f.name}={value!r}: must be a number of at least {low}, "
-                    f"{'whole or not' if isinstance(low, float) else 'whole'}"
-                )
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                what = f"{'a' if isinstance(low, float) else 'a whole'} number of at least {low} and at most {high}"
+                raise ValueError(f"speculative_config: {f.name}={value!r}: must be {what}")
 
 
 class SuffixDrafter:

@@ -27,7 +27,7 @@ from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.engine import memory
 from draftproof.engine.engine import Engine, Parts
-from draftproof.engine.plans import DraftPlan, draft_plans, most_drafts
+from draftproof.engine.plans import DraftPlan, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
@@ -86,7 +86,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     speculative = config.speculative_config
     drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
     plans = draft_plans(speculative, drafts, directory) if speculative else []
-    num_drafts = most_drafts(speculative, plans) if speculative else 0
+    num_drafts = max((plan.num_drafts for plan in plans), default=0)
     target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
@@ -124,13 +124,18 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     if not detect.is_draft_head(directory):
         return config, directory
     weights = RandomWeights() if config.load_format == "dummy" else None
-    target = detect.target_of(detect.read(directory, weights))
+    head = detect.read(directory, weights)
+    target, given = detect.target_of(head), config.speculative_config or SpeculativeConfig()
     if target is None:
         raise ValueError(
             f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
             "this folder as speculative_config['model']"
         )
-    given = config.speculative_config or SpeculativeConfig()
+    if given.method not in (None, head.method):
+        raise ValueError(
+            f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
+            f"{given.method!r}: leave the method out, or give the target as model"
+        )
     if given.model is not None and Path(given.model) != directory:
         raise ValueError(
             f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
@@ -189,13 +194,14 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _drafter(
     base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[DraftPlan], num_drafts: int
 ) -> Drafter:
+    """num_drafts: the most that any drafter of the engine proposes."""
     built = [
         registry.build(
             plan.method,
             DraftBuild(
                 config=base.config,
                 options=plan.settings.options,
-                num_drafts=num_drafts,
+                num_drafts=plan.num_drafts,
                 checkpoint=plan.checkpoint,
                 target=target,
                 target_weights=target_weights,
@@ -214,7 +220,7 @@ def _drafter(
         )
         for plan in plans
     ]
-    return built[0] if len(built) == 1 else ChainDrafter(built)
+    return built[0] if len(built) == 1 else ChainDrafter(built, [plan.num_drafts for plan in plans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +270,14 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
     draft_cache, target_cache = cache(spec.kv, table_SB), cache(target.kv)
     lent = draft_cache.beside(target_cache, spec.borrow)
     own_graphs = base.graphs if drafting.trusted else base.new_graphs()
-    _bind(drafting, DraftMemory(ops=base.ops, backend=base.backend, cache=lent, graphs=own_graphs))
+    memory_lent = DraftMemory(
+        ops=base.ops,
+        backend=base.backend,
+        cache=lent,
+        graphs=own_graphs,
+        host_looks=device.type == "cpu",
+    )
+    _bind(drafting, memory_lent)
     pages = PageAllocator(
         num_blocks,
         config.block_size,

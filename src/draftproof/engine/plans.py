@@ -1,14 +1,13 @@
-"""Which drafters a speculative_config asks for: methods, checkpoints and how many drafts, before anything is built."""
+"""Which drafters a speculative_config asks for, and how many drafts each proposes: checked before any is built."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftproof.checkpoints import detect, native
-from draftproof.config import SpeculativeConfig, reject_unknown_keys
+from draftproof.config import ENGINE_WIDE, SpeculativeConfig, reject_unknown_keys
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.loading import WeightSource, resolve
@@ -16,26 +15,24 @@ from draftproof.models.loading import WeightSource, resolve
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One drafter to build; a chain has several. `inner`: drafters that it runs."""
+    """One drafter to build; a chain has several. `num_drafts`: the most that it proposes. `inner`: drafters that it
+    runs."""
 
     method: str
     checkpoint: DraftCheckpoint | None
     settings: SpeculativeConfig
+    num_drafts: int
     inner: tuple[DraftPlan, ...] = ()
 
 
 def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
-    """`weights`: given to draft checkpoints instead of their files; `target`: its folder."""
-    inner = [SpeculativeConfig.from_dict(d) for d in settings.drafters]
-    members = [plan for one in inner for plan in draft_plans(one, weights, target)]
+    """`weights`: given to draft checkpoints instead of their files; `target`: its folder.
+
+    A plan's K is the user's for this drafter, else the checkpoint's, else the method's; a chain's own K is the most
+    that any of its members proposes. ValueError for what makes no sense.
+    """
     if settings.method == registry.CHAIN:
-        if not settings.drafters:
-            raise ValueError(
-                "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
-            )
-        names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
-        reject_unknown_keys("speculative_config", settings.options, names)
-        return members
+        return _chain(settings, weights, target)
     if settings.method is not None:
         registry.check(settings.method)
     method = registry.METHODS.get(settings.method or "")
@@ -44,9 +41,15 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
             f"speculative_config: drafters=... goes with method='chain', not {settings.method!r}"
         )
     if settings.method is not None and not (method and method.needs_model):
-        return [DraftPlan(settings.method, None, settings, tuple(members))]
+        if method is not None:
+            _refuse_model(settings)
+        # what is run for its cost alone costs what as many drafts cost
+        members = tuple(_members(settings, weights, target, settings.num_speculative_tokens))
+        own = max((m.num_drafts for m in members), default=None)
+        return [_plan(settings.method, None, settings, own, members)]
     if method and method.may_be_native and _is_target(settings.model, target):
-        return [DraftPlan(settings.method or "", native.read(target, weights), settings)]
+        checkpoint = native.read(target, weights)
+        return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} without model: give the checkpoint's folder or hub id"
@@ -59,7 +62,54 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
             f"{checkpoint.method!r}; leave method out, or give another model"
         )
-    return [DraftPlan(checkpoint.method, checkpoint, settings)]
+    return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
+
+
+def _plan(
+    method: str,
+    checkpoint: DraftCheckpoint | None,
+    settings: SpeculativeConfig,
+    own: int | None,
+    inner: tuple[DraftPlan, ...] = (),
+) -> DraftPlan:
+    registry.check_options(method, settings.options)
+    row = registry.METHODS.get(method)
+    number = settings.num_speculative_tokens or own or (row.default_drafts if row else 5)
+    return DraftPlan(method, checkpoint, settings, number, inner)
+
+
+def _chain(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
+    if not settings.drafters:
+        raise ValueError(
+            "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
+        )
+    _refuse_model(settings)
+    names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
+    reject_unknown_keys("speculative_config", settings.options, names)
+    most = settings.num_speculative_tokens
+    return [
+        m if most is None else replace(m, num_drafts=min(m.num_drafts, most))
+        for m in _members(settings, weights, target)
+    ]
+
+
+def _members(
+    settings: SpeculativeConfig, weights: WeightSource | None, target: Path, num_drafts: int | None = None
+) -> list[DraftPlan]:
+    """`num_drafts`: K of members that have none of their own."""
+    found: list[DraftPlan] = []
+    for raw in settings.drafters:
+        member = SpeculativeConfig.from_dict(raw)
+        for key in ENGINE_WIDE:
+            if key in raw:
+                raise ValueError(
+                    f"speculative_config: drafters: {key}={raw[key]!r}: holds for all drafters together; give it "
+                    "beside 'drafters', not in one of them"
+                )
+        if num_drafts is not None and member.num_speculative_tokens is None:
+            member = replace(member, num_speculative_tokens=num_drafts)
+        found += draft_plans(member, weights, target)
+    return found
 
 
 def _is_target(model: str | None, target: Path) -> bool:
@@ -67,14 +117,9 @@ def _is_target(model: str | None, target: Path) -> bool:
     return model is None or resolve(model).samefile(target)
 
 
-def most_drafts(settings: SpeculativeConfig, plans: Sequence[DraftPlan]) -> int:
-    """K: the user's, else the checkpoint's, else the method's; in a chain the largest of its members'."""
-    if settings.num_speculative_tokens is not None:
-        return settings.num_speculative_tokens
-
-    def one(plan: DraftPlan) -> int:
-        method = registry.METHODS.get(plan.method)
-        own = plan.checkpoint.num_drafts if plan.checkpoint else max(map(one, plan.inner), default=None)
-        return plan.settings.num_speculative_tokens or own or (method.default_drafts if method else 5)
-
-    return max(one(plan) for plan in plans)
+def _refuse_model(settings: SpeculativeConfig) -> None:
+    if settings.model is not None:
+        raise ValueError(
+            f"speculative_config: method={settings.method!r} has no checkpoint, but model={settings.model!r} is "
+            "given: leave one of them out"
+        )

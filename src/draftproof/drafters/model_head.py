@@ -1,0 +1,76 @@
+"""A language model as a draft head: its settings, its network, and how it is loaded.
+
+Shapes: N draft rows, M read rows, V columns of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention
+from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.fits import check_vocabulary
+from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import Decoder
+from draftproof.models.loading import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelSettings:
+    """`mask_token`: of models that were trained to fill masks."""
+
+    model: ModelConfig
+    mask_token: int | None = None
+
+
+class DraftModelHead:
+    """The model as a head."""
+
+    def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
+        self._decoder = decoder
+        self.spec = spec
+        self.ids_V = ids_V
+
+    def features(self, taps: tuple[Tensor, ...]) -> None:
+        return None
+
+    def __call__(
+        self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
+    ) -> tuple[Tensor, None]:
+        return self._decoder(tokens_N, attn).hidden_TH, None
+
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        return self._decoder.logits(hidden_MH)
+
+
+def load(given: DraftBuild) -> Decoder:
+    """A model that must share the target's tokenizer; ValueError names both sizes or the first token that differs."""
+    model = given.settings(DraftModelSettings).model
+    check_vocabulary(given, model.vocab_size)
+    return load_decoder(given, model, given.build.weights)
+
+
+def load_decoder(
+    given: DraftBuild,
+    model: ModelConfig,
+    weights: WeightSource,
+    *,
+    num_columns: int | None = None,
+    max_positions: int | None = None,
+) -> Decoder:
+    """Exempt from exactness. `num_columns`: of the logits; None: as many as the model has."""
+    made = given.build
+    return Decoder.load(
+        weights,
+        model,
+        made.ops,
+        made.planner,
+        made.device,
+        made.dtype,
+        max_positions=max_positions or given.max_positions,
+        exact=False,
+        num_columns=num_columns,
+    )

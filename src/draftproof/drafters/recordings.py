@@ -1,0 +1,95 @@
+"""Recorded outputs of plain decoding: written to a file, read from it, and found by how a request begins.
+
+Shapes: G recordings, L longest recorded output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import noise
+from draftproof.types import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+def save(path: str | Path, outputs: Iterable[RequestOutput]) -> None:
+    """Write the finished `outputs` of a plain run as recordings."""
+    listed = [
+        {"prompt_token_ids": list(o.prompt_token_ids), "token_ids": list(choice.token_ids)}
+        for o in outputs
+        for choice in o.outputs
+    ]
+    Path(path).write_text(json.dumps(listed), encoding="utf-8")
+
+
+def load(path: str | Path, vocab_size: int) -> list[Recording]:
+    """What `save` wrote; ValueError names the file and what is wrong in it."""
+    try:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"speculative_config: recordings={str(path)!r}: cannot be read ({error})") from error
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(
+            f"{path}: must hold a list of recordings; write it with draftproof.drafters.recordings.save"
+        )
+    return [
+        Recording(*(_ids(entry, key, vocab_size, path) for key in ("prompt_token_ids", "token_ids")))
+        for entry in listed
+    ]
+
+
+def _ids(entry: Any, key: str, vocab_size: int, path: str | Path) -> tuple[int, ...]:
+    ids = entry.get(key) if isinstance(entry, Mapping) else None
+    if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(
+            f"{path}: a recording's {key} must be a list of ids below the target's vocab_size={vocab_size}; record "
+            "again with this target"
+        )
+    return tuple(ids)
+
+
+class Library:
+    """Finds the recording that a request's known tokens are the beginning of."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self._outputs = [r.output for r in recordings]
+        self._by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for index, recording in enumerate(recordings):
+            self._by_prompt.setdefault(recording.prompt, []).append(index)
+        self._lengths = sorted({len(prompt) for prompt in self._by_prompt}, reverse=True)
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Index of the recording, None without one. `tokens`: a prompt, and after a preemption some of its output.
+
+        Of several outputs of a prompt the first that agrees.
+        """
+        for length in self._lengths:
+            known = tuple(tokens[length:])
+            for index in self._by_prompt.get(tuple(tokens[:length]), ()) if length <= len(tokens) else ():
+                if self._outputs[index][: len(known)] == known:
+                    return index
+        return None
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """int32 [G, L], at least one column."""
+    longest = max(1, *map(len, rows)) if rows else 1
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
+
+
+def token_noise(tokens_GL: Tensor, seed: int) -> Tensor:
+    """Uniform, on the host: a token's noise belongs to its place in its recording, the same in every run and batch."""
+    places_G, places_L = (torch.arange(size) for size in tokens_GL.shape)
+    return noise.uniform(noise.token_bits(torch.full_like(places_G, seed), places_G, places_L))
