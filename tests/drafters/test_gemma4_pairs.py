@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
-from draftproof.drafters.replay import save as save_recordings
+from draftproof.drafters.recordings import save as save_recordings
 from tests.conformance.cases import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS, prompts
 
 Edit = Callable[[dict[str, Any]], None]
@@ -46,7 +46,7 @@ def outer(**changes: Any) -> Edit:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (outer(backbone_hidden_size=80), r"backbone_hidden_size=80, but the target's hidden_size is 64"),
+        (outer(backbone_hidden_size=80), r"backbone_hidden_size=80, but the target's is 64"),
         (text(vocab_size=300), r"vocab_size=300, but the target's is 8192"),
         (text(global_head_dim=64), r"full_attention: head_dim=64, but the target's is 32"),
         (text(num_key_value_heads=1), r"sliding_attention: num_kv_heads=1, but the target's is 2"),
@@ -194,7 +194,7 @@ def test_replay_runs_an_assistant(tmp_path: Path) -> None:
     assert llm.stats.num_drafter_faults == 0
 
 
-@pytest.mark.parametrize("assistant", [GEMMA4_ASSISTANT, GEMMA4_CENTROIDS])
+@pytest.mark.parametrize("assistant", [GEMMA4_ASSISTANT, GEMMA4_CENTROIDS], ids=lambda path: Path(path).name)
 def test_random_weights_do_for_a_pair_without_files(assistant: str) -> None:
     config = {"model": assistant, "num_speculative_tokens": 3, "policy": "fixed"}
     llm = LLM(GEMMA4, load_format="dummy", speculative_config=config)

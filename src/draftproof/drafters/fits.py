@@ -43,12 +43,12 @@ def shares_vocabulary(given: DraftBuild, vocab_size: int) -> bool:
     return draft_ids is None or target_ids is None or draft_ids == target_ids
 
 
-def check_hidden(given: DraftBuild, hidden_size: int) -> None:
+def check_hidden(given: DraftBuild, hidden_size: int, name: str = "hidden_size") -> None:
     """ValueError where a head that reads target states, or shares the target's tables, is of another width."""
     assert given.checkpoint is not None
     if hidden_size != given.target.config.hidden_size:
         raise ValueError(
-            f"{given.checkpoint.where}: hidden_size={hidden_size}, but the target's is "
+            f"{given.checkpoint.where}: {name}={hidden_size}, but the target's is "
             f"{given.target.config.hidden_size}; this draft head belongs to another target"
         )
 
