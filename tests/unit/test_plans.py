@@ -73,7 +73,7 @@ def test_a_chains_k_is_its_members_largest_but_no_more_than_was_asked(
     assert engine(drafters, **config).num_speculative_tokens == k
 
 
-@pytest.mark.parametrize("head", [EAGLE3, MTP, PEAGLE])
+@pytest.mark.parametrize("head", [EAGLE3, MTP, PEAGLE], ids=["eagle3", "mtp", "peagle"])
 def test_a_members_own_k_gives_the_first_of_its_drafts(head: str) -> None:
     alone = LLM(dtype="float32", speculative_config={"model": head, "num_speculative_tokens": 3})
     chain = engine([{"model": head, "num_speculative_tokens": 3}, SUFFIX])
