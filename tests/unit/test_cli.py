@@ -248,10 +248,13 @@ class TestVerify:
         assert main([*self.SHORT]) == 1
         assert "nothing was drafted" in capsys.readouterr().out
 
-    def test_equal_errors_prove_nothing(self, engines: Engines, tmp_path: Path) -> None:
+    def test_a_prompt_that_cannot_be_served_plainly_is_the_callers_mistake(
+        self, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "p.txt"
         path.write_text("too long\nfine\n")
-        assert main(["verify", "--prompt-file", str(path)]) == 1
+        assert main(["verify", "--prompt-file", str(path)]) == 2
+        assert "1: prompt has 9 tokens, max_model_len=8" in capsys.readouterr().err
 
     def test_needs_a_drafter(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["verify", "--model", str(assets.path("tiny"))]) == 2
@@ -395,3 +398,13 @@ def test_a_head_given_as_the_model_is_verified_against_its_target_alone(
     assert plain["model"] == drafting["model"] == str(assets.path("tiny"))
     assert "speculative_config" not in plain and "speculative_config" in drafting
     assert "identical: yes" in capsys.readouterr().out
+
+
+def test_a_head_given_as_the_model_does_not_draft_where_speculation_is_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head = str(assets.path("tiny-eagle3"))
+    flags = "--no-speculation --json --max-tokens 6 --temperature 0 --dtype float32"
+    assert main(["generate", "def f(", "--model", head, *flags.split()]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["metrics"]["speculation"]["num_draft_tokens"] == 0

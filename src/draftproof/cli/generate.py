@@ -57,7 +57,10 @@ def command(
     the model's own defaults.
     """
     prompts = read_prompts(prompt, prompt_file, limit)
-    llm = options.make_llm(options.with_drafter(engine, not no_speculation))
+    chosen = options.with_drafter(engine, not no_speculation)
+    if no_speculation and "model" in chosen:
+        chosen = options.without_drafter(options.apart(chosen))
+    llm = options.make_llm(chosen)
     params = options.make_params(llm, sampling)
     if len(prompts) == 1 and params.n == 1 and not as_json:
         return _stream(llm, prompts[0], chat, params, options.use_color(color))

@@ -92,7 +92,9 @@ def _parse(line: str, where: str, number: str) -> Prompt:
         # Conversations of several turns: only the first can be asked without an answer to it.
         case {"turns": [str(text), *_]} | {"question": str(text)}:
             return Prompt(name, messages=[{"role": "user", "content": text}], reference=reference)
-    raise ValueError(f"{where}: has keys {', '.join(map(str, item))}; needs {KEYS}")
+    raise ValueError(
+        f"{where}: has keys {', '.join(map(str, item))}; needs {KEYS}, with text or messages in it"
+    )
 
 
 def _number(reference: object) -> str | None:

@@ -122,7 +122,10 @@ def run_all(
                     reference = references.setdefault(temperature, outputs)
                     row = Row(Setting(batch, chunk, temperature, speculative), Tally(), [])
                     row.tally.add(outputs)
-                    row.differences = failures(outputs) or compare(reference, outputs)
+                    failed = failures(outputs)
+                    if failed and outputs is reference:
+                        raise ValueError(f"{prompts[failed[0].request].id}: {failed[0].other}")
+                    row.differences = failed or compare(reference, outputs)
                     yield row
                 del llm
                 gc.collect()  # one engine's memory at a time
@@ -136,7 +139,10 @@ def seeded(base: SamplingParams, temperature: float, count: int) -> list[Samplin
 def failures(outputs: Sequence[RequestOutput]) -> list[Difference]:
     """Requests that ended in an error: equal errors prove nothing."""
     failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
-    return [Difference(i, 0, 0, "error", "an output", str(error)) for i, error in failed]
+    return [
+        Difference(i, 0, 0, "error", "an output, as every request must have", str(error))
+        for i, error in failed
+    ]
 
 
 def describe(setting: Setting) -> str:

@@ -35,6 +35,7 @@ _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
     ),
 }
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+MOST_TABLE_BYTES = 32 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ def _rotary_dim(partial: Any, head_dim: int, where: str, default: float | None) 
 def _parse_yarn(
     given: Mapping[str, Any], theta: float, rotary_dim: int, original: int, max_positions: int, where: str
 ) -> RopeConfig:
-    factor = _number(given, "factor", max_positions / original, where)
+    # without a factor it is told by both lengths, where there are two
+    factor = _number(given, "factor", max_positions / original if max_positions > original else None, where)
     attention = given.get("attention_factor")
     if attention is None:
         mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
@@ -253,6 +255,12 @@ def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> Tensor
     A row does not depend on `length`: a longer table extends a shorter one bit for bit. The angle is rounded to fp32
     as in training; its cosine is taken by numpy in fp64, because torch's depends on where a thread's slice ends.
     """
+    needed = 8 * length * rope.rotary_dim
+    if needed > MOST_TABLE_BYTES:
+        raise ValueError(
+            f"rotary embedding: a table of {length} positions and {rope.rotary_dim} sizes of a head would take "
+            f"{needed / 2**30:.0f} GiB; lower max_model_len, or mend max_position_embeddings or head_dim in config.json"
+        )
     positions_P = torch.arange(length, dtype=torch.float32)
     angles_PF = (positions_P[:, None] * inverse_frequencies(rope)[None, :]).double().numpy()
     table = np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=1).astype(np.float32)
