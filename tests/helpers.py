@@ -5,7 +5,8 @@ Shapes: T rows, S slots, B blocks per slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -97,3 +98,31 @@ def load_decoder(
     decoder = Decoder.load(source, config, ops, planner, CPU, dtype, max_positions=max_positions)
     planner.certify()
     return decoder
+
+
+def logits_in_parts(
+    decoder: Decoder,
+    paged: Paged,
+    tokens: Sequence[int],
+    sizes: Sequence[int] = (5, 1, 1, 2, 30, 1, 8, 3, 39),
+) -> torch.Tensor:
+    """Logits of every row of a text that is computed in parts of these sizes, each beside rows of another request."""
+    parts, start, other = [], 0, 0
+    for size in sizes:
+        noise = tokens[other : other + 1 + start % 3]
+        out = run_rows(decoder, paged, [(2, other, noise), (1, start, tokens[start : start + size])])
+        parts.append(decoder.logits(out.hidden_TH[len(noise) :]))
+        start, other = start + size, other + len(noise)
+    assert start == len(tokens)
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch and the library on `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

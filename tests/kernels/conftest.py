@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftproof.kernels import native, ops
+from tests import helpers
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +40,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def threads() -> Callable[[int], contextlib.AbstractContextManager[None]]:
     """`with threads(3):` runs torch and the library on three threads."""
-
-    @contextlib.contextmanager
-    def use(count: int) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-    return use
+    return helpers.threads

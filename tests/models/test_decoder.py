@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights, Weights
-from tests.helpers import Paged, load_decoder, run_rows
+from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import FORMS, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
@@ -41,14 +41,7 @@ def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype) -> None:
     decoder = random_decoder(parse(RAW), dtype)
     whole = run_rows(decoder, Paged(decoder.kv, dtype=dtype), [(0, 0, TEXT)])
     paged = Paged(decoder.kv, dtype=dtype)
-    parts, start, other = [], 0, 0
-    for size in [5, 1, 1, 2, 30, 1, 8, 3, 39]:
-        noise = TEXT[other : other + 1 + start % 3]
-        out = run_rows(decoder, paged, [(2, other, noise), (1, start, TEXT[start : start + size])])
-        parts.append(decoder.logits(out.hidden_TH[len(noise) :]))
-        start, other = start + size, other + len(noise)
-    assert start == len(TEXT)
-    assert torch.equal(torch.cat(parts), decoder.logits(whole.hidden_TH))
+    assert torch.equal(logits_in_parts(decoder, paged, TEXT), decoder.logits(whole.hidden_TH))
 
 
 def test_a_window_hides_what_is_older_and_only_that() -> None:

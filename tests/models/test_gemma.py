@@ -16,7 +16,7 @@ from draftproof.models.decoder import kv_shapes
 from draftproof.models.gemma_config import GemmaConfig
 from draftproof.models.loading import RandomWeights
 from draftproof.models.rope import inverse_frequencies
-from tests.helpers import Paged, load_decoder, run_rows
+from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import FORMS, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(40)]
@@ -176,11 +176,7 @@ def test_a_row_has_the_same_bits_in_any_pass(raw: dict[str, Any], dtype: torch.d
     decoder = load_decoder(RandomWeights(3), parse(raw), dtype=dtype)
     whole = run_rows(decoder, Paged(decoder.kv, dtype=dtype), [(0, 0, TEXT)])
     paged = Paged(decoder.kv, dtype=dtype)
-    parts, start, other = [], 0, 0
-    for size in [5, 1, 1, 2, 20, 1, 8, 2]:
-        noise = TEXT[other : other + 1 + start % 3]
-        out = run_rows(decoder, paged, [(2, other, noise), (1, start, TEXT[start : start + size])])
-        parts.append(decoder.logits(out.hidden_TH[len(noise) :]))
-        start, other = start + size, other + len(noise)
-    assert start == len(TEXT)
-    assert torch.equal(torch.cat(parts), decoder.logits(whole.hidden_TH))
+    assert torch.equal(
+        logits_in_parts(decoder, paged, TEXT, sizes=[5, 1, 1, 2, 20, 1, 8, 2]),
+        decoder.logits(whole.hidden_TH),
+    )

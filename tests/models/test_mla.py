@@ -12,7 +12,7 @@ from draftproof.kernels import native
 from draftproof.models.config import parse
 from draftproof.models.loading import RandomWeights
 from draftproof.models.rope import score_factor
-from tests.helpers import Paged, load_decoder, run_rows
+from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
 RAW: dict[str, Any] = {
@@ -40,14 +40,7 @@ def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype, compiled: bool)
     decoder = load_decoder(RandomWeights(3), parse(RAW), dtype=dtype, library=library)
     whole = run_rows(decoder, Paged(decoder.kv, dtype=dtype, library=library), [(0, 0, TEXT)])
     paged = Paged(decoder.kv, dtype=dtype, library=library)
-    parts, start, other = [], 0, 0
-    for size in [5, 1, 1, 2, 30, 1, 8, 3, 39]:
-        noise = TEXT[other : other + 1 + start % 3]
-        out = run_rows(decoder, paged, [(2, other, noise), (1, start, TEXT[start : start + size])])
-        parts.append(decoder.logits(out.hidden_TH[len(noise) :]))
-        start, other = start + size, other + len(noise)
-    assert start == len(TEXT)
-    assert torch.equal(torch.cat(parts), decoder.logits(whole.hidden_TH))
+    assert torch.equal(logits_in_parts(decoder, paged, TEXT), decoder.logits(whole.hidden_TH))
 
 
 def test_a_token_takes_one_vector_of_the_cache_whatever_the_number_of_heads() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
-from tests.helpers import CPU, Paged, load_decoder, run_rows
+from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows, threads
 from tests.models.reference import FORMS, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
@@ -53,16 +51,6 @@ def library() -> native.Library:
     return found
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def random_decoder(
     raw: dict[str, Any], dtype: torch.dtype = torch.float32, library: native.Library | None = None
 ) -> Decoder:
@@ -86,14 +74,7 @@ def test_a_row_has_the_same_bits_in_any_pass(
             # certificates hold for the number of threads they were made with; a bare decoder has no engine to see to it
             again = decoder if compiled else random_decoder(raw, dtype, given)
             paged = Paged(again.kv, dtype=dtype, library=given)
-            parts, start, other = [], 0, 0
-            for size in [5, 1, 1, 2, 30, 1, 8, 3, 39]:
-                noise = TEXT[other : other + 1 + start % 3]
-                out = run_rows(again, paged, [(2, other, noise), (1, start, TEXT[start : start + size])])
-                parts.append(again.logits(out.hidden_TH[len(noise) :]))
-                start, other = start + size, other + len(noise)
-            assert start == len(TEXT)
-            assert torch.equal(torch.cat(parts), expected)
+            assert torch.equal(logits_in_parts(again, paged, TEXT), expected)
 
 
 @pytest.mark.parametrize("raw", RAWS.values(), ids=RAWS)

@@ -16,6 +16,8 @@ from draftproof.bench.figures import Figures
 from draftproof.bench.rooflines import Peaks, draft_pass_of, target_pass
 from draftproof.engine.engine import Engine
 from draftproof.engine.llm import LLM
+from draftproof.engine.scheduler import Work
+from draftproof.engine.sequence import Sequence as Running
 from draftproof.engine.state import Size
 
 WARM, TIMED = 4, 16  # steps
@@ -64,10 +66,10 @@ def device_split(
         while not all(request.sequences[0].num_outputs for request in requests):
             frontend.step()
         engine.settle()
-        slots = [request.sequences[0].slot for request in requests if not request.finished]
-        if len(slots) < len(requests):
+        if any(request.finished for request in requests):
             return None  # outputs of one token: nothing is decoded
-        return _time_parts(engine, size, slots, seconds or _device_seconds)
+        running = [request.sequences[0] for request in requests]
+        return _time_parts(engine, size, running, seconds or _device_seconds)
     finally:
         for request in requests:
             frontend.close(request.request_id)
@@ -75,12 +77,12 @@ def device_split(
 
 
 def _time_parts(
-    engine: Engine, size: Size, slots: Sequence[int], seconds: Callable[[Callable[[], object]], float]
+    engine: Engine, size: Size, running: Sequence[Running], seconds: Callable[[Callable[[], object]], float]
 ) -> Figures:
     p = engine.parts
-    columns = [(slot, size.most_sampled, size.most_sampled, size.num_drafts) for slot in slots]
-    columns += [(p.state.scratch_slot, *columns[0][1:])] * (size.num_requests - len(slots))
-    work_4R = torch.tensor(columns, device=p.state.device).T.contiguous()
+    each = size.most_sampled
+    work = [Work(s, s.num_computed, each, each) for s in running]
+    work_4R = p.state.load(work, [size.num_drafts] * len(work), size.num_requests)
 
     def half(work_4R: Tensor) -> tuple[Tensor, ...]:
         return (engine._verify(size, work_4R, []).verdict.tokens_RW,)

@@ -60,8 +60,10 @@ class Guard:
             return Guarded(no_proposal(verified))
         start = time.perf_counter()
         try:
-            given = verified if self._trusted else _copy(verified)
-            self._refresh()
+            given = verified
+            if not self._trusted:
+                self._refresh()
+                given = _copy(verified)
             proposal = self.drafter.propose(given, num_drafts)
             if not self._trusted:
                 _check_form(proposal, verified.num_requests)

@@ -377,5 +377,5 @@ def _guard(
         trusted=drafting.trusted,
         max_faults=config.speculative_config.max_faults,
         time_limit=config.speculative_config.time_limit,
-        refresh=(lambda: None) if drafting.trusted else refresh,
+        refresh=refresh,
     )
