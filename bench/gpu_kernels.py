@@ -38,7 +38,7 @@ FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32
 
 def products() -> tuple[dict[str, dict[int, float]], int]:
     """All products of a pass in one graph, "exact" and "cublas": (milliseconds by rows, bytes of the weights)."""
-    buckets, total_bytes = certify.buckets_up_to(512), 0
+    buckets, total_bytes = certify.buckets_up_to(2048, DEVICE), 0
     passes: dict[str, dict[int, list[Callable[[], object]]]] = {
         name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
     }
@@ -46,7 +46,7 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
     for name, (outputs, inputs, copies, out_dtype) in PRODUCTS.items():
         shape, ways = Shape(outputs, inputs, BF16, out_dtype, False), linear.ways(DEVICE, BF16)
         start = time.perf_counter()
-        certified = certify.certify(shape, ways, 512, DEVICE)
+        certified = certify.certify(shape, ways, 2048, DEVICE)
         middle = time.perf_counter()
         us = planner.times(shape, ways, DEVICE, planner.TIMED_ROWS)
         chosen = planner.choose(ways, certified, us, planner.TIMED_ROWS, buckets)

@@ -1,9 +1,10 @@
 """Speed of the Llama-3.1-8B shape with random weights, in bf16 at a context of 1000, each figure beside its roofline.
 
-    PYTHONPATH=src:. python bench/gpu_table.py --json table.json --stages plain,passes,replay,products
+    PYTHONPATH=src:. python bench/gpu_table.py --json table.json --stages plain,passes,unchecked,long,replay,products
 
-`plain`: tokens/s. `passes`: one target pass by rows, and the draft pass, inside a CUDA graph. `replay`: tokens/s with
-drafts that are right at given rates, at the cost of an EAGLE-3 head. `products`: against cuBLAS.
+`plain`: tokens/s. `passes`: target passes by requests and rows, the draft pass, a prompt, each inside a CUDA graph.
+`unchecked`: the same with exact=False. `long`: at 8k and 32k tokens. `replay`: tokens/s with drafts that are right at
+given rates, at the cost of an EAGLE-3 head. `products`: against cuBLAS. `transformers`: the same weights there.
 """
 
 from __future__ import annotations
@@ -18,29 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from bench import gpu_passes
 from draftproof import LLM, SamplingParams
-from draftproof.attention.base import PagedAttention, Rows
 from draftproof.bench import rooflines
-from draftproof.drafters.base import Verified
-from draftproof.models.config import ModelConfig
 from tests.gpu.settings import (
     DUMMY,
     NUM_DRAFTS,
+    SHAPES_OF,
     Decoding,
     Models,
     Report,
     describe,
     parser,
-    parts,
     random_prompts,
     release,
     run_stages,
     synchronize,
 )
 
-CONTEXT, BATCHES, PASS_ROWS = 1000, (1, 8, 64), (1, 2, 4, 6, 8)
+CONTEXT, BATCHES = 1000, (1, 8, 64)
+PASSES = (*((1, rows) for rows in (1, 2, 4, 6, 8)), (16, 1), (16, 6), (64, 1))
 RATES = "0.6,0.8"
 WARM = 6  # steps before a clock starts
 
@@ -91,7 +90,10 @@ class Bench:
     models: Models
     table: Table
     rates: Sequence[float]
+    shape: str = DUMMY
+    profiled: bool = False
     plain_speeds: dict[int, float] = field(default_factory=dict)
+    exact_ms: dict[tuple[int, int], float] = field(default_factory=dict)  # by requests and rows
 
     @property
     def batches(self) -> Sequence[int]:
@@ -102,12 +104,21 @@ class Bench:
         return 50 if self.models.quick else CONTEXT
 
     @property
+    def cases(self) -> Sequence[tuple[int, int]]:
+        """Requests and rows of each."""
+        return ((1, 1), (1, 6), (2, 1)) if self.models.quick else PASSES
+
+    @property
+    def prompt(self) -> int:
+        return 40 if self.models.quick else 2048
+
+    @property
     def steps(self) -> int:
         return 8 if self.models.quick else 64
 
     def engine(self, **settings: Any) -> LLM:
-        shared: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 64, "max_model_len": 2048}
-        return LLM(**self.models.target(DUMMY), **shared, **settings)
+        shared: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 64, "max_model_len": 2304}
+        return LLM(**{**self.models.target(self.shape), **shared, **settings})
 
     def prompts(self, llm: LLM, batch: int) -> list[list[int]]:
         return random_prompts(llm, [self.context] * batch)
@@ -139,32 +150,108 @@ class Bench:
         for batch in self.batches:
             s = self.speed(llm, batch)
             self.plain_speeds[batch] = s.tokens_per_second
-            work = rooflines.target_pass(_config(llm), batch, 1, s.context)
+            work = rooflines.target_pass(gpu_passes.config_of(llm), batch, 1, s.context)
             self.table.add(f"plain, batch {batch}", "tokens/s", s.tokens_per_second, batch / work.seconds)
 
     def passes(self) -> None:
-        """Without the engine around them: its parts, called as a step calls them, on request 0 of a filled cache."""
-        head = self.models.drafter(DUMMY, "eagle3")
-        llm = self.engine(
-            enforce_eager=True, speculative_config=head
-        )  # so that nothing captures inside a capture
-        p, device = parts(llm), self.models.device
-        blocks = p.state.block_table_SB.shape[1]
-        p.state.block_table_SB[0] = torch.arange(1, blocks + 1, device=device)
-        for layer in (*p.cache.layers, *p.draft_cache.layers):
-            layer.k.normal_()
-            layer.v.normal_()
-        with torch.no_grad():
-            first = 0.0
-            for rows in PASS_ROWS:
-                ms = 1e3 * seconds(TargetPass(llm, rows, self.context), device)
-                first = first or ms
-                roof = rooflines.target_pass(_config(llm), 1, rows, self.context).seconds * 1e3
-                self.table.add(f"target pass, {rows} rows", "ms", ms, roof, f"{ms / first:.3f} of 1 row's")
-            ms = 1e3 * seconds(draft_pass(llm, self.context), device)
-        self.table.add(
-            f"draft pass, K = {NUM_DRAFTS}", "ms", ms, draft_work(llm, 1, self.context).seconds * 1e3
+        """Beside each, its roofline; and of what it is compared with, the ratio."""
+        llm = self.eager(speculative_config=self.models.drafter(self.shape, "eagle3"))
+        for requests, rows in self.cases:
+            self.exact_ms[requests, rows] = self.one_pass(llm, requests, rows, self.context)
+        ms = 1e3 * gpu_passes.seconds(
+            draft_pass := gpu_passes.draft_pass(llm, self.context), self.models.device
         )
+        roof = gpu_passes.draft_work(llm, 1, self.context).seconds * 1e3
+        self.table.add(f"draft pass, K = {NUM_DRAFTS}", "ms", ms, roof)
+        self.profile(draft_pass)
+        self.exact_ms[0, self.prompt] = self.prompt_pass(llm, "")
+
+    def unchecked(self) -> None:
+        """After `passes` in the same run: what exactness costs."""
+        llm = self.eager(exact=False)
+        for requests, rows in self.cases:
+            self.one_pass(llm, requests, rows, self.context, self.exact_ms.get((requests, rows)))
+        self.prompt_pass(llm, ", exact=False", self.exact_ms.get((0, self.prompt)))
+
+    def long(self) -> None:
+        llm = self.eager(max_model_len=256 if self.models.quick else 33024)
+        for context in (100, 200) if self.models.quick else (8192, 32768):
+            first = self.one_pass(llm, 1, 1, context)
+            self.one_pass(llm, 1, NUM_DRAFTS + 1, context, first)
+
+    def eager(self, **settings: Any) -> LLM:
+        """Parts are measured alone: nothing may capture inside a capture."""
+        return self.engine(enforce_eager=True, **settings)
+
+    def one_pass(
+        self, llm: LLM, requests: int, rows: int, context: int, against: float | None = None
+    ) -> float:
+        """Milliseconds."""
+        gpu_passes.fill(llm, requests, context + rows)
+        call = gpu_passes.TargetPass(llm, rows, context, requests)
+        with torch.no_grad():
+            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
+        work = rooflines.target_pass(gpu_passes.config_of(llm), requests, rows, context)
+        checked = "" if llm.config.exact else ", exact=False"
+        against = against or self.exact_ms.get((requests, 1))
+        self.table.add(
+            *(f"target pass{checked}, {requests} x {rows} rows at {context}", "ms", ms, work.seconds * 1e3),
+            f"{ms / against:.3f} of {'exact' if checked else '1 row'}" if against else "",
+        )
+        self.profile(call)
+        return ms
+
+    def prompt_pass(self, llm: LLM, title: str, exact: float | None = None) -> float:
+        gpu_passes.fill(llm, 1, self.prompt)
+        call = gpu_passes.TargetPass(llm, self.prompt, 0, last_only=True)
+        with torch.no_grad():
+            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
+        work = rooflines.prompt_pass(gpu_passes.config_of(llm), self.prompt)
+        note = f"{work.flops / ms / 1e9:.0f} TFLOP/s"
+        note += "" if exact is None else f", {exact / ms:.3f} of exact"
+        self.table.add(f"prompt of {self.prompt}{title}", "ms", ms, work.seconds * 1e3, note)
+        self.profile(call)
+        return ms
+
+    def profile(self, call: Callable[[], object]) -> None:
+        if self.profiled:
+            with torch.no_grad():
+                for line in gpu_passes.kernels_of(call, self.models.device):
+                    self.table.report.note(line)
+
+    def transformers(self) -> None:
+        from draftproof.bench import against
+
+        llm = self.engine()
+        prompts = self.prompts(llm, 8)
+        params = SamplingParams(temperature=0, max_tokens=self.steps, ignore_eos=True, detokenize=False)
+        given: list[Any] = [{"prompt_token_ids": p} for p in prompts]
+        speeds, outputs = {}, []
+        for batch in (1, len(prompts)):
+            llm.generate(given[:batch], params, use_tqdm=False)
+            start = time.perf_counter()
+            outputs = [
+                o
+                for first in range(0, len(given), batch)
+                for o in llm.generate(given[first : first + batch], params, use_tqdm=False)
+            ]
+            speeds[batch] = len(prompts) * self.steps / (time.perf_counter() - start)
+            self.table.add(f"generate, batch {batch}, prompts included", "tokens/s", speeds[batch], None)
+        config, device, dtype = llm.config, torch.device(self.models.device), torch.bfloat16
+        del llm
+        release()
+        rows, notes = against.measure(
+            Path(str(config.model)), device, dtype, dummy=True, prompts=prompts, plain_speeds=speeds,
+            reference={i: o.outputs[0].token_ids for i, o in enumerate(outputs)}, batch_sizes=tuple(speeds),
+            num_new=self.steps, num_lookup=NUM_DRAFTS, tell=lambda _: None,
+        )  # fmt: skip
+        for row in rows:
+            equal = f"ids of {row['num_identical']} of {row['num_compared']} outputs are ours"
+            note = f"ours {row['plain_over_it']:.2f} times as fast; {equal}"
+            what = f"{row['name']}, batch {row['batch_size']}"
+            self.table.add(what, "tokens/s", row["output_throughput"], None, note)
+        for note in notes:
+            self.table.report.note(note)
 
     def products(self) -> None:
         if self.models.device == "cpu":
@@ -191,7 +278,7 @@ class Bench:
         if not self.plain_speeds:  # measured beside what it is compared with
             self.plain_speeds = {b: self.speed(llm, b, 1).tokens_per_second for b in self.batches}
         del llm
-        head = self.models.drafter(DUMMY, "eagle3")
+        head = self.models.drafter(self.shape, "eagle3")
         for rate in self.rates:
             release()
             settings = {"num_speculative_tokens": NUM_DRAFTS, "policy": "fixed", "recordings": str(file)}
@@ -201,86 +288,19 @@ class Bench:
     def replay_at(self, rate: float, llm: LLM) -> None:
         for batch in self.batches:
             s = self.speed(llm, batch)
-            work = rooflines.target_pass(_config(llm), batch, NUM_DRAFTS + 1, s.context).seconds
-            work += draft_work(llm, batch, s.context).seconds
+            work = rooflines.target_pass(gpu_passes.config_of(llm), batch, NUM_DRAFTS + 1, s.context).seconds
+            work += gpu_passes.draft_work(llm, batch, s.context).seconds
             note = f"tau {s.tau:.2f}, {s.tokens_per_second / self.plain_speeds[batch]:.2f} of plain"
             what = f"K = {NUM_DRAFTS}, drafts right at {rate:g}, batch {batch}"
             self.table.add(what, "tokens/s", s.tokens_per_second, s.tau * batch / work, note)
         assert llm.stats.num_drafter_faults == 0, f"{llm.stats.num_drafter_faults} faults of the drafter"
 
 
-def _config(llm: LLM) -> ModelConfig:
-    return llm._frontend.loaded.model
-
-
-def seconds(call: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """Least time of a call: on a GPU inside a CUDA graph, by events."""
-    if device.startswith("cuda"):
-        from draftproof.kernels.gpu.planner import TimedGraph
-
-        return TimedGraph([call]).microseconds() / 1e6
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-class TargetPass:
-    """Rows of request 0 from `context` on, logits of all; what a step's target pass is."""
-
-    def __init__(self, llm: LLM, rows: int, context: int) -> None:
-        self._parts = parts(llm)
-        device = self._parts.state.device
-        self.positions_T = torch.arange(context, context + rows, device=device)
-        self.slots_T = torch.zeros_like(self.positions_T)
-        self.tokens_T = torch.arange(10, 10 + rows, device=device)
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        p = self._parts
-        attn = PagedAttention(p.ops, p.backend, p.cache, Rows.causal(self.positions_T, self.slots_T))
-        out = p.target(self.tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
-        return (p.target.logits(out.hidden_TH), *out.taps)
-
-
-def draft_pass(llm: LLM, context: int) -> Callable[[], object]:
-    """The draft pass after a round of K + 1 rows of request 0, of which 3 survived."""
-    p, target = parts(llm), TargetPass(llm, NUM_DRAFTS + 1, context)
-    assert p.guard is not None
-
-    def numbers(*values: int) -> Tensor:
-        return torch.tensor(values, device=p.state.device)
-
-    slots_R = numbers(0)
-    verified = Verified(
-        tokens_T=target.tokens_T,
-        positions_T=target.positions_T,
-        cu_R1=numbers(0, NUM_DRAFTS + 1),
-        slots_R=slots_R,
-        live_R=numbers(3),
-        next_R=numbers(7),
-        k_R=numbers(NUM_DRAFTS),
-        taps=target()[1:],
-        draw=p.verifier.drawer(slots_R, numbers(context + 4)),
-        history=lambda _: torch.zeros(0, dtype=torch.int32),
-    )
-    drafter = p.guard.drafter
-    return lambda: drafter.propose(verified, NUM_DRAFTS)
-
-
-def draft_work(llm: LLM, requests: int, context: int) -> rooflines.Work:
-    """Of the EAGLE-3 head that drafts, or that replay runs."""
-    guard = parts(llm).guard
-    assert guard is not None
-    found = rooflines.draft_pass_of(guard.drafter, requests, NUM_DRAFTS + 1, context, NUM_DRAFTS)
-    assert found is not None
-    return found
-
-
 def main() -> int:
-    names = ("plain", "passes", "replay", "products")
+    names = ("plain", "passes", "unchecked", "long", "replay", "products", "transformers")
     flags = parser(__doc__, names)
+    flags.add_argument("--shape", default=DUMMY, choices=SHAPES_OF, help="the model; default: Llama-3.1-8B")
+    flags.add_argument("--profile", action="store_true", help="the kernels of each pass, too")
     flags.add_argument(
         "--json", type=Path, help="write the figures there; figures of other stages in it are kept"
     )
@@ -290,7 +310,8 @@ def main() -> int:
     table = Table(Report())
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(given.device, given.quick, given.models, Path(scratch))
-        bench = Bench(models, table, [float(rate) for rate in given.rates.split(",")])
+        rates = [float(rate) for rate in given.rates.split(",")]
+        bench = Bench(models, table, rates, given.shape, given.profile)
         status = run_stages(table.report, given.stages, {name: getattr(bench, name) for name in names})
     if given.json:
         before = json.loads(given.json.read_text()) if given.json.is_file() else []

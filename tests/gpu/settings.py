@@ -25,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 SHAPES = ROOT / "bench" / "shapes"
 DUMMY = "8b"
-SHAPES_OF = {DUMMY: "llama-3.1-8b", "moe": "glm-4-moe-2b"}  # models that have random weights
+SHAPES_OF = {
+    DUMMY: "llama-3.1-8b",
+    "qwen": "qwen3-8b",
+    "moe": "glm-4-moe-2b",
+}  # models that have random weights
 NUM_DRAFTS = 5
 
 

@@ -132,6 +132,14 @@ def target_pass(config: ModelConfig, requests: int, rows: int, context: int, ite
     return layers + head + attention(config, requests, rows, context, itemsize)
 
 
+def prompt_pass(config: ModelConfig, rows: int, itemsize: int = 2) -> Work:
+    """A prompt from its start, logits of its last row; a row sees those before it, half of them on average."""
+    head = products(config.vocab_size * config.hidden_size, 1, itemsize)
+    return (
+        layers_products(config, rows, itemsize) + head + attention(config, 1, rows, (rows + 1) // 2, itemsize)
+    )
+
+
 def draft_pass(
     layers: ModelConfig, draft_vocab_size: int, num_taps: int, requests: int, rows: int, context: int, drafts: int,
     itemsize: int = 2,

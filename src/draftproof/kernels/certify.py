@@ -18,6 +18,7 @@ from torch import Tensor
 from draftproof.kernels.products import Form, Way
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
 REFERENCE_ROWS = (8, 64)
 SEEDS = (11, 12)
 LARGE = 1 << 26  # weight elements from which on one seed has to do
@@ -46,10 +47,11 @@ class Shape:
         return f"{self.outputs}x{self.inputs} {names[0]}>{names[1]}{' bias' if self.bias else ''}"
 
 
-def buckets_up_to(max_rows: int) -> tuple[int, ...]:
+def buckets_up_to(max_rows: int, device: torch.device) -> tuple[int, ...]:
     """The numbers of rows worth a certificate; the last covers `max_rows` if the table reaches that far."""
-    kept = [rows for rows in BUCKETS if rows < max_rows]
-    return (*kept, *[rows for rows in BUCKETS if rows >= max_rows][:1])
+    table = BUCKETS if device.type == "cpu" else (*BUCKETS, *PROMPT_BUCKETS)
+    kept = [rows for rows in table if rows < max_rows]
+    return (*kept, *[rows for rows in table if rows >= max_rows][:1])
 
 
 def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +101,7 @@ def certify(
     shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
     """The certified buckets of each way, by name. The first way is the reference, at 1 thread."""
-    buckets = buckets_up_to(max_rows)
+    buckets = buckets_up_to(max_rows, device)
     best: dict[str, tuple[int, ...]] = {}
     seeds = SEEDS if shape.outputs * shape.inputs < LARGE else SEEDS[:1]
     for reference_rows in REFERENCE_ROWS[:1] if ways[0].any_rows else REFERENCE_ROWS:

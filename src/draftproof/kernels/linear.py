@@ -296,7 +296,7 @@ class LinearPlanner:
                 code.hexdigest(),
                 settings,
             ),
-            *(certify.buckets_up_to(self.max_rows), self._library and self._library.build_key),
+            *(certify.buckets_up_to(self.max_rows, self._device), self._library and self._library.build_key),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 

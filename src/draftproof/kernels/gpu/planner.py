@@ -17,7 +17,7 @@ from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu.linear import tiles
 from draftproof.kernels.products import Form, Way
 
-TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+TIMED_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
 REPLAYS = 10
 CLOSE, ROUNDS = 1.1, 5  # ways within this factor of the fastest are timed so often again
@@ -153,7 +153,7 @@ def plan(
     shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[str, ...], list[Timed]]:
     """(buckets, the certified way of each, "" where there is none, and what they take)."""
-    buckets = certify.buckets_up_to(max_rows)
+    buckets = certify.buckets_up_to(max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
     with torch.no_grad():
         certified = certify.certify(shape, ways, max_rows, device)
