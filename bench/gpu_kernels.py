@@ -135,7 +135,7 @@ def attention(
 
 def _short(t: Tiling) -> str:
     tile = f"m{t.most}/{t.most_prompt} n{t.step}"
-    return f"{tile} w{t.num_warps} s{t.num_stages} r{t.registers} p{t.programs} t{t.split_rows}"
+    return f"{tile} w{t.num_warps} s{t.num_stages} r{t.registers} x{t.runs} t{t.split_rows}"
 
 
 def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bound: int = 0) -> str:
@@ -209,10 +209,10 @@ def small() -> None:
 VARIANTS = (
     Tiling(),
     Tiling(most=16),
-    Tiling(registers=128, num_stages=3, programs=8),
+    Tiling(registers=128, num_stages=3),
     Tiling(registers=168, num_stages=4),
     Tiling(num_stages=5),
-    Tiling(most=16, registers=128, programs=8),
+    Tiling(most=16, registers=128),
 )
 PROMPTS = (Tiling(), Tiling(most_prompt=128, num_warps=8, num_stages=5))
 

@@ -222,11 +222,14 @@ def check_sample(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows."""
-    for outputs, inputs, bias in ((50, 200, True), (64, 512, False)):
+    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
+    too, which programs add up or a kernel of its own."""
+    long = [(40, 8192, True)] if dtype != torch.float32 else []
+    for outputs, inputs, bias in ((50, 200, True), (64, 512, False), *long):
         for out_dtype in {dtype, torch.float32}:
             shape = Shape(outputs, inputs, dtype, out_dtype, bias)
-            x, weight = (t.to(device) for t in cancelling(70, shape, seed=3))
+            rows = 18 if long and device.type == "cpu" else 70
+            x, weight = (t.to(device) for t in cancelling(rows, shape, seed=3))
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
             forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
@@ -284,12 +287,17 @@ def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
 def check_attention(device: torch.device, dtype: torch.dtype) -> None:
     small = device.type == "cpu"
     split, loop = TritonAttention(), TritonAttention(Tiling(split_rows=1))
+    one_chunk_a_run = TritonAttention(Tiling(runs=1000))
     for shape in (*attention.SHAPES[1::6], attention.SHAPES[-1]) if small else attention.SHAPES:
         rows = place((few if small else attention.mixed)(shape, dtype), device)
         attention.check_equals_reference(split, rows)
         together = rows.run(split)
         assert (together[rows.ends == 0] == 0).all()
         assert torch.equal(rows.run(loop), together)
+        assert torch.equal(rows.run(one_chunk_a_run), together)
+        apart = [10, 3, 6, 0]  # of different slots, so each may be a tile of its own
+        assert torch.equal(rows.run(split.begin(1), apart), together[apart])
+        assert torch.equal(rows.run(loop.begin(1), apart), together[apart])
         for part in (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
             assert torch.equal(rows.run(split, part), together[part])
             assert torch.equal(rows.run(loop, part), together[part])

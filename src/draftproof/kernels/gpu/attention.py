@@ -1,9 +1,9 @@
 """Paged attention in Triton, an `AttentionBackend` without a look at the host, so that it may stand in a CUDA graph.
 
 Keys are gone through in chunks at fixed absolute positions, each from nothing, and a row's chunks are added first to
-last. Neighbouring rows of one slot and the heads of a group form a tile that reads each key once. Few rows: chunks
-are dealt out over the whole device and added by a second kernel. Many rows: a tile adds its chunks up itself. Both
-give the same bits, so the choice may look at the batch.
+last. Neighbouring rows of one slot and the heads of a group form a tile that reads each key once. Few rows: runs of
+chunks are dealt out over the whole device, and chunks added by a second kernel. Many rows: a tile adds its chunks up
+itself. All give the same bits, so the choice, and the length of runs, may look at the batch.
 Shapes: T rows, S slots, B blocks per slot, D head size.
 """
 
@@ -39,7 +39,7 @@ class Tiling:
     most: int = 32  # rows times heads of a tile
     most_prompt: int = 64  # the same from `prompt_rows` rows on
     prompt_rows: int = 512
-    programs: int = 6  # a multiprocessor
+    runs: int = 2  # a multiprocessor, which chunks are put together into
     split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
 
 
@@ -54,6 +54,7 @@ class _Shape:
     block_size: int
     window: int
     tile: int  # rows times heads
+    alike: bool  # a tile has one row
     chunk: int
     chunks: int  # bound
     step: int
@@ -154,6 +155,7 @@ class AttentionPass:
             block_size=block_size,
             window=window,
             tile=max(min(power_of_two(together * group2), most), group2, 16),
+            alike=together == 1,
             chunk=self._tiling.chunk,
             chunks=chunks,
             step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
@@ -163,24 +165,29 @@ class AttentionPass:
         )
 
     def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
-        """int32 [2 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
-        per_tile = shape.tile // shape.group2
+        """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
+        per_tile = 1 if shape.alike else shape.tile // shape.group2
         key = (per_tile, shape.window, shape.split)
         plan = self._plans.get(key)
         if plan is None:
-            plan = slots_T.new_empty(3 * shape.rows + 3 + self._tiling.split_rows, dtype=torch.int32)
+            plan = slots_T.new_empty(3 * shape.rows + 4 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
                 *(slots_T, ends_T, plan, shape.rows, shape.window),
                 CHUNK=shape.chunk,
                 ROWS=per_tile,
                 WINDOWED=bool(shape.window),
-                COUNT_CHUNKS=shape.split,
+                SPLIT=shape.split,
+                RUNS=self._num_runs(shape, slots_T.device),
                 BLOCK=self._tiling.split_rows if shape.split else 1024,
                 **early(slots_T),
                 num_warps=4,
             )
             self._plans[key] = plan
         return plan
+
+    def _num_runs(self, shape: _Shape, device: torch.device) -> int:
+        """That chunks are put together into, of all tiles; a head has a program for each."""
+        return max(1, self._tiling.runs * num_processors(device) // shape.kv_heads)
 
     def _split(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
@@ -189,9 +196,9 @@ class AttentionPass:
         size = (shape.rows, shape.heads, shape.chunks)
         acc = torch.empty(*size, shape.dim, dtype=torch.float32, device=q.device)
         ml = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
-        most = shape.rows * shape.chunks * shape.kv_heads
-        programs = min(self._tiling.programs * num_processors(q.device), most)
-        split_kernel[(programs,)](
+        # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
+        most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
+        split_kernel[(most * shape.kv_heads,)](
             *(*inputs[:4], ends_T, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
@@ -238,6 +245,7 @@ class AttentionPass:
             "KV_HEADS": shape.kv_heads,
             "GROUP": shape.heads // shape.kv_heads,
             "GROUP2": shape.group2,
+            "ALIKE": shape.alike,
             "BLOCK_SIZE": shape.block_size,
             "num_warps": self._tiling.num_warps,
             **self._pipeline(shape),

@@ -26,12 +26,13 @@ def _larger(a, b):
 @triton.jit(do_not_specialize=["rows", "window"], do_not_specialize_on_alignment=["slots", "ends"])
 def tiles_kernel(
     slots, ends, plan, rows, window,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, COUNT_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RUNS: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Cut the pass into tiles of up to ROWS neighbouring rows of one slot; one program.
+    """Cut the pass into tiles of up to ROWS neighbouring rows of one slot, and their chunks into runs; one program.
 
-    plan: [tiles, chunks of all tiles, first row of each tile and `rows`, chunks of all tiles before each, slots].
+    plan: [tiles, runs of all tiles, chunks of a run, first row of each tile and `rows`, runs of all tiles before each,
+    slots]. Runs are as long as leaves RUNS of them: 17 chunks in all and RUNS 4 make runs of 5 chunks.
     """
     begin(EARLY)
     carried, tiles = 0, 0
@@ -45,16 +46,16 @@ def tiles_kernel(
         start = tl.maximum(tl.associative_scan(tl.where(breaks, t, 0), 0, _larger), carried)
         leads = inside & ((t - start) % ROWS == 0)
         index = tiles + tl.cumsum(leads.to(tl.int32), axis=0) - 1
-        tl.store(plan + 2 + index, t, mask=leads)
+        tl.store(plan + 3 + index, t, mask=leads)
         carried = tl.max(start, axis=0)
         tiles += tl.sum(leads.to(tl.int32), axis=0)
-    tl.store(plan + 2 + tiles, rows)
+    tl.store(plan + 3 + tiles, rows)
     tl.store(plan, tiles)
-    if COUNT_CHUNKS:
+    if SPLIT:
         tl.debug_barrier()  # what was stored above is read below by other threads
         i = tl.arange(0, BLOCK)
-        first = tl.load(plan + 2 + i, mask=i < tiles, other=0)
-        after = tl.load(plan + 3 + i, mask=i < tiles, other=0)
+        first = tl.load(plan + 3 + i, mask=i < tiles, other=0)
+        after = tl.load(plan + 4 + i, mask=i < tiles, other=0)
         r = first[:, None] + tl.arange(0, ROWS)[None, :]
         end = tl.load(ends + r, mask=r < after[:, None], other=0).to(tl.int32)
         low = tl.zeros((BLOCK,), tl.int32)
@@ -63,9 +64,12 @@ def tiles_kernel(
             low = tl.min(starts, axis=1) // CHUNK
         last = tl.max(end, axis=1)
         chunks = tl.where(last > 0, (last + CHUNK - 1) // CHUNK - low, 0)
-        tl.store(plan + 3 + rows + i, tl.cumsum(chunks, axis=0) - chunks, mask=i < tiles)
-        tl.store(plan + 3 + 2 * rows + i, tl.load(slots + first, mask=i < tiles, other=0), mask=i < tiles)
-        tl.store(plan + 1, tl.sum(chunks, axis=0))
+        each = tl.maximum((tl.sum(chunks, axis=0) + RUNS - 1) // RUNS, 1)
+        runs = (chunks + each - 1) // each
+        tl.store(plan + 4 + rows + i, tl.cumsum(runs, axis=0) - runs, mask=i < tiles)
+        tl.store(plan + 4 + 2 * rows + i, tl.load(slots + first, mask=i < tiles, other=0), mask=i < tiles)
+        tl.store(plan + 1, tl.sum(runs, axis=0))
+        tl.store(plan + 2, each)
 
 
 @triton.jit
@@ -114,80 +118,155 @@ def _softmax(s_MN, m_M, l_MO, acc_MD):
 
 
 @triton.jit
-def _masked_steps(
-    q_MD, k, v, row_table, head, start, j0, j1, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Steps j0..j1 of a chunk, of whose keys some rows of the tile see only a part."""
-    d = tl.arange(0, DP)
-    for j in tl.range(j0, j1, num_stages=1):
-        n = start + j * N + tl.arange(0, N)
-        loaded = (n >= bottom) & (n < limit)
-        at = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)
-        at_ND, mask_ND = at[:, None] + d[None, :], loaded[:, None] & (d < D)[None, :]
-        k_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
-        v_ND = tl.load(v + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
-        seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
-        s_MN = tl.where(seen_MN, s_MN, -float("inf"))
-        p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
-        # A weight of 0 does not silence a value that is no number: it is taken out, and put on those who see it.
-        broken_ND = ~(tl.abs(v_ND.to(tl.float32)) < float("inf"))
-        broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
-        broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
-        v_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
-        p_MN = p_MN.to(v_ND.dtype)
-        l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
-        acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
-        acc_MD = tl.where(broken_M[:, None], float("nan"), acc_MD)
-    return m_M, l_MO, acc_MD
+def _nothing(M: tl.constexpr, DP: tl.constexpr):
+    """Of no keys: (maximum_M, sum [M, ONES], weighted values_MD)."""
+    return (
+        tl.full((M,), -float("inf"), tl.float32),
+        tl.zeros((M, ONES), tl.float32),
+        tl.zeros((M, DP), tl.float32),
+    )
 
 
 @triton.jit
-def _chunk(
-    q_MD, k, v, row_table, head, start, end_M, low_M, valid_M, scale,
-    M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr,
+def _plain_step(
+    q_MD, k, v, row_table, head, j, bottom, limit, scale, m_M, l_MO, acc_MD,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Keys start..start+CHUNK-1 for a tile, from nothing: (maximum_M, sum [M, ONES], weighted values_MD).
+    """Step j, whose keys all rows see alike: all of them, or (BOUNDED) those in bottom..limit-1."""
+    n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
+    loaded = (n >= bottom) & (n < limit) if BOUNDED else n >= 0
+    at_ND = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
+    if BOUNDED:
+        mask_ND = loaded[:, None] & (d < D)[None, :]
+        k_ND, v_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0), tl.load(v + at_ND, mask=mask_ND, other=0.0)
+    elif D == DP:
+        k_ND, v_ND = tl.load(k + at_ND), tl.load(v + at_ND)
+    else:
+        k_ND = tl.load(k + at_ND, mask=(d < D)[None, :], other=0.0)
+        v_ND = tl.load(v + at_ND, mask=(d < D)[None, :], other=0.0)
+    k_ND, v_ND = k_ND.to(q_MD.dtype), v_ND.to(q_MD.dtype)
+    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+    if BOUNDED:
+        s_MN = tl.where(loaded[None, :], s_MN, -float("inf"))
+    p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
+    p_MN = p_MN.to(v_ND.dtype)
+    l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
+    return m_M, l_MO, tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
 
-    A step is gone through whole whatever the rows see of it; steps that all rows see whole take no masks, and those
-    that none sees, which would leave every sum as it is, are left out.
+
+@triton.jit
+def _masked_step(
+    q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Step j, of whose keys some rows of the tile see more than others."""
+    n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
+    loaded = (n >= bottom) & (n < limit)
+    at = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)
+    at_ND, mask_ND = at[:, None] + d[None, :], loaded[:, None] & (d < D)[None, :]
+    k_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
+    v_ND = tl.load(v + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
+    seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
+    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+    s_MN = tl.where(seen_MN, s_MN, -float("inf"))
+    p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
+    # A weight of 0 does not silence a value that is no number: it is taken out, and put on those who see it.
+    broken_ND = ~(tl.abs(v_ND.to(tl.float32)) < float("inf"))
+    broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
+    broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
+    v_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
+    p_MN = p_MN.to(v_ND.dtype)
+    l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
+    acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
+    return m_M, l_MO, tl.where(broken_M[:, None], float("nan"), acc_MD)
+
+
+@triton.jit
+def _close(
+    chunk, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
+    CHUNK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """A chunk is through: to memory with it, or on top of those before it."""
+    start, d = chunk * CHUNK, tl.arange(0, DP)
+    seen_M = (start < end_M) & (start + CHUNK > low_M)
+    if STORE:
+        seen_M, at_M = seen_M & valid_M, at_M + chunk
+        tl.store(ml_out + at_M * 2, m_C, mask=seen_M)
+        tl.store(ml_out + at_M * 2 + 1, tl.max(l_C, axis=1), mask=seen_M)
+        tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_C, mask=seen_M[:, None] & (d < D)[None, :])
+        return m_M, l_MO, acc_MD
+    m_new = tl.where(seen_M, tl.maximum(m_M, m_C), m_M)
+    old_M, new_M = power(m_M - m_new), power(m_C - m_new)
+    l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
+    acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
+    return m_new, l_MO, acc_MD
+
+
+@triton.jit
+def _run(
+    q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
+    M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Chunks first..last-1 for a tile, each from nothing: their sum, or (STORE) each to memory.
+
+    ALIKE: all rows of the tile see the same keys. Steps that all rows see whole take no masks, and those that none
+    sees, which would leave every sum as it is, are left out. One loop goes through all chunks, so that keys are on
+    their way while the last chunk's end is computed.
     """
-    m_M = tl.full((M,), -float("inf"), tl.float32)
-    l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
-    limit, d = tl.max(end_M, axis=0), tl.arange(0, DP)
-    j0, bottom = 0, 0
-    j1 = tl.minimum(tl.maximum((tl.min(tl.where(valid_M, end_M, FAR), axis=0) - start) // N, 0), CHUNK // N)
-    j2 = tl.minimum(tl.maximum((limit - start + N - 1) // N, 0), CHUNK // N)
+    STEPS: tl.constexpr = CHUNK // N
+    m_M, l_MO, acc_MD = _nothing(M, DP)
+    m_C, l_C, acc_C = _nothing(M, DP)
+    limit, bottom = tl.max(end_M, axis=0), 0
+    after = tl.minimum(last * STEPS, (limit + N - 1) // N)
+    j0 = first * STEPS
     if WINDOWED:
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
-        j0 = tl.maximum((tl.max(tl.where(valid_M, low_M, 0), axis=0) - start + N - 1) // N, 0)
-        j0 = tl.minimum(j0, CHUNK // N)
-        j1 = tl.maximum(j0, j1)
-        m_M, l_MO, acc_MD = _masked_steps(
-            q_MD, k, v, row_table, head, start, tl.minimum(tl.maximum((bottom - start) // N, 0), j0), j0,
-            end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
-            KV_HEADS, BLOCK_SIZE, D, DP, N,
-        )  # fmt: skip
+        j0 = tl.maximum(j0, bottom // N)
+    j1 = after
+    if not ALIKE:
+        if WINDOWED:
+            full = (tl.max(tl.where(valid_M, low_M, 0), axis=0) + N - 1) // N
+            full = tl.minimum(tl.maximum(full, j0), after)
+            for j in tl.range(j0, full, num_stages=1):
+                m_C, l_C, acc_C = _masked_step(
+                    q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_C, l_C, acc_C,
+                    KV_HEADS, BLOCK_SIZE, D, DP, N,
+                )  # fmt: skip
+                if ((j + 1) % STEPS == 0) | (j + 1 == after):
+                    m_M, l_MO, acc_MD = _close(
+                        j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
+                        CHUNK, D, DP, STORE,
+                    )  # fmt: skip
+                    m_C, l_C, acc_C = _nothing(M, DP)
+            j0 = full
+        j1 = tl.min(tl.where(valid_M, end_M, FAR), axis=0) // N
+        j1 = tl.minimum(tl.maximum(j1, j0), after)
     for j in range(j0, j1):
-        n = start + j * N + tl.arange(0, N)
-        at_ND = _keys(row_table, n, n >= 0, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
-        if D == DP:
-            k_ND, v_ND = tl.load(k + at_ND), tl.load(v + at_ND)
-        else:
-            k_ND = tl.load(k + at_ND, mask=(d < D)[None, :], other=0.0)
-            v_ND = tl.load(v + at_ND, mask=(d < D)[None, :], other=0.0)
-        k_ND, v_ND = k_ND.to(q_MD.dtype), v_ND.to(q_MD.dtype)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
-        p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
-        p_MN = p_MN.to(v_ND.dtype)
-        l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
-        acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
-    return _masked_steps(
-        q_MD, k, v, row_table, head, start, j1, j2, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
-        KV_HEADS, BLOCK_SIZE, D, DP, N,
-    )  # fmt: skip
+        m_C, l_C, acc_C = _plain_step(
+            q_MD, k, v, row_table, head, j, bottom, limit, scale, m_C, l_C, acc_C,
+            KV_HEADS, BLOCK_SIZE, D, DP, N, ALIKE,
+        )  # fmt: skip
+        if ((j + 1) % STEPS == 0) | (j + 1 == after):
+            m_M, l_MO, acc_MD = _close(
+                j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
+                CHUNK, D, DP, STORE,
+            )  # fmt: skip
+            m_C, l_C, acc_C = _nothing(M, DP)
+    if not ALIKE:
+        for j in tl.range(j1, after, num_stages=1):
+            m_C, l_C, acc_C = _masked_step(
+                q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_C, l_C, acc_C,
+                KV_HEADS, BLOCK_SIZE, D, DP, N,
+            )  # fmt: skip
+            if ((j + 1) % STEPS == 0) | (j + 1 == after):
+                m_M, l_MO, acc_MD = _close(
+                    j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
+                    CHUNK, D, DP, STORE,
+                )  # fmt: skip
+                m_C, l_C, acc_C = _nothing(M, DP)
+    return m_M, l_MO, acc_MD
 
 
 @triton.jit(
@@ -198,40 +277,35 @@ def split_kernel(
     q, k, v, table, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of all tiles and heads, dealt out among the programs; each chunk's result goes to memory.
+    """A run of chunks of a tile and head; each chunk's result goes to memory. Programs past the last run do nothing.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
     begin(EARLY)
-    tiles, total, i, d = tl.load(plan), tl.load(plan + 1), tl.arange(0, TILES), tl.arange(0, DP)
+    tiles, total, each, i = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2), tl.arange(0, TILES)
     # Read all of the plan at once, the unused end too: what waits for a load should not be another load.
-    first_I, after_I = tl.load(plan + 2 + i).to(tl.int64), tl.load(plan + 3 + i)
-    before_I, slot_I = tl.load(plan + 3 + rows + i), tl.load(plan + 3 + 2 * rows + i).to(tl.int64)
-    # In one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 chunks before.
+    first_I, after_I = tl.load(plan + 3 + i).to(tl.int64), tl.load(plan + 4 + i)
+    before_I, slot_I = tl.load(plan + 4 + rows + i), tl.load(plan + 4 + 2 * rows + i).to(tl.int64)
+    work, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    if work >= total:
+        return
+    # In one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 runs before.
     packed_I = i.to(tl.int64) << 56 | first_I << 48 | (after_I - first_I) << 40 | slot_I << 24 | before_I
-    for item in range(tl.program_id(0), total * KV_HEADS, tl.num_programs(0)):
-        work, head = item // KV_HEADS, item % KV_HEADS
-        packed = tl.max(tl.where((i < tiles) & (before_I <= work), packed_I, 0), axis=0)
-        first, count = (packed >> 48 & 255).to(tl.int32), (packed >> 40 & 255).to(tl.int32)
-        slot, chunk = packed >> 24 & 65535, work - (packed & 0xFFFFFF).to(tl.int32)
-        q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
-            q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
-        )
-        if WINDOWED:
-            chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
-        start = chunk * CHUNK
-        m_M, l_MO, acc_MD = _chunk(
-            q_MD, k, v, table + slot * width, head, start, end_M, low_M, valid_M, scale,
-            M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N,
-        )  # fmt: skip
-        seen_M = valid_M & (start < end_M) & (start + CHUNK > low_M)
-        at_M = (t_M * HEADS + head_M) * chunks + chunk
-        tl.store(ml_out + at_M * 2, m_M, mask=seen_M)
-        tl.store(ml_out + at_M * 2 + 1, tl.max(l_MO, axis=1), mask=seen_M)
-        mask_MD = seen_M[:, None] & (d < D)[None, :]
-        tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_MD, mask=mask_MD)
+    packed = tl.max(tl.where((i < tiles) & (before_I <= work), packed_I, 0), axis=0)
+    first, count = (packed >> 48 & 255).to(tl.int32), (packed >> 40 & 255).to(tl.int32)
+    slot, chunk = packed >> 24 & 65535, (work - (packed & 0xFFFFFF).to(tl.int32)) * each
+    q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
+        q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+    )
+    if WINDOWED:
+        chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
+    _run(
+        q_MD, k, v, table + slot * width, head, chunk, chunk + each, end_M, low_M, valid_M, scale,
+        acc_out, ml_out, (t_M * HEADS + head_M) * chunks,
+        M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends"])
@@ -276,7 +350,7 @@ def loop_kernel(
     q, k, v, table, slots, ends, plan, out, width, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile and head, all its chunks: the same chunks, added in the same order, as the two kernels above."""
     begin(EARLY)
@@ -284,28 +358,19 @@ def loop_kernel(
     if tile < 0:
         return
     d = tl.arange(0, DP)
-    first = tl.load(plan + 2 + tile)
-    slot, count = tl.load(slots + first), tl.load(plan + 3 + tile) - first
+    first = tl.load(plan + 3 + tile)
+    slot, count = tl.load(slots + first), tl.load(plan + 4 + tile) - first
     q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
         q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
     )
     first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
     if WINDOWED:
         first = tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
-    m_M = tl.full((M,), -float("inf"), tl.float32)
-    l_MO, acc_MD = tl.zeros((M, ONES), tl.float32), tl.zeros((M, DP), tl.float32)
-    for chunk in range(first, last):
-        start = chunk * CHUNK
-        m_C, l_C, acc_C = _chunk(
-            q_MD, k, v, table + slot * width, head, start, end_M, low_M, valid_M, scale,
-            M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N,
-        )  # fmt: skip
-        seen_M = (start < end_M) & (start + CHUNK > low_M)
-        m_new = tl.where(seen_M, tl.maximum(m_M, m_C), m_M)
-        old_M, new_M = power(m_M - m_new), power(m_C - m_new)
-        l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
-        acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
-        m_M = m_new
+    _, l_MO, acc_MD = _run(
+        q_MD, k, v, table + slot * width, head, first, last, end_M, low_M, valid_M, scale,
+        out, out, t_M,
+        M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
+    )  # fmt: skip
     l_M = tl.max(l_MO, axis=1)
     live_M = end_M > 0
     y_MD = tl.math.div_rn(acc_MD, tl.where(live_M, l_M, 1.0)[:, None])

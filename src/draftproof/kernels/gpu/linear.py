@@ -1,8 +1,9 @@
 """Products on a GPU: an ordered Triton kernel in many tiles, and cuBLAS, as ways for the exact planner.
 
-The kernel adds over K in order in fp32, never in parts, so every tile is expected to give the same bits; the planner
-certifies each all the same.
-Shapes: T rows, K inputs, N outputs.
+The kernel adds over K in order in fp32, so every tile is expected to give the same bits; the planner certifies each
+all the same. A long K with few outputs is cut into segments, as many as the weight's shape says and never the batch:
+each is summed from nothing, and they are added first to last, by the program that summed them or by a second kernel.
+Shapes: T rows, K inputs, N outputs, S segments.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -17,16 +18,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from draftproof.kernels.gpu.launch import dense, early, on, shared_bytes
+from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.launch import dense, early, on, power_of_two, shared_bytes
 from draftproof.kernels.products import Form, Way
 
 SWIZZLE = 8  # row tiles that share a visit to the weight
-LINES = 16  # cache lines of 128 bytes that are fetched of each row of the weight before the input is ready
+LINE = 128  # bytes
+EARLY_BYTES = (
+    16 << 20
+)  # of the weight that all programs together have brought to the cache before the input is ready
+MOST_LINES = 64  # of a row
+SEGMENTS, LONG, NARROW = 4, 8192, 8192  # of a K at least so long, with at most so many outputs
+SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
+
+
+def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """That the sums over K are made of. With 96 rows a [4096, 14336] weight would keep 32 programs busy, now 128."""
+    whole = inputs % (SEGMENTS * SEGMENT_UNIT) == 0
+    return SEGMENTS if whole and dtype.itemsize == 2 and inputs >= LONG and outputs <= NARROW else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One compiled form of the kernel. `swap`: the weight takes the matrix unit's longer side."""
+    """One compiled form of the kernel. `swap`: the weight takes the matrix unit's longer side. `parts`: segments have a
+    program each, and are added up by a second kernel."""
 
     rows: int
     outputs: int
@@ -34,10 +49,11 @@ class Tile:
     stages: int
     warps: int
     swap: bool = False
+    parts: bool = False
 
     @property
     def name(self) -> str:
-        side = " swapped" if self.swap else ""
+        side = (" swapped" if self.swap else "") + (" in parts" if self.parts else "")
         return f"triton {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}{side}"
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -45,9 +61,11 @@ class Tile:
         step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
         return step * self.stages <= shared_bytes(device)
 
-    def suits(self, rows: int) -> bool:
+    def suits(self, rows: int, segments: int) -> bool:
         """Whether it is worth a try at so many rows: neither mostly empty nor mostly passes over the weight."""
         least = 0 if self.rows == 16 else self.rows // 2
+        if self.parts and segments == 1:
+            return False
         return rows > least and (rows <= self.rows or self.rows >= 64)
 
 
@@ -68,6 +86,17 @@ TILES_HALF = (
     *(Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)),
     *(Tile(128, 256, 64, 4, 8), Tile(256, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8, True)),
 )
+PARTS = (
+    *(
+        Tile(16, 64, 256, 3, 4, True, True),
+        Tile(16, 128, 128, 4, 4, True, True),
+        Tile(16, 64, 256, 4, 4, False, True),
+    ),
+    *(Tile(32, 128, 128, 4, 4, True, True), Tile(64, 64, 128, 4, 4, False, True)),
+    *(Tile(64, 128, 64, 5, 4, True, True), Tile(64, 128, 64, 4, 4, False, True)),
+    *(Tile(128, 64, 64, 5, 4, True, True), Tile(128, 128, 64, 4, 8, False, True)),
+    *(Tile(128, 128, 64, 4, 8, True, True), Tile(128, 256, 64, 4, 8, False, True)),
+)
 TILES_WIDE = (
     *(Tile(16, 32, 64, 3, 4), Tile(16, 64, 32, 3, 4), Tile(16, 16, 128, 3, 4), Tile(32, 32, 32, 3, 4)),
     *(Tile(64, 64, 16, 3, 4), Tile(64, 128, 16, 3, 8)),
@@ -75,10 +104,10 @@ TILES_WIDE = (
 
 
 @triton.jit
-def _prefetch(weight, n, outputs, inputs, LINES: tl.constexpr):
-    """Have the first LINES cache lines of these rows of the weight brought to the L2 cache."""
+def _prefetch(weight, n, k, outputs, inputs, LINES: tl.constexpr):
+    """Have LINES cache lines of these rows of the weight, from input k on, brought to the L2 cache."""
     per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    line = tl.minimum(tl.arange(0, LINES) * per_line, inputs - 1)
+    line = tl.minimum(k + tl.arange(0, LINES) * per_line, inputs - 1)
     at = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + line[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -87,11 +116,14 @@ def _prefetch(weight, n, outputs, inputs, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
-    x, weight, bias, out, rows, outputs, inputs,
+    x, weight, bias, out, rows, outputs, inputs, segment,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and outputs. EVEN: K is a multiple of BK."""
+    """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
+
+    EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, and a segment is `segment` inputs of it.
+    """
     tiles_n, tiles_m = tl.cdiv(outputs, BN), tl.cdiv(rows, BM)
     group = tl.program_id(0) // (SWIZZLE * tiles_n)
     first_m = group * SWIZZLE
@@ -100,22 +132,23 @@ def _product_kernel(
     tile_m, tile_n = first_m + within % height, within // height
     m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     mask_m, mask_n = m < rows, n < outputs
+    first, last = 0, inputs
+    if not SEGMENTED:
+        first, last = tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
     if EARLY:
         # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
         gdc_launch_dependents()
         if tiles_m == 1:
-            _prefetch(weight, n, outputs, inputs, LINES)
+            _prefetch(weight, n, first, outputs, inputs, LINES)
         gdc_wait()
     # An output past the end reads the last one: what it computes is not stored. A few rows padded that way would all
     # ask for one line of memory at once, so there they are masked.
     m_read = tl.minimum(m, rows - 1) if BM >= 64 else m
-    at_x = x + m_read.to(tl.int64)[:, None] * inputs + k[None, :]
-    at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + k[None, :]
-    if SWAP:  # noqa: SIM108  the two differ in shape
-        sums = tl.zeros((BN, BM), tl.float32)
-    else:
-        sums = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, inputs, BK):
+    at_x = x + m_read.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
+    at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
+    sums = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for start in range(first, last, BK):
         if EVEN and BM >= 64:
             x_MK, w_NK = tl.load(at_x), tl.load(at_w)
         elif EVEN:
@@ -129,12 +162,50 @@ def _product_kernel(
             sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
         at_x += BK
         at_w += BK
+        if SEGMENTED:  # noqa: SIM102  the first is known when compiling
+            if (start + BK) % segment == 0:
+                total += sums
+                sums = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    if SEGMENTED:
+        sums = total
     if SWAP:
         sums = tl.trans(sums)
     if BIAS:
         sums += tl.load(bias + n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    at_out = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    row = tl.program_id(1).to(tl.int64) * rows + m
+    at_out = out + row[:, None] * outputs + n[None, :]
     tl.store(at_out, sums.to(out.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["bias"])
+def _sum_kernel(
+    parts, bias, out, size, outputs,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """parts [S, T, N], added first to last."""
+    begin(EARLY)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for segment in tl.static_range(SEGMENTS):
+        total += tl.load(parts + segment * size + i, mask=i < size, other=0.0)
+    if BIAS:
+        total += tl.load(bias + i % outputs, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
+
+
+def _add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    segments, rows, outputs = parts_STN.shape
+    out_TN = torch.empty((rows, outputs), dtype=out_dtype, device=parts_STN.device)
+    size, block = rows * outputs, 512
+    with on(out_TN):
+        _sum_kernel[(triton.cdiv(size, block),)](
+            *(parts_STN, out_TN if bias_N is None else bias_N, out_TN, size, outputs),
+            SEGMENTS=segments,
+            BIAS=bias_N is not None,
+            BLOCK=block,
+            **early(out_TN),
+        )
+    return out_TN
 
 
 class OrderedForm:
@@ -143,39 +214,47 @@ class OrderedForm:
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._tile, self._weight_NK, self._bias_N = tile, dense(weight_NK), bias_N
         self._out_dtype = out_dtype
+        outputs, inputs = weight_NK.shape
+        self._segments = num_segments(outputs, inputs, weight_NK.dtype)
+        self._parts = self._segments if tile.parts else 1
+        lines = EARLY_BYTES // (LINE * triton.cdiv(outputs, tile.outputs) * self._parts * tile.outputs)
+        per_row = inputs * weight_NK.dtype.itemsize // (LINE * self._parts)
+        self._lines = power_of_two(max(4, min(lines, per_row, MOST_LINES)) + 1) // 2
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        tile, weight = self._tile, self._weight_NK
         x_TK = dense(x_TK)
-        rows, (outputs, inputs) = x_TK.shape[0], weight.shape
+        rows, outputs = x_TK.shape[0], self._weight_NK.shape[0]
+        if self._parts > 1 and rows:
+            parts_STN = torch.empty((self._parts, rows, outputs), dtype=torch.float32, device=x_TK.device)
+            self._run(x_TK, None, parts_STN)
+            return _add_parts(parts_STN, self._bias_N, self._out_dtype)
         out_TN = torch.empty((rows, outputs), dtype=self._out_dtype, device=x_TK.device)
-        if rows == 0:
-            return out_TN
+        if rows:
+            self._run(x_TK, self._bias_N, out_TN)
+        return out_TN
+
+    def _run(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor) -> None:
+        tile, weight, rows = self._tile, self._weight_NK, x_TK.shape[0]
+        outputs, inputs = weight.shape
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+        segmented = self._segments > self._parts
         with on(x_TK):
-            _product_kernel[(programs,)](
-                *(
-                    x_TK,
-                    weight,
-                    weight if self._bias_N is None else self._bias_N,
-                    out_TN,
-                    rows,
-                    outputs,
-                    inputs,
-                ),
+            _product_kernel[(programs, self._parts)](
+                *(x_TK, weight, weight if bias_N is None else bias_N, out),
+                *(rows, outputs, inputs, inputs // (self._segments if segmented else self._parts)),
                 BM=tile.rows,
                 BN=tile.outputs,
                 BK=tile.inputs,
                 SWAP=tile.swap,
-                BIAS=self._bias_N is not None,
+                BIAS=bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
+                SEGMENTED=segmented,
                 SWIZZLE=SWIZZLE,
-                LINES=LINES,
+                LINES=self._lines,
                 **early(x_TK),
                 num_stages=tile.stages,
                 num_warps=tile.warps,
             )
-        return out_TN
 
 
 def _ordered(tile: Tile) -> Way:
@@ -195,8 +274,25 @@ def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
     return run
 
 
+def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+    """The same, segment by segment; of a weight that has but one it is `cublas`."""
+    segments = num_segments(*weight_NK.shape, weight_NK.dtype)
+    if segments == 1:
+        return cublas(weight_NK, bias_N, out_dtype)
+    weights_KN = [part_NK.t() for part_NK in weight_NK.chunk(segments, dim=1)]
+
+    def run(x_TK: Tensor) -> Tensor:
+        rows, outputs = x_TK.shape[0], weight_NK.shape[0]
+        parts_STN = torch.empty((segments, rows, outputs), dtype=torch.float32, device=x_TK.device)
+        for part_TN, x_TS, weight_KN in zip(parts_STN, x_TK.chunk(segments, dim=1), weights_KN, strict=True):
+            torch.mm(x_TS, weight_KN, out_dtype=torch.float32, out=part_TN)
+        return _add_parts(parts_STN, bias_N, out_dtype)
+
+    return run
+
+
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    return TILES_WIDE if dtype == torch.float32 else TILES_HALF
+    return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *PARTS)
 
 
 def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
@@ -204,4 +300,5 @@ def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
     # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    return [*(_ordered(tile) for tile in tiles(dtype) if tile.fits(dtype, device)), Way("cublas", cublas)]
+    ordered = [_ordered(tile) for tile in tiles(dtype) if tile.fits(dtype, device)]
+    return [*ordered, Way("cublas in parts", cublas_in_parts), Way("cublas", cublas)]
