@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, norm, products, rope, sample
+from draftproof.kernels import activation, grouped, logits, norm, products, quantized, rope, sample
 from draftproof.kernels.certify import Shape, cancelling
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
@@ -25,6 +25,7 @@ from draftproof.kernels.gpu import grouped as gpu_grouped
 from draftproof.kernels.gpu import linear as gpu_linear
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
+from draftproof.kernels.gpu import quantized as gpu_quantized
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
@@ -367,10 +368,38 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
             assert grouped.is_exact(gpu_grouped.Groups, shape, device)
 
 
+def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
+    """fp8 weights: every number there is, widened without loss; then products of any shape, small and large rows."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes % 128 != 127].to(device).view(2, 127).view(quantized.FP8)  # without NaN
+    eye, one = torch.eye(127, device=device, dtype=dtype), torch.ones(2, device=device)
+    small, tiles = device.type == "cpu", [tile for _, tile in gpu_quantized.tiles(dtype)]
+    for tile in tiles:
+        found = gpu_quantized.product(eye, codes, one, None, torch.float32, tile)
+        assert torch.equal(found, codes.float().t()), tile
+    for outputs, inputs, bias in ((50, 200, True), (33, 101, False), (64, 512, True), (130, 1536, False)):
+        weight = randn(outputs, inputs, device=device, dtype=dtype)
+        weight *= torch.logspace(-3, 1, outputs, device=device).to(dtype)[:, None]
+        weight[3], weight[4] = 0.0, weight[4] * (torch.arange(inputs, device=device) == 7)
+        made, offset = quantized.quantize(weight), weight[:, 0].contiguous()
+        size = weight.abs().amax(dim=1).float().clamp(min=1e-3)  # errors are small beside the row's own weights
+        for out_dtype in {dtype, torch.float32}:
+            for rows in (1, 6, 17, 70) if small else (1, 6, 16, 17, 32, 33, 64, 70, 128, 129, 300):
+                x = randn(rows, inputs, device=device, dtype=dtype, seed=rows) / inputs**0.5
+                args = (x, *made, offset if bias else None, out_dtype)
+                expected = quantized.product_torch(*args)
+                bound = max(TOLERANCE[out_dtype], 2e-4)
+                for tile in (None,) if small else (None, *tiles):
+                    found = gpu_quantized.product(*args, tile)
+                    assert found.dtype == out_dtype
+                    torch.testing.assert_close(found / size, expected / size, atol=bound, rtol=bound)
+        assert gpu_quantized.product(x[:0], *made, None, dtype).shape == (0, outputs)
+
+
 CHECKS = (
     *(check_norm, check_activation, check_soft_cap, check_rope, check_log_normalizer, check_sample),
     *(check_products, check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
-    *(check_experts, check_grouped_products, check_shared_keys),
+    *(check_experts, check_grouped_products, check_shared_keys, check_quantized),
 )
 
 
@@ -379,7 +408,7 @@ def main() -> None:
     found = {}
     for check in CHECKS:
         try:
-            halves = check in (check_norm, check_products, check_grouped_products)
+            halves = check in (check_norm, check_products, check_grouped_products, check_quantized)
             dtypes = (torch.float32, torch.float16) if halves else (torch.float32,)
             for dtype in dtypes:
                 check(torch.device("cpu"), dtype)

@@ -75,7 +75,7 @@ TILES_WIDE = (
 
 
 @triton.jit
-def _prefetch(weight, n, outputs, inputs, LINES: tl.constexpr):
+def prefetch(weight, n, outputs, inputs, LINES: tl.constexpr):
     """Have the first LINES cache lines of these rows of the weight brought to the L2 cache."""
     per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
     line = tl.minimum(tl.arange(0, LINES) * per_line, inputs - 1)
@@ -104,7 +104,7 @@ def _product_kernel(
         # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
         gdc_launch_dependents()
         if tiles_m == 1:
-            _prefetch(weight, n, outputs, inputs, LINES)
+            prefetch(weight, n, outputs, inputs, LINES)
         gdc_wait()
     # An output past the end reads the last one: what it computes is not stored. A few rows padded that way would all
     # ask for one line of memory at once, so there they are masked.
