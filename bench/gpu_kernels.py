@@ -111,7 +111,9 @@ FP8_TILES = (
 
 def fp8() -> None:
     """A draft head's products with fp8 weights: each tile beside the best in bf16, and what all six take together."""
-    kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by address; the original stays alive, so none comes twice
+    kept: dict[
+        int, tuple[Tensor, Tensor, Tensor]
+    ] = {}  # by address; the original stays alive, so none comes twice
 
     def make(tile: Tile, weight: Tensor, out_dtype: torch.dtype) -> Form:
         _, made, scale = kept.setdefault(weight.data_ptr(), (weight, *quantized.quantize(weight)))

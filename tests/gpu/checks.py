@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, norm, products, quantized, rope, sample
+from draftproof.kernels import activation, grouped, logits, norm, products, rope, sample
 from draftproof.kernels.certify import Shape, cancelling
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
@@ -25,13 +25,13 @@ from draftproof.kernels.gpu import grouped as gpu_grouped
 from draftproof.kernels.gpu import linear as gpu_linear
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
-from draftproof.kernels.gpu import quantized as gpu_quantized
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
 from tests.conformance import test_attention as attention
 from tests.gpu import step_cases
+from tests.gpu.quantized_cases import check_quantized
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -366,34 +366,6 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
         assert form(x[:0], starts * 0).shape == (0, outputs)
         if device.type == "cuda":  # the interpreter's product is numpy's, whose order nobody promises
             assert grouped.is_exact(gpu_grouped.Groups, shape, device)
-
-
-def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
-    """fp8 weights: every number there is, widened without loss; then products of any shape, small and large rows."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[codes % 128 != 127].to(device).view(2, 127).view(quantized.FP8)  # without NaN
-    eye, one = torch.eye(127, device=device, dtype=dtype), torch.ones(2, device=device)
-    small, tiles = device.type == "cpu", [tile for _, tile in gpu_quantized.tiles(dtype)]
-    for tile in tiles:
-        found = gpu_quantized.product(eye, codes, one, None, torch.float32, tile)
-        assert torch.equal(found, codes.float().t()), tile
-    for outputs, inputs, bias in ((50, 200, True), (33, 101, False), (64, 512, True), (130, 1536, False)):
-        weight = randn(outputs, inputs, device=device, dtype=dtype)
-        weight *= torch.logspace(-3, 1, outputs, device=device).to(dtype)[:, None]
-        weight[3], weight[4] = 0.0, weight[4] * (torch.arange(inputs, device=device) == 7)
-        made, offset = quantized.quantize(weight), weight[:, 0].contiguous()
-        size = weight.abs().amax(dim=1).float().clamp(min=1e-3)  # errors are small beside the row's own weights
-        for out_dtype in {dtype, torch.float32}:
-            for rows in (1, 6, 17, 70) if small else (1, 6, 16, 17, 32, 33, 64, 70, 128, 129, 300):
-                x = randn(rows, inputs, device=device, dtype=dtype, seed=rows) / inputs**0.5
-                args = (x, *made, offset if bias else None, out_dtype)
-                expected = quantized.product_torch(*args)
-                bound = max(TOLERANCE[out_dtype], 2e-4)
-                for tile in (None,) if small else (None, *tiles):
-                    found = gpu_quantized.product(*args, tile)
-                    assert found.dtype == out_dtype
-                    torch.testing.assert_close(found / size, expected / size, atol=bound, rtol=bound)
-        assert gpu_quantized.product(x[:0], *made, None, dtype).shape == (0, outputs)
 
 
 CHECKS = (

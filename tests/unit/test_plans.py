@@ -128,8 +128,14 @@ HEAD = {"model": EAGLE3}
         ({**HEAD, "quantization": "awq"}, "quantization='awq'.*must be one of None, fp8"),
         ({**HEAD, "quantization": "FP8"}, "quantization='FP8'.*fp8"),
         ({**HEAD, "quantization": True}, "quantization=True.*must be one of"),
-        ({"method": "chain", "drafters": [{**NGRAM, "quantization": "fp8"}]}, "method='ngram' has no checkpoint"),
-        ({**NGRAM, "quantization": "fp8"}, "quantization='fp8': method='ngram' has no checkpoint.*leave it out"),
+        (
+            {"method": "chain", "drafters": [{**NGRAM, "quantization": "fp8"}]},
+            "method='ngram' has no checkpoint",
+        ),
+        (
+            {**NGRAM, "quantization": "fp8"},
+            "quantization='fp8': method='ngram' has no checkpoint.*leave it out",
+        ),
         (
             {"method": "tests.conformance.custom.Moody", "quantization": "fp8"},
             "method='tests.conformance.custom.Moody' has no checkpoint",

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +151,8 @@ class LinearPlanner:
             assert not fp8, "products with fp8 weights are for drafters: they have no certificates"
             self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
         elif fp8 and gpu.available(self._device):
-            from draftproof.kernels.gpu import quantized as gpu_quantized
-
-            fp8_NK, scale_N = quantized.quantize(weight_NK)
-            linear._form = partial(
-                gpu_quantized.product,
-                weight_NK=fp8_NK,
-                scale_N=scale_N,
-                bias_N=bias_N,
-                out_dtype=out_dtype,
-            )
-            linear.weight_itemsize = fp8_NK.itemsize
+            linear._form = quantized.make_form(weight_NK, bias_N, out_dtype)
+            linear.weight_itemsize = quantized.FP8.itemsize
         else:
             if fp8:
                 weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)

@@ -1,13 +1,17 @@
-"""Weights in fp8 (e4m3), a scale for each output: half the bytes, for drafters only, whose bits change acceptance alone.
+"""Weights in fp8 (e4m3), a scale for each output: half the bytes, for drafters, whose bits change acceptance only.
 
 Shapes: T rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from draftproof.kernels.products import Form
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 has
@@ -32,3 +36,13 @@ def product_torch(
     """x @ weight.T * scale + bias in fp32, returned in `out_dtype`: [T, N]."""
     bias_N = None if bias_N is None else bias_N.float()
     return F.linear(x_TK.float(), dequantize(weight_NK, scale_N, torch.float32), bias_N).to(out_dtype)
+
+
+def make_form(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+    """x [T, K] -> x @ weight.T + bias [T, N] on a GPU, which keeps the weight in e4m3."""
+    from draftproof.kernels.gpu import quantized as gpu_quantized
+
+    fp8_NK, scale_N = quantize(weight_NK)
+    return partial(
+        gpu_quantized.product, weight_NK=fp8_NK, scale_N=scale_N, bias_N=bias_N, out_dtype=out_dtype
+    )

@@ -94,8 +94,8 @@ class Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models; fp8: of theirs, see `Build`. num_columns: of an untied head that has not one for each id. Raises
-        ValueError for tensors missing, misshapen or left over.
+        planner does, False for draft models; fp8: see `Build`. num_columns: of an untied head that has not one for
+        each id. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
         build = Build(weights, ops, planner, device, dtype, exact, fp8)

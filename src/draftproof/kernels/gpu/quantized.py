@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from draftproof.kernels.gpu.launch import dense, early, on
+from draftproof.kernels.gpu.launch import dense, early, on, shared_bytes
 from draftproof.kernels.gpu.linear import LINES, Tile, prefetch
 
 # (up to so many rows, tile), the last for any number. `bench/gpu_kernels.py fp8` times candidates. Not measured yet.
@@ -60,13 +60,14 @@ def _widen(w, dtype: tl.constexpr, ASM: tl.constexpr):
     """e4m3, given as bytes, in `dtype`. ASM: quickly, but not in the interpreter, nor to fp32."""
     if ASM:
         if dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(_TO_BF16, "=r,=r,r", [w], tl.bfloat16, is_pure=True, pack=4)
+            wide = tl.inline_asm_elementwise(_TO_BF16, "=r,=r,r", [w], tl.bfloat16, is_pure=True, pack=4)
         else:
-            return tl.inline_asm_elementwise(_TO_FP16, "=r,=r,r", [w], tl.float16, is_pure=True, pack=4)
+            wide = tl.inline_asm_elementwise(_TO_FP16, "=r,=r,r", [w], tl.float16, is_pure=True, pack=4)
     else:
         bits = w.to(tl.int32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-        return (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
+        wide = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(dtype)
+    return wide
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
@@ -134,6 +135,7 @@ def product(
         return out_TN
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     bias = scale_N if bias_N is None else bias_N
+    stage_bytes = (tile.rows * x_TK.element_size() + tile.outputs) * tile.inputs
     with on(x_TK):
         _scaled_product_kernel[(programs,)](
             *(x_TK, weight_NK.view(torch.uint8), scale_N, bias, out_TN, rows, outputs, inputs),
@@ -146,7 +148,7 @@ def product(
             ASM=x_TK.is_cuda and x_TK.dtype != torch.float32,
             LINES=LINES,
             **early(x_TK),
-            num_stages=tile.stages,
+            num_stages=min(tile.stages, shared_bytes(x_TK.device) // stage_bytes),
             num_warps=tile.warps,
         )
     return out_TN
