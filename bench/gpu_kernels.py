@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from draftproof.kernels import certify, ops
+from draftproof.kernels import certify, ops, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
+from draftproof.kernels.gpu import quantized as gpu_quantized
 from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.planner import TimedGraph
+from draftproof.kernels.products import Form, Way
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
@@ -79,6 +84,60 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
     for name, times in found.items():
         print(f"  {name:7}" + "".join(f"{rows:4}: {ms:5.2f}" for rows, ms in times.items()))
     return found, total_bytes
+
+
+# Of the EAGLE-3 head of shapes/llama-3.1-8b-eagle3.
+HEAD_PRODUCTS = {
+    "fc": (4096, 12288, BF16),
+    "qkv": (6144, 8192, BF16),
+    "o": (4096, 4096, BF16),
+    "gate_up": (28672, 4096, BF16),
+    "down": (4096, 14336, BF16),
+    "logits": (32000, 4096, torch.float32),
+}
+FP8_ROWS = (1, 6, 16, 32, 64, 96)
+FP8_TILES = (
+    *(Tile(16, 32, 256, 6, 4), Tile(16, 32, 512, 4, 4), Tile(16, 32, 512, 6, 4), Tile(16, 32, 1024, 3, 4)),
+    *(Tile(16, 16, 512, 4, 4), Tile(16, 16, 512, 6, 2), Tile(16, 16, 1024, 3, 4), Tile(16, 32, 512, 4, 8)),
+    *(Tile(16, 64, 256, 5, 4), Tile(16, 64, 512, 3, 4), Tile(16, 64, 256, 4, 8), Tile(16, 64, 128, 6, 4)),
+    *(Tile(16, 64, 128, 6, 4, True), Tile(16, 64, 256, 5, 4, True), Tile(16, 128, 128, 5, 4, True)),
+    *(Tile(32, 32, 256, 5, 4), Tile(32, 32, 512, 3, 4), Tile(32, 64, 128, 6, 4), Tile(32, 64, 256, 4, 4)),
+    *(Tile(32, 64, 128, 6, 4, True), Tile(32, 64, 256, 4, 4, True), Tile(64, 32, 256, 4, 4)),
+    *(Tile(64, 64, 128, 5, 4), Tile(64, 64, 128, 5, 4, True), Tile(64, 64, 256, 3, 4)),
+    *(Tile(64, 128, 128, 4, 8), Tile(64, 128, 128, 4, 4, True), Tile(128, 64, 128, 4, 4)),
+    *(Tile(128, 64, 128, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8)),
+)
+
+
+def fp8() -> None:
+    """A draft head's products with fp8 weights: each tile beside the best in bf16, and what all six take together."""
+    kept: dict[
+        int, tuple[Tensor, Tensor, Tensor]
+    ] = {}  # by address; the original stays alive, so none comes twice
+
+    def make(tile: Tile, weight: Tensor, out_dtype: torch.dtype) -> Form:
+        _, made, scale = kept.setdefault(weight.data_ptr(), (weight, *quantized.quantize(weight)))
+        return lambda x: gpu_quantized.product(x, made, scale, None, out_dtype, tile)
+
+    for rows in FP8_ROWS:
+        total: dict[str, Counter[str]] = {"fp8": Counter(), "bf16": Counter()}
+        tried = [tile for tile in FP8_TILES if tile.suits(rows, 1)]
+        for name, (outputs, inputs, out_dtype) in HEAD_PRODUCTS.items():
+            shape = Shape(outputs, inputs, BF16, out_dtype, False)
+            narrow = [Way(t.name, lambda w, b, out, t=t: make(t, w, out)) for t in tried]  # type: ignore[misc]
+            line = f"{rows:3} x {name:8}"
+            for kind, ways in (("fp8", narrow), ("bf16", linear.ways(DEVICE, BF16))):
+                us = {way: t[0] for way, t in planner.times(shape, ways, DEVICE, [rows]).items()}
+                kept.clear()
+                total[kind].update(us)
+                best = sorted(us, key=us.__getitem__)[:3]
+                line += f" | {kind}: " + "; ".join(f"{w.removeprefix('triton ')} {us[w]:.1f}" for w in best)
+            print(f"{line} | roof {outputs * inputs / BANDWIDTH:.1f}", flush=True)
+        used = gpu_quantized.tile_of(rows, BF16).name
+        print(f"{rows:3} rows, all six, us; in use {used}: {total['fp8'].get(used, float('nan')):.1f}")
+        for kind, times in total.items():
+            best = sorted(times, key=times.__getitem__)[:6]
+            print(f"    {kind}: " + "; ".join(f"{w} {times[w]:.1f}" for w in best), flush=True)
 
 
 class Cache:
@@ -225,9 +284,10 @@ def main() -> None:
         "attention": lambda: attention(VARIANTS[:1], PROMPTS[:1], CASES),
         "tilings": lambda: attention(VARIANTS, PROMPTS, FEW_CASES),
         "products": products,
+        "fp8": fp8,
     }
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all but tilings")
-    wanted = parser.parse_args().parts or [name for name in parts if name != "tilings"]
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all but tilings and fp8")
+    wanted = parser.parse_args().parts or [name for name in parts if name not in ("tilings", "fp8")]
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.inference_mode():
         for name, run in parts.items():

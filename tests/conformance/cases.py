@@ -83,6 +83,7 @@ CASES: dict[str, Case] = {
     "draft_model/table": Case({"model": FEWER_TOKENS}),
     "draft_model/text": Case({"model": OTHER_TOKENS}),
     "eagle3": Case({"model": EAGLE3}),
+    "eagle3/fp8": Case({"model": EAGLE3, "quantization": "fp8"}),
     "chain": Case(
         {
             "method": "chain",

@@ -51,8 +51,11 @@ def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
     }
 
 
-def drafting(target: Path, head: Path, num_drafts: int, **settings: Any) -> LLM:
+def drafting(
+    target: Path, head: Path, num_drafts: int, *, quantization: str | None = None, **settings: Any
+) -> LLM:
     config = {"model": str(head), "num_speculative_tokens": num_drafts, "policy": "fixed"}
+    config = {**config, "quantization": quantization}
     return LLM(str(target), dtype="float32", speculative_config=config, **settings)
 
 

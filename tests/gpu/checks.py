@@ -31,6 +31,7 @@ from draftproof.kernels.gpu.attention import Tiling, TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
 from tests.conformance import test_attention as attention
 from tests.gpu import step_cases
+from tests.gpu.quantized_cases import check_quantized
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -378,7 +379,7 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 CHECKS = (
     *(check_norm, check_activation, check_soft_cap, check_rope, check_log_normalizer, check_sample),
     *(check_products, check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
-    *(check_experts, check_grouped_products, check_shared_keys),
+    *(check_experts, check_grouped_products, check_shared_keys, check_quantized),
 )
 
 
@@ -387,7 +388,7 @@ def main() -> None:
     found = {}
     for check in CHECKS:
         try:
-            halves = check in (check_norm, check_products, check_grouped_products)
+            halves = check in (check_norm, check_products, check_grouped_products, check_quantized)
             dtypes = (torch.float32, torch.float16) if halves else (torch.float32,)
             for dtype in dtypes:
                 check(torch.device("cpu"), dtype)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     *("norm", "activation", "soft_cap", "rope", "log_normalizer", "sample", "products"),
     *("attention", "attention_is_not_poisoned", "step", "draft_rows"),
-    *("experts", "grouped_products", "shared_keys"),
+    *("experts", "grouped_products", "shared_keys", "quantized"),
 )
 
 

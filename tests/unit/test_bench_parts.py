@@ -236,6 +236,9 @@ def test_the_work_of_drafters_is_counted_where_it_is_known() -> None:
     head, _ = drafter(model=str(assets.path("tiny-eagle3")))
     one, two = (rooflines.draft_pass_of(head, 1, 3, 50, k) for k in (1, 2))
     assert one is not None and two is not None and 0 < one.bytes < two.bytes
+    head.head._head.weight_itemsize = 1  # as on a GPU with fp8 weights: a quarter, but for keys and values
+    narrow = rooflines.draft_pass_of(head, 1, 3, 50, 2, 4)
+    assert narrow is not None and narrow.flops == two.flops and 0.25 < narrow.bytes / two.bytes < 0.3
     assert rooflines.draft_pass_of(drafter(method="ngram")[0], 1, 3, 50, 2) == rooflines.Work(0, 0)
 
 

@@ -123,6 +123,39 @@ HEAD = {"model": EAGLE3}
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**HEAD, "quantization": "awq"}, "quantization='awq'.*must be one of None, fp8"),
+        ({**HEAD, "quantization": "FP8"}, "quantization='FP8'.*fp8"),
+        ({**HEAD, "quantization": True}, "quantization=True.*must be one of"),
+        (
+            {"method": "chain", "drafters": [{**NGRAM, "quantization": "fp8"}]},
+            "method='ngram' has no checkpoint",
+        ),
+        (
+            {**NGRAM, "quantization": "fp8"},
+            "quantization='fp8': method='ngram' has no checkpoint.*leave it out",
+        ),
+        (
+            {"method": "tests.conformance.custom.Moody", "quantization": "fp8"},
+            "method='tests.conformance.custom.Moody' has no checkpoint",
+        ),
+        (
+            {"method": "chain", "drafters": [HEAD], "quantization": "fp8"},
+            "method='chain'.*or give it to those of its drafters",
+        ),
+        (
+            {"method": "replay", "recordings": "r.json", "drafters": [HEAD], "quantization": "fp8"},
+            "method='replay'.*or give it to those of its drafters",
+        ),
+    ],
+)
+def test_fp8_weights_are_refused_where_there_are_none(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(speculative_config=config)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"speculative_config": {**NGRAM, "model": "/nope"}}, "method='ngram'.*model='/nope'"),

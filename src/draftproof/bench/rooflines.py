@@ -125,10 +125,13 @@ def attention(config: ModelConfig, requests: int, rows: int, context: int, items
     return found
 
 
-def target_pass(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Work:
-    """`rows` rows for each of `requests`, logits of all of them."""
-    head = products(config.vocab_size * config.hidden_size, requests * rows, itemsize)
-    layers = layers_products(config, requests * rows, itemsize)
+def target_pass(
+    config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2, weight: int | None = None
+) -> Work:
+    """`rows` rows for each of `requests`, logits of all of them. `weight`: bytes of one; None: `itemsize`."""
+    weight = weight or itemsize
+    head = products(config.vocab_size * config.hidden_size, requests * rows, weight)
+    layers = layers_products(config, requests * rows, weight)
     return layers + head + attention(config, requests, rows, context, itemsize)
 
 
@@ -142,19 +145,20 @@ def prompt_pass(config: ModelConfig, rows: int, itemsize: int = 2) -> Work:
 
 def draft_pass(
     layers: ModelConfig, draft_vocab_size: int, num_taps: int, requests: int, rows: int, context: int, drafts: int,
-    itemsize: int = 2,
+    itemsize: int = 2, weight: int | None = None,
 ) -> Work:  # fmt: skip
     """An EAGLE-3 head: `rows` rows a request through fusion and layers, then one row for each further draft.
 
-    Its first layer reads twice the hidden size; logits are made of one row a request and draft.
+    Its first layer reads twice the hidden size; logits are made of one row a request and draft. `weight`: bytes of one;
+    None: `itemsize`.
     """
-    hidden = layers.hidden_size
+    hidden, weight = layers.hidden_size, weight or itemsize
     own = (layers.num_layers - 1) * layer_elements(layers) + layer_elements(layers, 2 * hidden)
-    head = products(draft_vocab_size * hidden, requests, itemsize)
-    found = products(num_taps * hidden * hidden, requests * rows, itemsize)
+    head = products(draft_vocab_size * hidden, requests, weight)
+    found = products(num_taps * hidden * hidden, requests * rows, weight)
     for step in range(drafts):
         fed = rows if step == 0 else 1
-        found += products(own, requests * fed, itemsize) + head
+        found += products(own, requests * fed, weight) + head
         found += attention(layers, requests, fed, context, itemsize)
     return found
 
@@ -174,9 +178,15 @@ def draft_pass_of(
         return None
     if (settings := getattr(head, "_settings", None)) is not None:
         sizes = (settings.layers, settings.draft_vocab_size, len(head.spec.taps.layers))
-        return draft_pass(*sizes, requests, rows, context, drafts, itemsize)
+        return draft_pass(*sizes, requests, rows, context, drafts, itemsize, _weight_itemsize(head))
     if (decoder := getattr(head, "_decoder", None)) is not None:
         each = [rows, *[1] * (drafts - 1)]
-        passes = [target_pass(decoder.config, requests, n, context, itemsize) for n in each]
+        weight = _weight_itemsize(decoder)
+        passes = [target_pass(decoder.config, requests, n, context, itemsize, weight) for n in each]
         return sum(passes, start=Work(0, 0))
     return None
+
+
+def _weight_itemsize(network: Any) -> int | None:
+    """Bytes of a weight of its products, fewer than a cache's where a GPU keeps them in fp8."""
+    return getattr(network._head, "weight_itemsize", None)

@@ -72,5 +72,6 @@ def load_decoder(
         made.dtype,
         max_positions=max_positions or given.max_positions,
         exact=False,
+        fp8=made.fp8,
         num_columns=num_columns,
     )

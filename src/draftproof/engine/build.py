@@ -213,6 +213,7 @@ def _drafter(
                     base.device,
                     base.dtype,
                     exact=False,
+                    fp8=plan.settings.quantization == "fp8",
                 ),
                 max_positions=base.max_model_len + num_drafts + 1,
                 inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,

@@ -73,6 +73,8 @@ def _plan(
     inner: tuple[DraftPlan, ...] = (),
 ) -> DraftPlan:
     registry.check_options(method, settings.options)
+    if checkpoint is None:
+        _refuse_quantization(settings)
     row = registry.METHODS.get(method)
     number = settings.num_speculative_tokens or own or (row.default_drafts if row else 5)
     return DraftPlan(method, checkpoint, settings, number, inner)
@@ -84,6 +86,7 @@ def _chain(settings: SpeculativeConfig, weights: WeightSource | None, target: Pa
             "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
         )
     _refuse_model(settings)
+    _refuse_quantization(settings)
     names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
     reject_unknown_keys("speculative_config", settings.options, names)
     most = settings.num_speculative_tokens
@@ -122,4 +125,13 @@ def _refuse_model(settings: SpeculativeConfig) -> None:
         raise ValueError(
             f"speculative_config: method={settings.method!r} has no checkpoint, but model={settings.model!r} is "
             "given: leave one of them out"
+        )
+
+
+def _refuse_quantization(settings: SpeculativeConfig) -> None:
+    if settings.quantization is not None:
+        instead = ", or give it to those of its drafters that have" if settings.drafters else ""
+        raise ValueError(
+            f"speculative_config: quantization={settings.quantization!r}: method={settings.method!r} has no checkpoint "
+            f"whose weights could be rounded; leave it out{instead}"
         )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify, gpu, grouped, native, products
+from draftproof.kernels import certify, gpu, grouped, native, products, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.products import Form, Way
 
@@ -61,11 +61,15 @@ class Choice:
 
 
 class PackedLinear:
-    """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`."""
+    """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`.
+
+    `weight_itemsize`: bytes of a weight as it is read, but for scales.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.in_features, self.out_features = shape.inputs, shape.outputs
+        self.weight_itemsize = shape.dtype.itemsize
         self._form: Form | None = None
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -132,18 +136,26 @@ class LinearPlanner:
         *,
         out_dtype: torch.dtype | None = None,
         exact: bool | None = None,
+        fp8: bool = False,
     ) -> PackedLinear:
         """The product with `weight_NK`; the caller drops the original. `exact` None: as the planner.
 
-        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype.
+        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype. `fp8`:
+        with the weight rounded to fp8, for products that need not be exact; a GPU keeps it so.
         """
         weight_NK = weight_NK.detach()
         out_dtype = out_dtype or weight_NK.dtype
         shape = Shape(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype, out_dtype, bias_N is not None)
         linear = PackedLinear(shape)
         if self.exact if exact is None else exact:
+            assert not fp8, "products with fp8 weights are for drafters: they have no certificates"
             self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
+        elif fp8 and gpu.available(self._device):
+            linear._form = quantized.make_form(weight_NK, bias_N, out_dtype)
+            linear.weight_itemsize = quantized.FP8.itemsize
         else:
+            if fp8:
+                weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)
             # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
             linear._form = way.make(weight_NK, bias_N, out_dtype)

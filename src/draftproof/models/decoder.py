@@ -88,16 +88,17 @@ class Decoder:
         *,
         max_positions: int | None = None,
         exact: bool | None = None,
+        fp8: bool = False,
         num_columns: int | None = None,
     ) -> Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models. num_columns: of an untied head that has not one for each id. Raises
-        ValueError for tensors missing, misshapen or left over.
+        planner does, False for draft models; fp8: see `Build`. num_columns: of an untied head that has not one for
+        each id. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
-        build = Build(weights, ops, planner, device, dtype, exact)
+        build = Build(weights, ops, planner, device, dtype, exact, fp8)
         root, length = root_of(weights), max_positions or config.max_position_embeddings
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_VH = build.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
@@ -117,7 +118,7 @@ class Decoder:
             ]
             final_norm = Norm.load(build, f"{root}norm", hidden, config.norm_eps)
         if config.tie_word_embeddings:
-            head = build.pack(embed_VH, out_dtype=torch.float32)
+            head = build.pack(embed_VH, out_dtype=torch.float32, kept=True)
         else:
             head = build.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):

@@ -25,7 +25,8 @@ Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a piece needs in order to be made. `exact` None: as the planner does; drafters pass False."""
+    """What a piece needs in order to be made. `exact` None: as the planner does; drafters pass False, and `fp8` where
+    their products' weights are to be rounded to it."""
 
     weights: WeightSource
     ops: Ops
@@ -33,6 +34,7 @@ class Build:
     device: torch.device
     dtype: torch.dtype
     exact: bool | None = None
+    fp8: bool = False
 
     def reading(self, weights: WeightSource) -> Build:
         """The same, from other weights."""
@@ -73,9 +75,19 @@ class Build:
         return Norm.load(self, name, size, eps)
 
     def pack(
-        self, weight_NX: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        weight_NX: Tensor,
+        bias_N: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        *,
+        kept: bool = False,
     ) -> Linear:
-        return self.planner.pack(weight_NX, bias_N, out_dtype=out_dtype, exact=self.exact)
+        """The product with a weight that `tensor` read. `kept`: the caller has another use for the weight."""
+        made = self.planner.pack(weight_NX, bias_N, out_dtype=out_dtype, exact=self.exact, fp8=self.fp8)
+        if self.fp8:
+            freed = 0 if kept else weight_NX.nbytes
+            self.planner.weight_bytes += made.weight_itemsize * weight_NX.numel() - freed
+        return made
 
 
 class Norm:
@@ -172,7 +184,8 @@ def feed_forward(build: Build, prefix: str, config: ModelConfig, index: int) -> 
     shared = (
         MLP(build, f"{prefix}.mlp.shared_experts", config, moe.shared_width) if moe.shared_width else None
     )
-    return MoE(build, prefix, config.hidden_size, moe, shared)
+    # Experts' weights are products of another kind, and the router's few choose among them: neither is rounded to fp8.
+    return MoE(replace(build, fp8=False), prefix, config.hidden_size, moe, shared)
 
 
 class DecoderLayer:

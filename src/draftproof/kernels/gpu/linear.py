@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two, shared_bytes
+from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
 from draftproof.kernels.products import Form, Way
 
 SWIZZLE = 8  # row tiles that share a visit to the weight
@@ -104,7 +104,7 @@ TILES_WIDE = (
 
 
 @triton.jit
-def _prefetch(weight, n, k, outputs, inputs, LINES: tl.constexpr):
+def prefetch(weight, n, k, outputs, inputs, LINES: tl.constexpr):
     """Have LINES cache lines of these rows of the weight, from input k on, brought to the L2 cache."""
     per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
     line = tl.minimum(k + tl.arange(0, LINES) * per_line, inputs - 1)
@@ -139,7 +139,7 @@ def _product_kernel(
         # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
         gdc_launch_dependents()
         if tiles_m == 1:
-            _prefetch(weight, n, first, outputs, inputs, LINES)
+            prefetch(weight, n, first, outputs, inputs, LINES)
         gdc_wait()
     # An output past the end reads the last one: what it computes is not stored. A few rows padded that way would all
     # ask for one line of memory at once, so there they are masked.
@@ -208,18 +208,28 @@ def _add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype)
     return out_TN
 
 
+def early_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
+    """Cache lines that a program fetches early of each row of its part of the weight; a power of two.
+
+    [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 32
+    lines are 16 MiB.
+    """
+    outputs, inputs = weight_NK.shape
+    programs = min(triton.cdiv(outputs, tile.outputs) * parts, 2 * num_processors(weight_NK.device))
+    whole_row = inputs * weight_NK.dtype.itemsize // (LINE * parts)
+    lines = min(EARLY_BYTES // (LINE * programs * tile.outputs), whole_row, MOST_LINES)
+    return power_of_two(max(4, lines) + 1) // 2
+
+
 class OrderedForm:
     """x [T, K] -> [T, N] through one tile, any T."""
 
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._tile, self._weight_NK, self._bias_N = tile, dense(weight_NK), bias_N
         self._out_dtype = out_dtype
-        outputs, inputs = weight_NK.shape
-        self._segments = num_segments(outputs, inputs, weight_NK.dtype)
+        self._segments = num_segments(*weight_NK.shape, weight_NK.dtype)
         self._parts = self._segments if tile.parts else 1
-        lines = EARLY_BYTES // (LINE * triton.cdiv(outputs, tile.outputs) * self._parts * tile.outputs)
-        per_row = inputs * weight_NK.dtype.itemsize // (LINE * self._parts)
-        self._lines = power_of_two(max(4, min(lines, per_row, MOST_LINES)) + 1) // 2
+        self._lines = early_lines(tile, weight_NK, self._parts)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         x_TK = dense(x_TK)

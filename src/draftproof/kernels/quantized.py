@@ -1,0 +1,48 @@
+"""Weights in fp8 (e4m3), a scale for each output: half the bytes, for drafters, whose bits change acceptance only.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftproof.kernels.products import Form
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # that e4m3 has
+
+
+def quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(the weight in e4m3, fp32 scales [N]): each row's largest becomes `LARGEST`; a row of zeros stays one."""
+    largest_N = weight_NK.abs().amax(dim=1).float()
+    # A subnormal's quotient would underflow to a scale of zero: such a row is as good as zeros.
+    scale_N = (largest_N / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight_NK.float() / scale_N[:, None]).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale_N
+
+
+def dequantize(weight_NK: Tensor, scale_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantize` left of the weight."""
+    return (weight_NK.float() * scale_N[:, None]).to(dtype)
+
+
+def product_torch(
+    x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """x @ weight.T * scale + bias in fp32, returned in `out_dtype`: [T, N]."""
+    bias_N = None if bias_N is None else bias_N.float()
+    return F.linear(x_TK.float(), dequantize(weight_NK, scale_N, torch.float32), bias_N).to(out_dtype)
+
+
+def make_form(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+    """x [T, K] -> x @ weight.T + bias [T, N] on a GPU, which keeps the weight in e4m3."""
+    from draftproof.kernels.gpu import quantized as gpu_quantized
+
+    fp8_NK, scale_N = quantize(weight_NK)
+    return partial(
+        gpu_quantized.product, weight_NK=fp8_NK, scale_N=scale_N, bias_N=bias_N, out_dtype=out_dtype
+    )

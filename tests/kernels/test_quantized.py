@@ -1,0 +1,102 @@
+"""fp8 weights: how they are rounded, which products have them, and what they weigh.
+
+Shapes: K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof.kernels import gpu, ops, quantized
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.models.config import read_config
+from draftproof.models.decoder import Decoder
+from draftproof.models.layers import MLP
+from draftproof.models.moe import MoE
+from tests.conformance.cases import DRAFT, TARGETS
+
+CPU = torch.device("cpu")
+
+
+def planner(folder: Path) -> LinearPlanner:
+    return LinearPlanner(CPU, exact=True, max_rows=64, library=None, cache_dir=folder)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of drafters are packed as a GPU has them; they cannot be called."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    monkeypatch.setattr(gpu, "available", lambda device: True)
+
+
+def test_a_rounded_weight_is_within_a_sixteenth_whatever_its_row_s_size() -> None:
+    weight_NK = torch.randn(6, 300) * torch.tensor([1e-20, 1e-3, 1.0, 1e3, 1e20, 0.0])[:, None]
+    fp8_NK, scale_N = quantized.quantize(weight_NK)
+    assert fp8_NK.dtype == torch.float8_e4m3fn and fp8_NK.is_contiguous() and scale_N.shape == (6,)
+    found_NK = quantized.dequantize(fp8_NK, scale_N, torch.float32)
+    largest_N1 = weight_NK.abs().amax(dim=1, keepdim=True)
+    assert ((found_NK - weight_NK).abs() <= weight_NK.abs() / 16 + largest_N1 / 448 / 2**9).all()
+    assert not found_NK[5].any() and found_NK.isfinite().all()
+    torch.testing.assert_close(found_NK.abs().amax(dim=1), largest_N1[:, 0])  # the largest keeps its value
+
+
+def test_the_product_is_the_rounded_weight_s(tmp_path: Path) -> None:
+    weight_NK, bias_N, x_TK = torch.randn(40, 100), torch.randn(40), torch.randn(5, 100)
+    made = planner(tmp_path).pack(weight_NK, bias_N, exact=False, fp8=True)
+    expected = quantized.product_torch(x_TK, *quantized.quantize(weight_NK), bias_N, torch.float32)
+    torch.testing.assert_close(made(x_TK), expected)
+    assert (made(x_TK) - torch.nn.functional.linear(x_TK, weight_NK, bias_N)).abs().max() > 0.01
+
+
+def test_a_product_that_must_be_exact_cannot_have_them(tmp_path: Path) -> None:
+    for exact in (None, True):
+        with pytest.raises(AssertionError, match="fp8 weights are for drafters"):
+            planner(tmp_path).pack(torch.randn(40, 100), exact=exact, fp8=True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_gpu_keeps_a_byte_a_weight(tmp_path: Path) -> None:
+    made = planner(tmp_path).pack(torch.randn(40, 100).bfloat16(), exact=False, fp8=True)
+    assert made.weight_itemsize == 1
+    assert planner(tmp_path).pack(torch.randn(40, 100).bfloat16(), exact=False).weight_itemsize == 2
+
+
+def load(folder: str, made: LinearPlanner, fp8: bool) -> Decoder:
+    """A draft model."""
+    model = read_config(Path(folder))
+    return Decoder.load(Path(folder), model, ops.TORCH, made, CPU, torch.bfloat16, exact=False, fp8=fp8)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_memory_is_counted_as_it_is_kept(tmp_path: Path) -> None:
+    """Half of every product's weight is saved; the embedding is kept, and its copy in fp8 makes logits."""
+    wide, narrow = planner(tmp_path), planner(tmp_path)
+    model = load(DRAFT, wide, False).config
+    assert load(DRAFT, narrow, True).config.tie_word_embeddings
+    heads = model.num_heads + model.num_kv_heads
+    layer = 2 * heads * model.head_dim * model.hidden_size + 3 * model.hidden_size * model.intermediate_size
+    saved = model.num_layers * layer - model.vocab_size * model.hidden_size
+    assert wide.weight_bytes - narrow.weight_bytes == saved
+
+
+def test_a_cpu_counts_what_it_keeps(tmp_path: Path) -> None:
+    """Rounded weights in the model's dtype: nothing is saved, and the tied embedding is there twice."""
+    wide, narrow = planner(tmp_path), planner(tmp_path)
+    model = load(DRAFT, wide, False).config
+    load(DRAFT, narrow, True)
+    assert narrow.weight_bytes - wide.weight_bytes == 2 * model.vocab_size * model.hidden_size
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_router_is_not_rounded(tmp_path: Path) -> None:
+    layers = load(TARGETS["deepseek"], planner(tmp_path), True)._layers
+    sizes = {
+        (type(mlp).__name__, getattr(mlp, "_router" if isinstance(mlp, MoE) else "down").weight_itemsize)
+        for mlp in (layer.mlp for layer in layers)  # type: ignore[attr-defined]
+    }
+    assert sizes == {(MLP.__name__, 1), (MoE.__name__, 2)}
