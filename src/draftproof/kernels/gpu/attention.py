@@ -230,10 +230,16 @@ class AttentionPass:
         tiling, narrow = self._tiling, shape.itemsize == 2 and shape.dim <= 128
         many = shape.split and shape.rows > tiling.few_rows
         stages = tiling.num_stages or (4 if many else 3 if shape.rows >= tiling.prompt_rows else 5)
-        step = 2 * shape.step * max(power_of_two(shape.dim), 16) * shape.itemsize
+        # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
+        fitting = (
+            shape.shared_bytes
+            * 4
+            // 7
+            // (2 * shape.step * max(power_of_two(shape.dim), 16) * shape.itemsize)
+        )
         registers = tiling.registers or (168 if many and narrow else None)
         return {
-            "num_stages": max(2, min(stages, 1 + shape.shared_bytes * 4 // 7 // step)),
+            "num_stages": max(2, min(stages, 1 + fitting * (1 if shape.tile >= 64 else 2))),
             **({} if registers is None else {"maxnreg": registers}),
         }
 

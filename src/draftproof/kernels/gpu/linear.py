@@ -227,7 +227,8 @@ class OrderedForm:
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._tile, self._weight_NK, self._bias_N = tile, dense(weight_NK), bias_N
         self._out_dtype = out_dtype
-        self._segments = num_segments(*weight_NK.shape, weight_NK.dtype)
+        outputs, inputs = weight_NK.shape
+        self._segments = num_segments(outputs, inputs, weight_NK.dtype)
         self._parts = self._segments if tile.parts else 1
         self._lines = early_lines(tile, weight_NK, self._parts)
 
@@ -286,14 +287,14 @@ def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
 
 def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
     """The same, segment by segment; of a weight that has but one it is `cublas`."""
-    segments = num_segments(*weight_NK.shape, weight_NK.dtype)
+    outputs, inputs = weight_NK.shape
+    segments = num_segments(outputs, inputs, weight_NK.dtype)
     if segments == 1:
         return cublas(weight_NK, bias_N, out_dtype)
     weights_KN = [part_NK.t() for part_NK in weight_NK.chunk(segments, dim=1)]
 
     def run(x_TK: Tensor) -> Tensor:
-        rows, outputs = x_TK.shape[0], weight_NK.shape[0]
-        parts_STN = torch.empty((segments, rows, outputs), dtype=torch.float32, device=x_TK.device)
+        parts_STN = torch.empty((segments, len(x_TK), outputs), dtype=torch.float32, device=x_TK.device)
         for part_TN, x_TS, weight_KN in zip(parts_STN, x_TK.chunk(segments, dim=1), weights_KN, strict=True):
             torch.mm(x_TS, weight_KN, out_dtype=torch.float32, out=part_TN)
         return _add_parts(parts_STN, bias_N, out_dtype)
