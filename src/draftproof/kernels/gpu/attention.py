@@ -20,6 +20,7 @@ from draftproof.kernels.gpu.attention_kernels import combine_kernel, loop_kernel
 from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
 
 SCRATCH_BYTES = 512 << 20  # more than this, and they are not
+MANY_SUMS = 1024  # rows times heads, from which on a program adds up whole vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,9 @@ class _Shape:
     def group2(self) -> int:
         return power_of_two(self.heads // self.kv_heads)
 
-    def constants(self) -> dict[str, int]:
-        return {
-            "HEADS": self.heads,
-            "D": self.dim,
-            "DP": max(power_of_two(self.dim), 16),
-            "CHUNK": self.chunk,
-            "WINDOWED": bool(self.window),
-        }
+    @property
+    def padded_dim(self) -> int:
+        return max(power_of_two(self.dim), 16)
 
 
 class TritonAttention:
@@ -204,9 +200,15 @@ class AttentionPass:
             TILES=self._tiling.split_rows,
             **early(q),
         )
-        combine_kernel[(shape.rows, shape.heads)](
+        whole = shape.padded_dim
+        part = whole if shape.rows * shape.heads > MANY_SUMS else min(whole, 32)
+        combine_kernel[(shape.rows, shape.heads, whole // part)](
             *(acc, ml, ends_T, out_TX, shape.chunks, shape.window),
-            **shape.constants(),
+            HEADS=shape.heads,
+            D=shape.dim,
+            PART=part,
+            CHUNK=shape.chunk,
+            WINDOWED=bool(shape.window),
             BLOCK=128,
             UNROLL=8 if shape.chunks <= 8 else 32,
             **early(q),
@@ -231,12 +233,7 @@ class AttentionPass:
         many = shape.split and shape.rows > tiling.few_rows
         stages = tiling.num_stages or (4 if many else 3 if shape.rows >= tiling.prompt_rows else 5)
         # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
-        fitting = (
-            shape.shared_bytes
-            * 4
-            // 7
-            // (2 * shape.step * max(power_of_two(shape.dim), 16) * shape.itemsize)
-        )
+        fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
         registers = tiling.registers or (168 if many and narrow else None)
         return {
             "num_stages": max(2, min(stages, 1 + fitting * (1 if shape.tile >= 64 else 2))),
@@ -245,7 +242,11 @@ class AttentionPass:
 
     def _tile_constants(self, shape: _Shape) -> dict[str, int]:
         return {
-            **shape.constants(),
+            "HEADS": shape.heads,
+            "D": shape.dim,
+            "DP": shape.padded_dim,
+            "CHUNK": shape.chunk,
+            "WINDOWED": bool(shape.window),
             "M": shape.tile,
             "N": shape.step,
             "KV_HEADS": shape.kv_heads,

@@ -100,11 +100,9 @@ def _load_tile(
 
 
 @triton.jit
-def _keys(
-    row_table, positions_N, visible_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
-):
+def _keys(row_table, positions_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
     """Offsets of the cached vectors of these positions."""
-    block_N = tl.load(row_table + positions_N // BLOCK_SIZE, mask=visible_N, other=0).to(tl.int64)
+    block_N = tl.load(row_table + positions_N // BLOCK_SIZE).to(tl.int64)
     return ((block_N * KV_HEADS + head) * BLOCK_SIZE + positions_N % BLOCK_SIZE) * D
 
 
@@ -128,58 +126,53 @@ def _nothing(M: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _plain_step(
-    q_MD, k, v, row_table, head, j, bottom, limit, scale, m_M, l_MO, acc_MD,
+def _is_broken(x):
+    """Where it is no number, or infinite."""
+    return ~(tl.abs(x.to(tl.float32)) < float("inf"))
+
+
+@triton.jit
+def _step(
+    q_MD, k, v, row_table, head, j, is_partial, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    ALIKE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Step j, whose keys all rows see alike: all of them, or (BOUNDED) those in bottom..limit-1."""
+    """Step j, of keys j*N..j*N+N-1; `is_partial`: some row does not see all of them.
+
+    Also whether a value that some row does not see may be broken: its weight of 0 would not silence it. CAREFUL: such
+    values are left to the rows that see them.
+    """
     n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
-    loaded = (n >= bottom) & (n < limit) if BOUNDED else n >= 0
-    at_ND = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
-    if BOUNDED:
-        mask_ND = loaded[:, None] & (d < D)[None, :]
-        k_ND, v_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0), tl.load(v + at_ND, mask=mask_ND, other=0.0)
-    elif D == DP:
+    # Keys that no row sees are read as the nearest that one does, which costs less than a mask, and get a weight of 0.
+    read_N = tl.maximum(tl.minimum(n, limit - 1), bottom)
+    at_ND = _keys(row_table, read_N, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
+    if D == DP:
         k_ND, v_ND = tl.load(k + at_ND), tl.load(v + at_ND)
     else:
         k_ND = tl.load(k + at_ND, mask=(d < D)[None, :], other=0.0)
         v_ND = tl.load(v + at_ND, mask=(d < D)[None, :], other=0.0)
     k_ND, v_ND = k_ND.to(q_MD.dtype), v_ND.to(q_MD.dtype)
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
-    if BOUNDED:
-        s_MN = tl.where(loaded[None, :], s_MN, -float("inf"))
+    is_broken = 0
+    if is_partial:
+        s_MN = tl.where((n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None]), s_MN, -float("inf"))
+        if not ALIKE and not CAREFUL:
+            sums_OD = tl.dot(tl.full((ONES, N), 1.0, v_ND.dtype), v_ND, input_precision="ieee")
+            is_broken = tl.max(tl.max(_is_broken(sums_OD).to(tl.int32), axis=1), axis=0)
     p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
     p_MN = p_MN.to(v_ND.dtype)
     l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
-    return m_M, l_MO, tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
-
-
-@triton.jit
-def _masked_step(
-    q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_M, l_MO, acc_MD,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Step j, of whose keys some rows of the tile see more than others."""
-    n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
-    loaded = (n >= bottom) & (n < limit)
-    at = _keys(row_table, n, loaded, head, KV_HEADS, BLOCK_SIZE, D)
-    at_ND, mask_ND = at[:, None] + d[None, :], loaded[:, None] & (d < D)[None, :]
-    k_ND = tl.load(k + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
-    v_ND = tl.load(v + at_ND, mask=mask_ND, other=0.0).to(q_MD.dtype)
-    seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
-    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
-    s_MN = tl.where(seen_MN, s_MN, -float("inf"))
-    p_MN, m_M, l_MO, acc_MD = _softmax(s_MN, m_M, l_MO, acc_MD)
-    # A weight of 0 does not silence a value that is no number: it is taken out, and put on those who see it.
-    broken_ND = ~(tl.abs(v_ND.to(tl.float32)) < float("inf"))
-    broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
-    broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
-    v_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
-    p_MN = p_MN.to(v_ND.dtype)
-    l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
-    acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
-    return m_M, l_MO, tl.where(broken_M[:, None], float("nan"), acc_MD)
+    if CAREFUL:
+        broken_ND = _is_broken(v_ND)
+        broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
+        seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
+        broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
+        whole_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
+        whole_MD = tl.dot(p_MN, whole_ND, acc_MD, input_precision="ieee")
+        acc_MD = tl.where(broken_M[:, None], tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee"), whole_MD)
+    else:
+        acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
+    return m_M, l_MO, acc_MD, is_broken
 
 
 @triton.jit
@@ -204,6 +197,44 @@ def _close(
 
 
 @triton.jit
+def _stream(
+    q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
+    M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """`_run`, and whether it must be done again with CAREFUL.
+
+    One loop goes through all chunks, so that keys are on their way while a chunk is closed.
+    """
+    STEPS: tl.constexpr = CHUNK // N
+    STAGES: tl.constexpr = 1 if CAREFUL else None
+    m_M, l_MO, acc_MD = _nothing(M, DP)
+    m_C, l_C, acc_C = _nothing(M, DP)
+    limit, bottom, is_broken = tl.max(end_M, axis=0), 0, 0
+    after = tl.minimum(last * STEPS, (limit + N - 1) // N)
+    j0, j1 = first * STEPS, 0  # steps from j1 to j2 are seen whole by every row
+    j2 = tl.min(tl.where(valid_M, end_M, FAR), axis=0) // N
+    if WINDOWED:
+        bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
+        j0 = tl.maximum(j0, bottom // N)
+        j1 = (tl.max(tl.where(valid_M, low_M, 0), axis=0) + N - 1) // N
+    for j in tl.range(j0, after, num_stages=STAGES):
+        m_C, l_C, acc_C, broken = _step(
+            q_MD, k, v, row_table, head, j, (j < j1) | (j >= j2), end_M, low_M, bottom, limit, scale,
+            m_C, l_C, acc_C, KV_HEADS, BLOCK_SIZE, D, DP, N, ALIKE, CAREFUL,
+        )  # fmt: skip
+        is_broken |= broken
+        if ((j + 1) % STEPS == 0) | (j + 1 == after):
+            m_M, l_MO, acc_MD = _close(
+                j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
+                CHUNK, D, DP, STORE,
+            )  # fmt: skip
+            m_C, l_C, acc_C = _nothing(M, DP)
+    return m_M, l_MO, acc_MD, is_broken
+
+
+@triton.jit
 def _run(
     q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
     M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -211,61 +242,18 @@ def _run(
 ):  # fmt: skip
     """Chunks first..last-1 for a tile, each from nothing: their sum, or (STORE) each to memory.
 
-    ALIKE: all rows of the tile see the same keys. Steps that all rows see whole take no masks, and those that none
-    sees, which would leave every sum as it is, are left out. One loop goes through all chunks, so that keys are on
-    their way while the last chunk's end is computed.
+    ALIKE: all rows of the tile see the same keys. Steps that no row sees would leave every sum as it is.
     """
-    STEPS: tl.constexpr = CHUNK // N
-    m_M, l_MO, acc_MD = _nothing(M, DP)
-    m_C, l_C, acc_C = _nothing(M, DP)
-    limit, bottom = tl.max(end_M, axis=0), 0
-    after = tl.minimum(last * STEPS, (limit + N - 1) // N)
-    j0 = first * STEPS
-    if WINDOWED:
-        bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
-        j0 = tl.maximum(j0, bottom // N)
-    j1 = after
-    if not ALIKE:
-        if WINDOWED:
-            full = (tl.max(tl.where(valid_M, low_M, 0), axis=0) + N - 1) // N
-            full = tl.minimum(tl.maximum(full, j0), after)
-            for j in tl.range(j0, full, num_stages=1):
-                m_C, l_C, acc_C = _masked_step(
-                    q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_C, l_C, acc_C,
-                    KV_HEADS, BLOCK_SIZE, D, DP, N,
-                )  # fmt: skip
-                if ((j + 1) % STEPS == 0) | (j + 1 == after):
-                    m_M, l_MO, acc_MD = _close(
-                        j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
-                        CHUNK, D, DP, STORE,
-                    )  # fmt: skip
-                    m_C, l_C, acc_C = _nothing(M, DP)
-            j0 = full
-        j1 = tl.min(tl.where(valid_M, end_M, FAR), axis=0) // N
-        j1 = tl.minimum(tl.maximum(j1, j0), after)
-    for j in range(j0, j1):
-        m_C, l_C, acc_C = _plain_step(
-            q_MD, k, v, row_table, head, j, bottom, limit, scale, m_C, l_C, acc_C,
-            KV_HEADS, BLOCK_SIZE, D, DP, N, ALIKE,
-        )  # fmt: skip
-        if ((j + 1) % STEPS == 0) | (j + 1 == after):
-            m_M, l_MO, acc_MD = _close(
-                j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
-                CHUNK, D, DP, STORE,
+    m_M, l_MO, acc_MD, is_broken = _stream(
+        q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
+        M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, STORE, False,
+    )  # fmt: skip
+    if not ALIKE:  # noqa: SIM102  known when compiling
+        if is_broken > 0:
+            m_M, l_MO, acc_MD, is_broken = _stream(
+                q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
+                M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, STORE, True,
             )  # fmt: skip
-            m_C, l_C, acc_C = _nothing(M, DP)
-    if not ALIKE:
-        for j in tl.range(j1, after, num_stages=1):
-            m_C, l_C, acc_C = _masked_step(
-                q_MD, k, v, row_table, head, j, end_M, low_M, bottom, limit, scale, m_C, l_C, acc_C,
-                KV_HEADS, BLOCK_SIZE, D, DP, N,
-            )  # fmt: skip
-            if ((j + 1) % STEPS == 0) | (j + 1 == after):
-                m_M, l_MO, acc_MD = _close(
-                    j // STEPS, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
-                    CHUNK, D, DP, STORE,
-                )  # fmt: skip
-                m_C, l_C, acc_C = _nothing(M, DP)
     return m_M, l_MO, acc_MD
 
 
@@ -311,14 +299,14 @@ def split_kernel(
 @triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends"])
 def combine_kernel(
     acc, ml, ends, out, chunks, window,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero."""
+    """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero."""
     begin(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(ends + row).to(tl.int32)
-    d = tl.arange(0, DP)
+    d = tl.program_id(2) * PART + tl.arange(0, PART)
     first, last = 0, (end + CHUNK - 1) // CHUNK
     if WINDOWED:
         first = tl.maximum(end - window, 0) // CHUNK
@@ -328,7 +316,7 @@ def combine_kernel(
         c = base + tl.arange(0, BLOCK)
         top_C = tl.maximum(top_C, tl.load(ml + (at + c) * 2, mask=c < last, other=-float("inf")))
     top = tl.max(top_C, axis=0)
-    total_D, total = tl.zeros((DP,), tl.float32), 0.0
+    total_D, total = tl.zeros((PART,), tl.float32), 0.0
     for base in range(first, last, UNROLL):
         for j in tl.static_range(UNROLL):
             c = base + j
