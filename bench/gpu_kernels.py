@@ -267,13 +267,13 @@ def small() -> None:
 
 VARIANTS = (
     Tiling(),
-    Tiling(most=16),
+    Tiling(num_warps=8, registers=128),
+    Tiling(num_warps=8, registers=80, num_stages=3),
     Tiling(registers=128, num_stages=3),
-    Tiling(registers=168, num_stages=4),
-    Tiling(num_stages=5),
-    Tiling(most=16, registers=128),
+    Tiling(runs=4),
+    Tiling(chunk=128),
 )
-PROMPTS = (Tiling(), Tiling(most_prompt=128, num_warps=8, num_stages=5))
+PROMPTS = (Tiling(), Tiling(most_prompt=64, prompt_warps=4, num_stages=3))
 
 
 def main() -> None:

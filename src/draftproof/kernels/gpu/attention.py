@@ -34,11 +34,11 @@ class Tiling:
     chunk: int = 256  # keys
     step: int = 64  # keys a step; half as many where vectors are long
     num_warps: int = 4
-    num_stages: int | None = None  # None: by the number of rows, see `_pipeline`
-    registers: int | None = None  # a thread; None: the same
-    few_rows: int = 8
+    num_stages: int = 5
+    registers: int | None = None  # a thread; None: as many as it takes
     most: int = 32  # rows times heads of a tile
-    most_prompt: int = 64  # the same from `prompt_rows` rows on
+    most_prompt: int = 128  # the same from `prompt_rows` rows on
+    prompt_warps: int = 8
     prompt_rows: int = 512
     runs: int = 2  # a multiprocessor, which chunks are put together into
     split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
@@ -225,22 +225,18 @@ class AttentionPass:
         )
 
     def _pipeline(self, shape: _Shape) -> dict[str, int]:
-        """Buffers of keys and values, as far as four sevenths of the shared memory go, and registers.
-
-        A few rows hurry one program each; more of them want several programs a multiprocessor; a prompt computes.
-        """
-        tiling, narrow = self._tiling, shape.itemsize == 2 and shape.dim <= 128
-        many = shape.split and shape.rows > tiling.few_rows
-        stages = tiling.num_stages or (4 if many else 3 if shape.rows >= tiling.prompt_rows else 5)
+        """Buffers of keys and values, as far as four sevenths of the shared memory go, and registers."""
         # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
         fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
-        registers = tiling.registers or (168 if many and narrow else None)
+        most = 1 + fitting * (1 if shape.tile >= 64 else 2)
+        registers = self._tiling.registers
         return {
-            "num_stages": max(2, min(stages, 1 + fitting * (1 if shape.tile >= 64 else 2))),
+            "num_stages": max(2, min(self._tiling.num_stages, most)),
             **({} if registers is None else {"maxnreg": registers}),
         }
 
     def _tile_constants(self, shape: _Shape) -> dict[str, int]:
+        tiling = self._tiling
         return {
             "HEADS": shape.heads,
             "D": shape.dim,
@@ -254,7 +250,7 @@ class AttentionPass:
             "GROUP2": shape.group2,
             "ALIKE": shape.alike,
             "BLOCK_SIZE": shape.block_size,
-            "num_warps": self._tiling.num_warps,
+            "num_warps": tiling.prompt_warps if shape.rows >= tiling.prompt_rows else tiling.num_warps,
             **self._pipeline(shape),
             # Multiply-adds are fused where the source says so only: the masked and the plain steps must agree.
             "enable_fp_fusion": False,

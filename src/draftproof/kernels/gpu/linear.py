@@ -24,10 +24,9 @@ from draftproof.kernels.products import Form, Way
 
 SWIZZLE = 8  # row tiles that share a visit to the weight
 LINE = 128  # bytes
-EARLY_BYTES = (
-    16 << 20
-)  # of the weight that all programs together have brought to the cache before the input is ready
+EARLY_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
 MOST_LINES = 64  # of a row
+CUBLAS_IN_PARTS = "cublas in parts"  # the name of a way
 SEGMENTS, LONG, NARROW = 4, 8192, 8192  # of a K at least so long, with at most so many outputs
 SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
 
@@ -211,8 +210,8 @@ def _add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype)
 def early_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
     """Cache lines that a program fetches early of each row of its part of the weight; a power of two.
 
-    [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 32
-    lines are 16 MiB.
+    [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 8
+    lines are 4 MiB.
     """
     outputs, inputs = weight_NK.shape
     programs = min(triton.cdiv(outputs, tile.outputs) * parts, 2 * num_processors(weight_NK.device))
@@ -312,4 +311,4 @@ def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     ordered = [_ordered(tile) for tile in tiles(dtype) if tile.fits(dtype, device)]
-    return [*ordered, Way("cublas in parts", cublas_in_parts), Way("cublas", cublas)]
+    return [*ordered, Way(CUBLAS_IN_PARTS, cublas_in_parts), Way("cublas", cublas)]

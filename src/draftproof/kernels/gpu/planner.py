@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.kernels import certify
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.gpu.linear import num_segments, tiles
+from draftproof.kernels.gpu.linear import CUBLAS_IN_PARTS, num_segments, tiles
 from draftproof.kernels.products import Form, Way
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
@@ -41,7 +41,11 @@ def times(
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for t in rows:
         x_TK = torch.randn(t, shape.inputs, device=device).to(shape.dtype)
-        tried = {n: form for n, form in forms.items() if n not in tile_of or tile_of[n].suits(t, segments)}
+        tried = {
+            n: form
+            for n, form in forms.items()
+            if (tile_of[n].suits(t, segments) if n in tile_of else segments > 1 or n != CUBLAS_IN_PARTS)
+        }
         taken = _race({n: [functools.partial(form, x_TK) for form in form] for n, form in tried.items()})
         for way in ways:
             found[way.name].append(taken.get(way.name, float("inf")))
