@@ -19,7 +19,7 @@ from draftproof.kernels import certify, ops, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu import quantized as gpu_quantized
-from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.planner import TimedGraph
 from draftproof.kernels.products import Form, Way
@@ -193,8 +193,8 @@ def attention(
 
 
 def _short(t: Tiling) -> str:
-    tile = f"m{t.most}/{t.most_prompt} n{t.step}"
-    return f"{tile} w{t.num_warps} s{t.num_stages} r{t.registers} x{t.runs} t{t.split_rows}"
+    f = t.some
+    return f"c{t.chunk} n{t.step} m{f.most}/{t.prompt.most} w{f.num_warps} s{f.num_stages} r{f.registers} x{f.runs}"
 
 
 def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bound: int = 0) -> str:
@@ -267,13 +267,18 @@ def small() -> None:
 
 VARIANTS = (
     Tiling(),
-    Tiling(num_warps=8, registers=128),
-    Tiling(num_warps=8, registers=80, num_stages=3),
-    Tiling(registers=128, num_stages=3),
-    Tiling(runs=4),
+    *(
+        Tiling(few=cut, some=cut, decode=cut)
+        for cut in (
+            Cut(),
+            Cut(num_warps=8, registers=128),
+            Cut(num_stages=3, registers=128),
+            Cut(runs=4),
+        )
+    ),
     Tiling(chunk=128),
 )
-PROMPTS = (Tiling(), Tiling(most_prompt=64, prompt_warps=4, num_stages=3))
+PROMPTS = (Tiling(), Tiling(prompt=Cut(most=64, num_stages=3)))
 
 
 def main() -> None:

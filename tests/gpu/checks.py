@@ -6,7 +6,6 @@ Shapes: T rows, H width, D head size, M rows of logits, V columns, K inputs, N o
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import traceback
@@ -27,10 +26,10 @@ from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import sample as gpu_sample
-from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+from draftproof.kernels.gpu.attention import TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
-from tests.conformance import test_attention as attention
 from tests.gpu import step_cases
+from tests.gpu.attention_checks import check_attention, check_attention_is_not_poisoned
 from tests.gpu.quantized_cases import check_quantized
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -233,7 +232,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             x, weight = (t.to(device) for t in cancelling(rows, shape, seed=3))
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
-            forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
+            forms = [gpu_linear.OrderedCut(tile, weight, offset, out_dtype) for tile in tiles]
             expected = products.SLOW.make(weight, offset, out_dtype)(x)
             reference = forms[0](x)
             torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
@@ -258,60 +257,6 @@ def check_step(device: torch.device, dtype: torch.dtype) -> None:
 def check_draft_rows(device: torch.device, dtype: torch.dtype) -> None:
     for seed in range(27):
         step_cases.random_draft_rows(TritonStep(block=2 if seed % 2 else 512), seed, device)
-
-
-def place(rows: attention.Pass, device: torch.device) -> attention.Pass:
-    tensors = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    return dataclasses.replace(
-        rows, **{name: t.to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
-    )
-
-
-def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
-    """`attention.mixed`, but fewer rows."""
-    rows = [
-        (0, 55),
-        (0, 56),
-        (0, 57),
-        (0, 0),
-        (1, 255),
-        (1, 256),
-        (1, 257),
-        (1, 0),
-        (2, 1),
-        (2, 64),
-        (2, 300),
-    ]
-    return attention.make_pass(shape, [end for _, end in rows], [slot for slot, _ in rows], dtype)
-
-
-def check_attention(device: torch.device, dtype: torch.dtype) -> None:
-    small = device.type == "cpu"
-    split, loop = TritonAttention(), TritonAttention(Tiling(split_rows=1))
-    one_chunk_a_run = TritonAttention(Tiling(runs=1000))
-    for shape in (*attention.SHAPES[1::6], attention.SHAPES[-1]) if small else attention.SHAPES:
-        rows = place((few if small else attention.mixed)(shape, dtype), device)
-        attention.check_equals_reference(split, rows)
-        together = rows.run(split)
-        assert (together[rows.ends == 0] == 0).all()
-        assert torch.equal(rows.run(loop), together)
-        assert torch.equal(rows.run(one_chunk_a_run), together)
-        apart = [10, 3, 6, 0]  # of different slots, so each may be a tile of its own
-        assert torch.equal(rows.run(split.begin(1), apart), together[apart])
-        assert torch.equal(rows.run(loop.begin(1), apart), together[apart])
-        for part in (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
-            assert torch.equal(rows.run(split, part), together[part])
-            assert torch.equal(rows.run(loop, part), together[part])
-
-
-def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) -> None:
-    for backend in (TritonAttention(), TritonAttention(Tiling(split_rows=1))):
-        for end in (258,) if device.type == "cpu" else (12, 66, 258):
-            ends = list(range(end - 5, end + 1))
-            rows = place(attention.make_pass(attention.Shape(), ends, [0] * 6, dtype), device)
-            attention.check_later_rows_do_not_reach_earlier_ones(backend, rows)
-        rows = attention.make_pass(attention.Shape(window=40), [70, 257], [1, 2], dtype)
-        attention.check_only_visible_keys_matter(backend, place(rows, device))
 
 
 ROUTINGS = (

@@ -18,9 +18,9 @@ from draftproof.kernels import gpu, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu.attention import Tiling, TritonAttention
+    from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
     from tests.conformance import test_attention as attention
-    from tests.gpu import checks
+    from tests.gpu import attention_checks, checks
 
     CHECKS = checks.CHECKS
 else:
@@ -87,21 +87,20 @@ def test_prefill_verify_and_decode_rows_agree(cuda: torch.device, window: int) -
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("form", "cut"),
     [
-        {"most": 16},
-        {"most": 64},
-        {"most": 64, "num_warps": 8},
-        {"num_stages": 2},
-        {"registers": 128},
-        {"runs": 1},
-        {"runs": 16},
-        {"split_rows": 1},
-        {"split_rows": 1, "prompt_rows": 1},
+        ({"most": 16}, {}),
+        ({"most": 64, "num_warps": 8}, {}),
+        ({"num_stages": 2}, {}),
+        ({"registers": 128}, {}),
+        ({"runs": 1}, {}),
+        ({"runs": 16}, {}),
+        ({}, {"split_rows": 1}),
+        ({"most": 64}, {"split_rows": 1, "prompt_rows": 1}),
     ],
     ids=str,
 )
-def test_tiling_changes_no_bit(cuda: torch.device, settings: dict[str, int]) -> None:
+def test_tiling_changes_no_bit(cuda: torch.device, form: dict[str, int], cut: dict[str, int]) -> None:
     model = Llama(cuda)
     slots = torch.arange(5, device=cuda).repeat_interleave(6)
     ends = torch.tensor([1, 255, 1024, 3000, 4090], device=cuda).repeat_interleave(6) + torch.arange(
@@ -109,7 +108,12 @@ def test_tiling_changes_no_bit(cuda: torch.device, settings: dict[str, int]) -> 
     ).repeat(5)
     q = model.queries(30)
     expected = model.run(TritonAttention(), q, slots, ends)
-    assert torch.equal(model.run(TritonAttention(Tiling(**settings)), q, slots, ends), expected)
+    of_all = dict.fromkeys(("few", "some", "decode", "prompt"), Cut(**form))  # type: ignore[arg-type]
+    backend = TritonAttention(Tiling(**of_all, **cut))  # type: ignore[arg-type]
+    assert torch.equal(model.run(backend, q, slots, ends), expected)
+    apart = slice(0, 30, 6)  # rows of different requests, which may be finished in one go
+    found = model.run(backend.begin(1), q[apart], slots[apart], ends[apart])
+    assert torch.equal(found, expected[apart])
 
 
 @contextmanager
@@ -160,7 +164,7 @@ def test_sampling_does_not_wait_for_the_device(cuda: torch.device) -> None:
 
 
 def test_an_attention_chunk_taken_from_the_batch_is_caught(cuda: torch.device) -> None:
-    rows = checks.place(attention.mixed(attention.Shape(), torch.float32), cuda)
+    rows = attention_checks.place(attention.mixed(attention.Shape(), torch.float32), cuda)
 
     def wrong(q: Tensor, *others: object) -> Tensor:
         """Keys are added up in chunks whose size depends on the number of rows."""

@@ -24,24 +24,40 @@ MANY_SUMS = 1024  # rows times heads, from which on a program adds up whole vect
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """How the work is cut. Bits depend on `chunk` and `step`, and on no other setting.
+class Cut:
+    """How one kind of pass is cut and compiled. No bit depends on it."""
 
-    The defaults were measured on an H200. Tiles that are mostly empty cost: where it is known that requests have one
-    row each, they are smaller than `most`.
+    most: int = 32  # rows times heads of a tile
+    num_warps: int = 4
+    num_stages: int = 5
+    registers: int | None = None  # a thread, where vectors are narrow; None: as many as it takes
+    runs: int = 2  # a multiprocessor, which chunks are put together into
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the work is cut. Bits depend on `chunk` and `step`, and on nothing else.
+
+    The defaults were measured on an H200: a few rows hurry one program each, many requests of one row each want several
+    programs a multiprocessor, a prompt computes.
     """
 
     chunk: int = 256  # keys
     step: int = 64  # keys a step; half as many where vectors are long
-    num_warps: int = 4
-    num_stages: int = 5
-    registers: int | None = None  # a thread; None: as many as it takes
-    most: int = 32  # rows times heads of a tile
-    most_prompt: int = 128  # the same from `prompt_rows` rows on
-    prompt_warps: int = 8
+    few: Cut = Cut(num_warps=8, registers=128)  # up to 8 rows, some of one request
+    some: Cut = Cut()
+    decode: Cut = Cut(num_stages=3, registers=128, runs=4)  # more than 32 requests, a row of each
+    prompt: Cut = Cut(most=128, num_warps=8)
     prompt_rows: int = 512
-    runs: int = 2  # a multiprocessor, which chunks are put together into
     split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
+
+    def cut(self, rows: int, alike: bool) -> Cut:
+        """alike: no two rows are of one request."""
+        if rows >= self.prompt_rows:
+            return self.prompt
+        if alike:
+            return self.decode if rows > 32 else self.some
+        return self.few if rows <= 8 else self.some
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,7 @@ class _Shape:
     window: int
     tile: int  # rows times heads
     alike: bool  # a tile has one row
+    cut: Cut
     chunk: int
     chunks: int  # bound
     step: int
@@ -138,9 +155,9 @@ class AttentionPass:
         _, kv_heads, block_size, _ = k_cache.shape
         group2 = power_of_two(heads // kv_heads)
         wide = q_THD.dtype == torch.float32
-        most = self._tiling.most if rows < self._tiling.prompt_rows else self._tiling.most_prompt
-        most = min(most, 32) if wide else most
         together = min(rows, self._most_each or rows)
+        cut = self._tiling.cut(rows, together == 1)
+        most = min(cut.most, 32) if wide else cut.most
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
         scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
         return _Shape(
@@ -152,6 +169,7 @@ class AttentionPass:
             window=window,
             tile=max(min(power_of_two(together * group2), most), group2, 16),
             alike=together == 1,
+            cut=cut,
             chunk=self._tiling.chunk,
             chunks=chunks,
             step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
@@ -183,7 +201,7 @@ class AttentionPass:
 
     def _num_runs(self, shape: _Shape, device: torch.device) -> int:
         """That chunks are put together into, of all tiles; a head has a program for each."""
-        return max(1, self._tiling.runs * num_processors(device) // shape.kv_heads)
+        return max(1, shape.cut.runs * num_processors(device) // shape.kv_heads)
 
     def _split(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
@@ -195,7 +213,19 @@ class AttentionPass:
         # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
         most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
         split_kernel[(most * shape.kv_heads,)](
-            *(*inputs[:4], ends_T, plan, acc, ml, shape.rows, width, shape.chunks, shape.window, scale),
+            *(
+                *inputs[:4],
+                ends_T,
+                plan,
+                acc,
+                ml,
+                out_TX,
+                shape.rows,
+                width,
+                shape.chunks,
+                shape.window,
+                scale,
+            ),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
             **early(q),
@@ -203,7 +233,8 @@ class AttentionPass:
         whole = shape.padded_dim
         part = whole if shape.rows * shape.heads > MANY_SUMS else min(whole, 32)
         combine_kernel[(shape.rows, shape.heads, whole // part)](
-            *(acc, ml, ends_T, out_TX, shape.chunks, shape.window),
+            *(acc, ml, ends_T, plan, out_TX, shape.chunks, shape.window),
+            ALIKE=shape.alike,
             HEADS=shape.heads,
             D=shape.dim,
             PART=part,
@@ -229,14 +260,13 @@ class AttentionPass:
         # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
         fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
         most = 1 + fitting * (1 if shape.tile >= 64 else 2)
-        registers = self._tiling.registers
+        narrow, registers = shape.itemsize == 2 and shape.dim <= 128, shape.cut.registers
         return {
-            "num_stages": max(2, min(self._tiling.num_stages, most)),
-            **({} if registers is None else {"maxnreg": registers}),
+            "num_stages": max(2, min(shape.cut.num_stages, most)),
+            **({"maxnreg": registers} if narrow and registers is not None else {}),
         }
 
     def _tile_constants(self, shape: _Shape) -> dict[str, int]:
-        tiling = self._tiling
         return {
             "HEADS": shape.heads,
             "D": shape.dim,
@@ -250,7 +280,7 @@ class AttentionPass:
             "GROUP2": shape.group2,
             "ALIKE": shape.alike,
             "BLOCK_SIZE": shape.block_size,
-            "num_warps": tiling.prompt_warps if shape.rows >= tiling.prompt_rows else tiling.num_warps,
+            "num_warps": shape.cut.num_warps,
             **self._pipeline(shape),
             # Multiply-adds are fused where the source says so only: the masked and the plain steps must agree.
             "enable_fp_fusion": False,

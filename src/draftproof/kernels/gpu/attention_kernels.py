@@ -257,17 +257,40 @@ def _run(
     return m_M, l_MO, acc_MD
 
 
+@triton.jit
+def _num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
+    """That a row sees something of."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(end - window, 0) // CHUNK
+    return (end + CHUNK - 1) // CHUNK - first
+
+
+@triton.jit
+def _finish(out, at_M, l_MO, acc_MD, end_M, valid_M, D: tl.constexpr, DP: tl.constexpr):
+    """The sum of all chunks, divided; zero for a padding row."""
+    d, live_M = tl.arange(0, DP), end_M > 0
+    y_MD = tl.math.div_rn(acc_MD, tl.where(live_M, tl.max(l_MO, axis=1), 1.0)[:, None])
+    y_MD = tl.where(live_M[:, None], y_MD, 0.0)
+    tl.store(
+        out + at_M[:, None] + d[None, :],
+        y_MD.to(out.dtype.element_ty),
+        mask=valid_M[:, None] & (d < D)[None, :],
+    )
+
+
 @triton.jit(
     do_not_specialize=["rows", "width", "chunks", "window"],
     do_not_specialize_on_alignment=["table", "ends", "plan"],
 )
 def split_kernel(
-    q, k, v, table, ends, plan, acc_out, ml_out, rows, width, chunks, window, scale,
+    q, k, v, table, ends, plan, acc_out, ml_out, out, rows, width, chunks, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A run of chunks of a tile and head; each chunk's result goes to memory. Programs past the last run do nothing.
+    """A run of chunks of a tile and head; each chunk's result goes to memory, but a row whose only run it is gets
+    finished here. Programs past the last run do nothing.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
@@ -289,6 +312,15 @@ def split_kernel(
     )
     if WINDOWED:
         chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
+    if ALIKE:  # noqa: SIM102  known when compiling
+        if _num_chunks(tl.max(end_M, axis=0), window, CHUNK, WINDOWED) <= each:
+            _, l_MO, acc_MD = _run(
+                q_MD, k, v, table + slot * width, head, chunk, chunk + each, end_M, low_M, valid_M, scale,
+                acc_out, ml_out, t_M,
+                M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
+            )  # fmt: skip
+            _finish(out, (t_M * HEADS + head_M) * D, l_MO, acc_MD, end_M, valid_M, D, DP)
+            return
     _run(
         q_MD, k, v, table + slot * width, head, chunk, chunk + each, end_M, low_M, valid_M, scale,
         acc_out, ml_out, (t_M * HEADS + head_M) * chunks,
@@ -296,20 +328,23 @@ def split_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends"])
+@triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends", "plan"])
 def combine_kernel(
-    acc, ml, ends, out, chunks, window,
+    acc, ml, ends, plan, out, chunks, window,
     HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero."""
+    """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero, a
+    finished row stays."""
     begin(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(ends + row).to(tl.int32)
     d = tl.program_id(2) * PART + tl.arange(0, PART)
-    first, last = 0, (end + CHUNK - 1) // CHUNK
-    if WINDOWED:
-        first = tl.maximum(end - window, 0) // CHUNK
+    last = (end + CHUNK - 1) // CHUNK
+    first = last - _num_chunks(end, window, CHUNK, WINDOWED)
+    if ALIKE:  # noqa: SIM102  known when compiling
+        if (end > 0) & (last - first <= tl.load(plan + 2)):
+            return
     at = (row * HEADS + head) * chunks
     top_C = tl.full((BLOCK,), -float("inf"), tl.float32)
     for base in range(first, last, BLOCK):
@@ -345,7 +380,6 @@ def loop_kernel(
     tile, head = tl.load(plan) - 1 - tl.program_id(0), tl.program_id(1)  # a prompt's last tiles see most keys
     if tile < 0:
         return
-    d = tl.arange(0, DP)
     first = tl.load(plan + 3 + tile)
     slot, count = tl.load(slots + first), tl.load(plan + 4 + tile) - first
     q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
@@ -359,10 +393,4 @@ def loop_kernel(
         out, out, t_M,
         M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
     )  # fmt: skip
-    l_M = tl.max(l_MO, axis=1)
-    live_M = end_M > 0
-    y_MD = tl.math.div_rn(acc_MD, tl.where(live_M, l_M, 1.0)[:, None])
-    y_MD = tl.where(live_M[:, None], y_MD, 0.0)
-    at_M = (t_M * HEADS + head_M) * D
-    mask_MD = valid_M[:, None] & (d < D)[None, :]
-    tl.store(out + at_M[:, None] + d[None, :], y_MD.to(out.dtype.element_ty), mask=mask_MD)
+    _finish(out, (t_M * HEADS + head_M) * D, l_MO, acc_MD, end_M, valid_M, D, DP)
