@@ -50,7 +50,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> None:
         apart = [10, 3, 6, 0]  # of different slots, so each may be a tile of its own
         assert torch.equal(rows.run(split.begin(1), apart), together[apart])
         assert torch.equal(rows.run(loop.begin(1), apart), together[apart])
-        for part in (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
+        for part in ([10, 3, 6, 2, 8],) if small else (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
             assert torch.equal(rows.run(split, part), together[part])
             assert torch.equal(rows.run(loop, part), together[part])
 

@@ -232,7 +232,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             x, weight = (t.to(device) for t in cancelling(rows, shape, seed=3))
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
-            forms = [gpu_linear.OrderedCut(tile, weight, offset, out_dtype) for tile in tiles]
+            forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
             expected = products.SLOW.make(weight, offset, out_dtype)(x)
             reference = forms[0](x)
             torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
