@@ -1,10 +1,11 @@
 """Speed of the Llama-3.1-8B shape with random weights, in bf16 at a context of 1000, each figure beside its roofline.
 
-    PYTHONPATH=src:. python bench/gpu_table.py --json table.json --stages plain,passes,unchecked,long,replay,products
+    PYTHONPATH=src:. python bench/gpu_table.py --json table.json --stages plain,passes,unchecked
 
 `plain`: tokens/s. `passes`: target passes by requests and rows, the draft pass, a prompt, each inside a CUDA graph.
 `unchecked`: the same with exact=False. `long`: at 8k and 32k tokens. `replay`: tokens/s with drafts that are right at
-given rates, at the cost of an EAGLE-3 head. `products`: against cuBLAS. `transformers`: the same weights there.
+given rates, at the cost of an EAGLE-3 head. `idle`: of steady steps. `products`: against cuBLAS. `transformers`: the
+same weights there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from bench import gpu_passes
 from draftproof import LLM, SamplingParams
 from draftproof.bench import rooflines
+from tests.gpu import steady
 from tests.gpu.settings import (
     DUMMY,
     NUM_DRAFTS,
@@ -158,13 +160,23 @@ class Bench:
         llm = self.eager(speculative_config=self.models.drafter(self.shape, "eagle3"))
         for requests, rows in self.cases:
             self.exact_ms[requests, rows] = self.one_pass(llm, requests, rows, self.context)
-        ms = 1e3 * gpu_passes.seconds(
-            draft_pass := gpu_passes.draft_pass(llm, self.context), self.models.device
-        )
-        roof = gpu_passes.draft_work(llm, 1, self.context).seconds * 1e3
-        self.table.add(f"draft pass, K = {NUM_DRAFTS}", "ms", ms, roof)
-        self.profile(draft_pass)
+        self.draft(llm, "")
         self.exact_ms[0, self.prompt] = self.prompt_pass(llm, "")
+        del llm
+        release()
+        head = {**self.models.drafter(self.shape, "eagle3"), "quantization": "fp8"}
+        self.draft(self.eager(speculative_config=head), ", head in fp8")
+
+    def draft(self, llm: LLM, title: str) -> None:
+        """The draft pass of one request; with a round's target pass against a plain one."""
+        call = gpu_passes.draft_pass(llm, self.context)
+        with torch.no_grad():
+            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
+        roof = gpu_passes.draft_work(llm, 1, self.context).seconds * 1e3
+        plain, verify = self.exact_ms[1, 1], self.exact_ms[1, NUM_DRAFTS + 1]
+        note = f"with {verify:.3g} ms of verifying {(ms + verify) / plain:.3f} of a plain pass"
+        self.table.add(f"draft pass, K = {NUM_DRAFTS}{title}", "ms", ms, roof, note)
+        self.profile(call)
 
     def unchecked(self) -> None:
         """After `passes` in the same run: what exactness costs."""
@@ -172,6 +184,12 @@ class Bench:
         for requests, rows in self.cases:
             self.one_pass(llm, requests, rows, self.context, self.exact_ms.get((requests, rows)))
         self.prompt_pass(llm, ", exact=False", self.exact_ms.get((0, self.prompt)))
+
+    def idle(self) -> None:
+        """The steady steps of tests/gpu/steady.py."""
+        for name in ("8b-plain", "8b"):
+            for batch, share in steady.stage(self.table.report, self.models, name).items():
+                self.table.add(f"GPU idle, {name}, batch {batch}", "%", 100 * share, None)
 
     def long(self) -> None:
         llm = self.eager(max_model_len=256 if self.models.quick else 33024)
@@ -297,7 +315,7 @@ class Bench:
 
 
 def main() -> int:
-    names = ("plain", "passes", "unchecked", "long", "replay", "products", "transformers")
+    names = ("plain", "passes", "unchecked", "long", "idle", "replay", "products", "transformers")
     flags = parser(__doc__, names)
     flags.add_argument("--shape", default=DUMMY, choices=SHAPES_OF, help="the model; default: Llama-3.1-8B")
     flags.add_argument("--profile", action="store_true", help="the kernels of each pass, too")

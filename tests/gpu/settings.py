@@ -76,7 +76,7 @@ class Report:
         return 1 if self.failed or not self.num_passed else 0
 
 
-def run_stages(report: Report, wanted: str, stages: Mapping[str, Callable[[], None]]) -> int:
+def run_stages(report: Report, wanted: str, stages: Mapping[str, Callable[[], object]]) -> int:
     """Every wanted stage, then the summary; ValueError for a name that is none."""
     names = wanted.split(",")
     unknown = [name for name in names if name not in stages]

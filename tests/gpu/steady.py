@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,8 +103,8 @@ def check_no_wait(report: Report, name: str, llm: LLM, decoding: Decoding, steps
 
 def check_idle(
     report: Report, name: str, decoding: Decoding, steps: Steps, device: str, most_idle: float
-) -> None:
-    """Time a step without the profiler, then the device's pauses under it."""
+) -> float:
+    """Time a step without the profiler, then the device's pauses under it: their share of the time."""
     synchronize(device)
     start, tokens = time.perf_counter(), decoding.num_tokens
     decoding.steps(steps.timed)
@@ -136,9 +137,12 @@ def check_idle(
     detail += f"; copies counted as work {timeline.idle_share(everything):.1%}"
     bound = f"; at most {most_idle:.0%}" if most_idle < 1 else ""
     report.check(f"{name} GPU idle", idle <= most_idle and bool(kernels), f"{detail}{bound}")
+    return idle
 
 
-def stage(report: Report, models: Models, name: str) -> None:
+def stage(report: Report, models: Models, name: str) -> dict[int, float]:
+    """The idle share by batch size."""
+    idle: dict[int, float] = {}
     model, method, must = STAGES[name]
     steps = Steps(3, 6, 6, 6) if models.quick else Steps()
     drafting = None if method is None else models.drafter(model, method)
@@ -153,7 +157,8 @@ def stage(report: Report, models: Models, name: str) -> None:
                 check_no_wait(report, named, llm, decoding, steps.watched, models.device)
             cuda = models.device.startswith("cuda")
             most_idle = MOST_IDLE if must and batch == 1 and cuda else 1.0
-            check_idle(report, named, decoding, steps, models.device, most_idle)
+            idle[batch] = check_idle(report, named, decoding, steps, models.device, most_idle)
+    return idle
 
 
 def main() -> int:
@@ -162,7 +167,7 @@ def main() -> int:
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(given.device, given.quick, given.models, Path(scratch))
-        stages = {name: (lambda name=name: stage(report, models, name)) for name in STAGES}
+        stages = {name: partial(stage, report, models, name) for name in STAGES}
         return run_stages(report, given.stages, stages)
 
 
