@@ -55,6 +55,16 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> None:
             assert torch.equal(rows.run(loop, part), together[part])
 
 
+def check_attention_adds_up_many_chunks(device: torch.device, dtype: torch.dtype) -> None:
+    """More than are added up at once: 38 and 37 of 16 keys."""
+    rows = place(attention.make_pass(attention.Shape(), [600, 580, 3, 0], [0, 1, 2, 0], dtype), device)
+    parts, cut = {"chunk": 16, "step": 16}, Cut(runs=1000)
+    split = TritonAttention(Tiling(**parts, few=cut, some=cut))  # type: ignore[arg-type]
+    attention.check_equals_reference(split, rows)
+    loop = TritonAttention(Tiling(**parts, split_rows=1))  # type: ignore[arg-type]
+    assert torch.equal(rows.run(split), rows.run(loop))
+
+
 def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) -> None:
     for backend in (TritonAttention(), TritonAttention(Tiling(split_rows=1))):
         for end in (258,) if device.type == "cpu" else (12, 66, 258):

@@ -29,7 +29,11 @@ from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
 from tests.gpu import step_cases
-from tests.gpu.attention_checks import check_attention, check_attention_is_not_poisoned
+from tests.gpu.attention_checks import (
+    check_attention,
+    check_attention_adds_up_many_chunks,
+    check_attention_is_not_poisoned,
+)
 from tests.gpu.quantized_cases import check_quantized
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -323,7 +327,8 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 
 CHECKS = (
     *(check_norm, check_activation, check_soft_cap, check_rope, check_log_normalizer, check_sample),
-    *(check_products, check_attention, check_attention_is_not_poisoned, check_step, check_draft_rows),
+    *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
+    *(check_products, check_step, check_draft_rows),
     *(check_experts, check_grouped_products, check_shared_keys, check_quantized),
 )
 

@@ -241,7 +241,6 @@ class AttentionPass:
             CHUNK=shape.chunk,
             WINDOWED=bool(shape.window),
             BLOCK=128,
-            UNROLL=8 if shape.chunks <= 8 else 32,
             **early(q),
             num_warps=1,
         )

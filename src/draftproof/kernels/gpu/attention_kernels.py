@@ -15,6 +15,7 @@ import triton.language as tl
 from draftproof.kernels.gpu.early import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
+MANY_CHUNKS, FEW_CHUNKS = tl.constexpr(32), tl.constexpr(8)  # that are added up at once
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
 
 
@@ -332,7 +333,7 @@ def split_kernel(
 def combine_kernel(
     acc, ml, ends, plan, out, chunks, window,
     HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
-    ALIKE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero, a
     finished row stays."""
@@ -352,8 +353,16 @@ def combine_kernel(
         top_C = tl.maximum(top_C, tl.load(ml + (at + c) * 2, mask=c < last, other=-float("inf")))
     top = tl.max(top_C, axis=0)
     total_D, total = tl.zeros((PART,), tl.float32), 0.0
-    for base in range(first, last, UNROLL):
-        for j in tl.static_range(UNROLL):
+    # Many loads at once; then fewer and guarded: 70 chunks are twice 32, and one of the 8 at hand.
+    middle = first + (last - first) // MANY_CHUNKS * MANY_CHUNKS
+    for base in range(first, middle, MANY_CHUNKS):
+        for j in tl.static_range(MANY_CHUNKS):
+            c = base + j
+            weight = power(tl.load(ml + (at + c) * 2) - top)
+            total += tl.load(ml + (at + c) * 2 + 1) * weight
+            total_D += tl.load(acc + (at + c) * D + d, mask=d < D, other=0.0) * weight
+    for base in range(middle, last, FEW_CHUNKS):
+        for j in tl.static_range(FEW_CHUNKS):
             c = base + j
             here = c < last
             weight = power(tl.load(ml + (at + c) * 2, mask=here, other=-float("inf")) - top)
