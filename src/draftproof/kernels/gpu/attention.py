@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from draftproof.kernels.gpu.attention_kernels import combine_kernel, loop_kernel, split_kernel, tiles_kernel
+from draftproof.kernels.gpu.attention_kernels import loop_kernel, split_kernel, tiles_kernel
+from draftproof.kernels.gpu.attention_sum import combine_kernel
 from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
 
 SCRATCH_BYTES = 512 << 20  # more than this, and they are not
