@@ -30,14 +30,6 @@ def cuts(dtype: torch.dtype) -> list[gpu_quantized.Cut]:
     return [*dict.fromkeys(found)]
 
 
-def compare(found: Tensor, expected: Tensor, bound: float, narrow: bool) -> None:
-    """Within `bound`; of rounded rows, a number at the middle between two of e4m3 may have become the other."""
-    if narrow:
-        assert ((found - expected).abs() > max(bound, 2e-3)).float().mean() < 0.05
-        bound = max(bound, 3e-2)
-    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
-
-
 def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
     """Every number, widened without loss; then products, with errors that are small beside a row's own weights."""
     codes = torch.arange(256, dtype=torch.uint8)
@@ -46,7 +38,7 @@ def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
     small, all_cuts = device.type == "cpu", cuts(dtype)
     for cut in all_cuts:
         found = gpu_quantized.product(eye, codes, one, None, torch.float32, cut)
-        torch.testing.assert_close(found, codes.float().t(), atol=0, rtol=1e-6 if cut.narrow else 0)
+        assert torch.equal(found, codes.float().t()), cut
     for outputs, inputs, bias in ((50, 200, True), (33, 101, False), (64, 512, True), (130, 1536, False)):
         weight = randn(outputs, inputs, like=eye)
         weight *= torch.logspace(-3, 1, outputs, device=device).to(dtype)[:, None]
@@ -65,7 +57,9 @@ def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
                     given = quantized.round_rows(x.float(), cut.tile.inputs) if cut and narrow else x
                     args = (*made, offset if bias else None, out_dtype)
                     expected = quantized.product_torch(given, *args) / size_N
+                    # A matrix unit adds products of fp8 in fewer bits than the interpreter.
+                    bound = max(TOLERANCE[out_dtype], 5e-3 if narrow and not small else 0.0)
                     found = gpu_quantized.product(x, *args, None if cut is used else cut)
                     assert found.dtype == out_dtype
-                    compare(found / size_N, expected, TOLERANCE[out_dtype], narrow)
+                    torch.testing.assert_close(found / size_N, expected, atol=bound, rtol=bound)
         assert gpu_quantized.product(x[:0], *made, None, dtype).shape == (0, outputs)

@@ -54,7 +54,7 @@ def test_rounded_rows_are_within_a_sixteenth_whatever_else_is_in_them() -> None:
     for step in (slice(0, 128), slice(128, 256), slice(256, 300)):
         largest_T1 = x_TK[:, step].abs().amax(dim=1, keepdim=True)
         fault_TK = (found_TK - x_TK)[:, step].abs()
-        assert (fault_TK <= x_TK[:, step].abs() / 15.9 + largest_T1 / 448 / 2**9.9).all()
+        assert (fault_TK <= x_TK[:, step].abs() / 15.9 + largest_T1 / 128 / 2**9.9).all()
     assert (found_TK[:5] != x_TK[:5]).float().mean() > 0.9
 
 

@@ -102,7 +102,7 @@ def _widen(w, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(x, ASM: tl.constexpr):
-    """fp32 up to 448, rounded. The interpreter's conversion only cuts off, so there it gets numbers that e4m3 has."""
+    """fp32 below 256, rounded. The interpreter's conversion only cuts off, so there it gets numbers that e4m3 has."""
     if not ASM:
         bits = x.to(tl.int32, bitcast=True)
         kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -113,12 +113,14 @@ def _to_e4m3(x, ASM: tl.constexpr):
 
 @triton.jit
 def _add_dot(x_MK, w_NK, sums, SWAP: tl.constexpr, NARROW: tl.constexpr, ASM: tl.constexpr):
-    """sums + x @ w.T; [BN, BM] if SWAP. NARROW: x rounded to e4m3, each row's largest to 448."""
+    """sums + x @ w.T; [BN, BM] if SWAP. NARROW: x rounded as `quantized.round_rows` does."""
     if NARROW:
         wide_MK = x_MK.to(tl.float32)
         size_M = tl.maximum(tl.max(tl.abs(wide_MK), axis=1), 1e-30)
-        x_MK = _to_e4m3(wide_MK * (448.0 / size_M)[:, None], ASM)
-        size_M *= 1.0 / 448.0
+        power_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
+        inverse_M = (0x7F000000 - power_M).to(tl.float32, bitcast=True) * 128.0
+        x_MK = _to_e4m3(wide_MK * inverse_M[:, None], ASM)
+        size_M = power_M.to(tl.float32, bitcast=True) * 0.0078125
         if SWAP:
             sums += tl.dot(w_NK, tl.trans(x_MK)) * size_M[None, :]
         else:
