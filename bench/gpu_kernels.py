@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,8 +19,10 @@ from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu import quantized as gpu_quantized
 from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
+from draftproof.kernels.gpu.launch import num_processors
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.planner import TimedGraph
+from draftproof.kernels.gpu.quantized import Cut as Fp8Cut
 from draftproof.kernels.products import Form, Way
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -95,49 +96,61 @@ HEAD_PRODUCTS = {
     "down": (4096, 14336, BF16),
     "logits": (32000, 4096, torch.float32),
 }
-FP8_ROWS = (1, 6, 16, 32, 64, 96)
-FP8_TILES = (
-    *(Tile(16, 32, 256, 6, 4), Tile(16, 32, 512, 4, 4), Tile(16, 32, 512, 6, 4), Tile(16, 32, 1024, 3, 4)),
-    *(Tile(16, 16, 512, 4, 4), Tile(16, 16, 512, 6, 2), Tile(16, 16, 1024, 3, 4), Tile(16, 32, 512, 4, 8)),
-    *(Tile(16, 64, 256, 5, 4), Tile(16, 64, 512, 3, 4), Tile(16, 64, 256, 4, 8), Tile(16, 64, 128, 6, 4)),
-    *(Tile(16, 64, 128, 6, 4, True), Tile(16, 64, 256, 5, 4, True), Tile(16, 128, 128, 5, 4, True)),
-    *(Tile(32, 32, 256, 5, 4), Tile(32, 32, 512, 3, 4), Tile(32, 64, 128, 6, 4), Tile(32, 64, 256, 4, 4)),
-    *(Tile(32, 64, 128, 6, 4, True), Tile(32, 64, 256, 4, 4, True), Tile(64, 32, 256, 4, 4)),
-    *(Tile(64, 64, 128, 5, 4), Tile(64, 64, 128, 5, 4, True), Tile(64, 64, 256, 3, 4)),
-    *(Tile(64, 128, 128, 4, 8), Tile(64, 128, 128, 4, 4, True), Tile(128, 64, 128, 4, 4)),
-    *(Tile(128, 64, 128, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8)),
+_A8 = Tile(16, 64, 128, 4, 4, True)
+FP8_FEW = (
+    *(
+        Fp8Cut(_A8, True),
+        Fp8Cut(_A8, True, 2),
+        Fp8Cut(_A8, True, 3),
+        Fp8Cut(_A8, True, 4),
+        Fp8Cut(_A8, True, 6),
+    ),
+    *(Fp8Cut(Tile(16, 64, 128, 3, 4, True), True, 5), Fp8Cut(Tile(16, 64, 128, 6, 4, True), True, 3)),
+    *(Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 2), Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 3)),
+    *(Fp8Cut(Tile(16, 128, 128, 4, 4, True), True, 2), Fp8Cut(Tile(16, 128, 128, 3, 4, True), True, 3)),
+    Fp8Cut(Tile(16, 128, 128, 4, 8, True), True, 2),
+    *(Fp8Cut(Tile(16, 32, 256, 4, 4), False, 4), Fp8Cut(Tile(16, 64, 128, 6, 4), False, 3)),
 )
+FP8_SOME = (
+    *(Fp8Cut(Tile(32, 64, 128, 4, 4, True), True, 3), Fp8Cut(Tile(32, 128, 128, 3, 4, True), True, 2)),
+    *(Fp8Cut(Tile(64, 128, 128, 3, 8, True), True, 2), Fp8Cut(Tile(64, 128, 128, 3, 8, True), True)),
+    *(Fp8Cut(Tile(64, 64, 128, 3, 4, True), True, 2), Fp8Cut(Tile(64, 64, 128, 5, 4, True), False, 3)),
+)
+FP8_CASES = (((1, 6, 16), FP8_FEW), ((32, 64), FP8_SOME), ((96, 512), FP8_SOME[2:4]))
 
 
 def fp8() -> None:
-    """A draft head's products with fp8 weights: each tile beside the best in bf16, and what all six take together."""
-    kept: dict[
-        int, tuple[Tensor, Tensor, Tensor]
-    ] = {}  # by address; the original stays alive, so none comes twice
+    """A draft head's products with fp8 weights: the three best of each, and what all six take together."""
 
-    def make(tile: Tile, weight: Tensor, out_dtype: torch.dtype) -> Form:
-        _, made, scale = kept.setdefault(weight.data_ptr(), (weight, *quantized.quantize(weight)))
-        return lambda x: gpu_quantized.product(x, made, scale, None, out_dtype, tile)
+    def make(cut: Fp8Cut | None, weight: Tensor, out_dtype: torch.dtype) -> Form:
+        """None: as the table has it."""
+        made, scale = kept.setdefault(weight.data_ptr(), quantized.quantize(weight))
+        return lambda x: gpu_quantized.product(x, made, scale, None, out_dtype, cut)
 
-    for rows in FP8_ROWS:
-        total: dict[str, Counter[str]] = {"fp8": Counter(), "bf16": Counter()}
-        tried = [tile for tile in FP8_TILES if tile.suits(rows, 1)]
+    for all_rows, cuts in FP8_CASES:
+        best: dict[int, float] = dict.fromkeys(all_rows, 0.0)
+        used, lines = dict(best), {rows: list[str]() for rows in all_rows}
         for name, (outputs, inputs, out_dtype) in HEAD_PRODUCTS.items():
+            kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: ways share weights, which stay alive
+            processors = num_processors(DEVICE)
+            tried = {
+                (c.tile, c.narrow, c.parts(outputs, inputs, processors)): c for c in reversed(cuts)
+            }.values()
+            ways = [Way(c.name, lambda w, b, out, c=c: make(c, w, out)) for c in tried]  # type: ignore[misc]
+            ways += [Way("table", lambda w, b, out: make(None, w, out)), Way("bf16 cublas", linear.cublas)]
             shape = Shape(outputs, inputs, BF16, out_dtype, False)
-            narrow = [Way(t.name, lambda w, b, out, t=t: make(t, w, out)) for t in tried]  # type: ignore[misc]
-            line = f"{rows:3} x {name:8}"
-            for kind, ways in (("fp8", narrow), ("bf16", linear.ways(DEVICE, BF16))):
-                us = {way: t[0] for way, t in planner.times(shape, ways, DEVICE, [rows]).items()}
-                kept.clear()
-                total[kind].update(us)
-                best = sorted(us, key=us.__getitem__)[:3]
-                line += f" | {kind}: " + "; ".join(f"{w.removeprefix('triton ')} {us[w]:.1f}" for w in best)
-            print(f"{line} | roof {outputs * inputs / BANDWIDTH:.1f}", flush=True)
-        used = gpu_quantized.tile_of(rows, BF16).name
-        print(f"{rows:3} rows, all six, us; in use {used}: {total['fp8'].get(used, float('nan')):.1f}")
-        for kind, times in total.items():
-            best = sorted(times, key=times.__getitem__)[:6]
-            print(f"    {kind}: " + "; ".join(f"{w} {times[w]:.1f}" for w in best), flush=True)
+            times = planner.times(shape, ways, DEVICE, all_rows)
+            for i, rows in enumerate(all_rows):
+                us = {way: t[i] for way, t in times.items()}
+                first = sorted((way for way in us if way not in ("table", "bf16 cublas")), key=us.__getitem__)
+                best[rows] += min(us[first[0]], us["table"])
+                used[rows] += us["table"]
+                shown = "; ".join(f"{way} {us[way]:.1f}" for way in (*first[:3], "table", "bf16 cublas"))
+                roof = outputs * inputs / BANDWIDTH
+                lines[rows].append(f"{rows:3} x {name:8} | {shown} | roof {roof:.1f}")
+        for rows, found in lines.items():
+            print(*found, sep="\n")
+            print(f"{rows:3} rows, all six, us: best {best[rows]:.1f}; table {used[rows]:.1f}", flush=True)
 
 
 class Cache:

@@ -45,12 +45,38 @@ def test_a_rounded_weight_is_within_a_sixteenth_whatever_its_row_s_size() -> Non
     torch.testing.assert_close(found_NK.abs().amax(dim=1), largest_N1[:, 0])  # the largest keeps its value
 
 
-def test_the_product_is_the_rounded_weight_s(tmp_path: Path) -> None:
-    weight_NK, bias_N, x_TK = torch.randn(40, 100), torch.randn(40), torch.randn(5, 100)
+def test_rounded_rows_are_within_a_sixteenth_whatever_else_is_in_them() -> None:
+    """An outlier costs the precision of its own step only."""
+    x_TK = torch.randn(6, 300) * torch.tensor([1e-20, 1e-3, 1.0, 1e3, 1e20, 0.0])[:, None]
+    x_TK[:, 130] *= 1e6
+    found_TK = quantized.round_rows(x_TK, 128)
+    assert found_TK.shape == x_TK.shape and found_TK.isfinite().all() and not found_TK[5].any()
+    for step in (slice(0, 128), slice(128, 256), slice(256, 300)):
+        largest_T1 = x_TK[:, step].abs().amax(dim=1, keepdim=True)
+        fault_TK = (found_TK - x_TK)[:, step].abs()
+        assert (fault_TK <= x_TK[:, step].abs() / 15.9 + largest_T1 / 128 / 2**9.9).all()
+    assert (found_TK[:5] != x_TK[:5]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_the_product_is_the_rounded_weight_s_and_few_rows_are_rounded_too(tmp_path: Path, few: bool) -> None:
+    rows = quantized.FEW + (not few)
+    weight_NK, bias_N, x_TK = torch.randn(40, 100), torch.randn(40), torch.randn(rows, 100)
     made = planner(tmp_path).pack(weight_NK, bias_N, exact=False, fp8=True)
-    expected = quantized.product_torch(x_TK, *quantized.quantize(weight_NK), bias_N, torch.float32)
+    given_TK = quantized.round_rows(x_TK) if few else x_TK
+    expected = quantized.product_torch(given_TK, *quantized.quantize(weight_NK), bias_N, torch.float32)
     torch.testing.assert_close(made(x_TK), expected)
     assert (made(x_TK) - torch.nn.functional.linear(x_TK, weight_NK, bias_N)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_rounds_the_same_numbers_of_rows(dtype: torch.dtype) -> None:
+    gpu_quantized = pytest.importorskip("draftproof.kernels.gpu.quantized")
+    for outputs in (256, 128256):
+        cuts = {rows: gpu_quantized.cut_of(rows, outputs, dtype) for rows in (1, 16, 17, quantized.FEW)}
+        assert all(cut.narrow and cut.tile.inputs == quantized.STEP for cut in cuts.values())
+        beyond = gpu_quantized.cut_of(quantized.FEW + 1, outputs, dtype)
+        assert beyond is None or not beyond.narrow
 
 
 def test_a_product_that_must_be_exact_cannot_have_them(tmp_path: Path) -> None:

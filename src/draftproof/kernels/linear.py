@@ -158,7 +158,8 @@ class LinearPlanner:
                 weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)
             # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
-            linear._form = way.make(weight_NK, bias_N, out_dtype)
+            form = way.make(weight_NK, bias_N, out_dtype)
+            linear._form = quantized.with_rounded_rows(form) if fp8 else form
         return linear
 
     def pack_experts(

@@ -1,5 +1,6 @@
 """Weights in fp8 (e4m3), a scale for each output: half the bytes, for drafters, whose bits change acceptance only.
 
+A GPU's matrix unit takes such a weight as it is if the rows are in e4m3 too: few are rounded, for the time it saves.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -15,6 +16,8 @@ from draftproof.kernels.products import Form
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 has
+FEW = 64  # rows, of which up to so many are rounded
+STEP = 128  # inputs of a row that have a scale of their own
 
 
 def quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,12 +33,28 @@ def dequantize(weight_NK: Tensor, scale_N: Tensor, dtype: torch.dtype) -> Tensor
     return (weight_NK.float() * scale_N[:, None]).to(dtype)
 
 
+def round_rows(x_TK: Tensor, step: int = STEP) -> Tensor:
+    """What e4m3 leaves of the rows, in their dtype. Each `step` inputs have a scale, the power of two that makes the
+    largest 128 or more: it loses no digit, whatever way it is computed."""
+    inputs = x_TK.shape[1]
+    x_TGS = F.pad(x_TK.float(), (0, -inputs % step)).unflatten(1, (-1, step))
+    power_TG1 = x_TGS.abs().amax(dim=2, keepdim=True).clamp(min=1e-30).view(torch.int32) & 0x7F800000
+    scale_TG1 = power_TG1.view(torch.float32) / 128
+    rounded_TGS = (x_TGS / scale_TG1).to(FP8).float() * scale_TG1
+    return rounded_TGS.flatten(1)[:, :inputs].to(x_TK.dtype)
+
+
 def product_torch(
     x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """x @ weight.T * scale + bias in fp32, returned in `out_dtype`: [T, N]."""
     bias_N = None if bias_N is None else bias_N.float()
     return F.linear(x_TK.float(), dequantize(weight_NK, scale_N, torch.float32), bias_N).to(out_dtype)
+
+
+def with_rounded_rows(form: Form) -> Form:
+    """`form` as a GPU would have it: few rows are rounded first."""
+    return lambda x_TK: form(round_rows(x_TK) if len(x_TK) <= FEW else x_TK)
 
 
 def make_form(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:

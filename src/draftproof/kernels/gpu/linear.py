@@ -192,7 +192,8 @@ def _sum_kernel(
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
 
 
-def _add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Parts [S, T, N] and the bias, added first to last: [T, N]."""
     segments, rows, outputs = parts_STN.shape
     out_TN = torch.empty((rows, outputs), dtype=out_dtype, device=parts_STN.device)
     size, block = rows * outputs, 512
@@ -237,7 +238,7 @@ class OrderedForm:
         if self._parts > 1 and rows:
             parts_STN = torch.empty((self._parts, rows, outputs), dtype=torch.float32, device=x_TK.device)
             self._run(x_TK, None, parts_STN)
-            return _add_parts(parts_STN, self._bias_N, self._out_dtype)
+            return add_parts(parts_STN, self._bias_N, self._out_dtype)
         out_TN = torch.empty((rows, outputs), dtype=self._out_dtype, device=x_TK.device)
         if rows:
             self._run(x_TK, self._bias_N, out_TN)
@@ -296,7 +297,7 @@ def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.d
         parts_STN = torch.empty((segments, len(x_TK), outputs), dtype=torch.float32, device=x_TK.device)
         for part_TN, x_TS, weight_KN in zip(parts_STN, x_TK.chunk(segments, dim=1), weights_KN, strict=True):
             torch.mm(x_TS, weight_KN, out_dtype=torch.float32, out=part_TN)
-        return _add_parts(parts_STN, bias_N, out_dtype)
+        return add_parts(parts_STN, bias_N, out_dtype)
 
     return run
 

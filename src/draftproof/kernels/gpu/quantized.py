@@ -1,11 +1,15 @@
-"""The product with fp8 weights: read as they are, widened in registers to the rows' dtype, added up in fp32.
+"""The product with fp8 weights: rows rounded to fp8 as well, so that the matrix unit takes the bytes as they lie in
+shared memory; or bytes widened in registers to the rows' dtype; or, for many rows, the weight widened as a whole.
 
-For drafters, which are exempt from exactness: no certificates, and a tile picked by the number of rows.
-Shapes: T rows, K inputs, N outputs.
+For drafters, which are exempt from exactness: no certificates, and a cut picked by the numbers of rows and outputs.
+Shapes: T rows, K inputs, N outputs, S parts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,28 +17,54 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from draftproof.kernels.gpu.launch import dense, early, on, shared_bytes
+from draftproof.kernels.gpu import linear
+from draftproof.kernels.gpu.launch import dense, early, num_processors, on, shared_bytes
 from draftproof.kernels.gpu.linear import Tile, early_lines, prefetch
 
-# (up to so many rows, tile), the last for any number. `bench/gpu_kernels.py fp8` times candidates. Not measured yet.
+LEAST_STEPS = 4  # of a part
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One compiled form of the kernel. `narrow`: the rows are rounded to e4m3, with a scale for each of them and of the
+    tile's `inputs`. `programs`: K is cut for about so many a multiprocessor, and a second kernel adds; 0: never."""
+
+    tile: Tile
+    narrow: bool = False
+    programs: int = 0
+
+    @property
+    def name(self) -> str:
+        kind, parts = "a8" if self.narrow else "a16", f" p{self.programs}" if self.programs else ""
+        return f"{kind} {self.tile.name.removeprefix('triton ')}{parts}"
+
+    def parts(self, outputs: int, inputs: int, processors: int) -> tuple[int, int]:
+        """(how many, the inputs of each but perhaps the last, a multiple of the tile's)."""
+        steps, tiles = triton.cdiv(inputs, self.tile.inputs), triton.cdiv(outputs, self.tile.outputs)
+        wanted = min(round(self.programs * processors / tiles), steps // LEAST_STEPS)
+        each = triton.cdiv(steps, max(wanted, 1))
+        return triton.cdiv(steps, each), each * self.tile.inputs
+
+
+# (up to so many rows, up to so many outputs, cut); beyond, the library. `bench/gpu_kernels.py fp8` times candidates.
+# Up to `quantized.FEW` rows are rounded, in steps of `quantized.STEP` inputs. Not measured yet.
 MANY = 1 << 62
-TILES_HALF = (
-    (16, Tile(16, 32, 512, 4, 4)),
-    (32, Tile(32, 32, 256, 5, 4)),
-    (64, Tile(64, 64, 128, 5, 4, True)),
-    (128, Tile(64, 128, 128, 4, 8)),
-    (MANY, Tile(128, 128, 64, 4, 8)),
+CUTS_HALF = (
+    (16, MANY, Cut(Tile(16, 64, 128, 4, 4, True), True, 3)),
+    (32, 8192, Cut(Tile(32, 64, 128, 4, 4, True), True, 3)),
+    (32, MANY, Cut(Tile(32, 128, 128, 3, 4, True), True, 2)),
+    (64, MANY, Cut(Tile(64, 128, 128, 3, 8, True), True, 2)),
 )
-TILES_WIDE = ((16, Tile(16, 32, 128, 3, 4)), (MANY, Tile(64, 64, 32, 3, 4)))
+CUTS_WIDE = ((64, MANY, Cut(Tile(16, 64, 128, 2, 4, True), True, 2)),)
 
 
-def tiles(dtype: torch.dtype) -> tuple[tuple[int, Tile], ...]:
-    return TILES_WIDE if dtype == torch.float32 else TILES_HALF
+def cuts(dtype: torch.dtype) -> tuple[tuple[int, int, Cut], ...]:
+    return CUTS_WIDE if dtype == torch.float32 else CUTS_HALF
 
 
-def tile_of(rows: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many rows of `dtype`."""
-    return next(tile for most, tile in tiles(dtype) if rows <= most)
+def cut_of(rows: int, outputs: int, dtype: torch.dtype) -> Cut | None:
+    """For so many rows of `dtype`; None: `_library`."""
+    return next((cut for m, n, cut in cuts(dtype) if rows <= m and outputs <= n), None)
 
 
 def _widening(shift: int, mask: str, factor: str, pair: str) -> tl.constexpr:
@@ -70,43 +100,78 @@ def _widen(w, dtype: tl.constexpr, ASM: tl.constexpr):
     return wide
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
-def _scaled_product_kernel(
-    x, weight, scale, bias, out, rows, outputs, inputs,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows and outputs; the weight is given as bytes. EVEN: K is a multiple of BK. SWAP: the weight takes the
-    matrix unit's longer side."""
-    tiles_m = tl.cdiv(rows, BM)  # neighbours share a visit to the weight
-    tile_m, tile_n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
-    m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    mask_m, mask_n = m < rows, n < outputs
-    if EARLY:
-        # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
-        gdc_launch_dependents()
-        if tiles_m == 1:
-            prefetch(weight, n, 0, outputs, inputs, LINES)
-        gdc_wait()
-    # Past the end, the last output's weight is read and the result not stored.
-    at_x = x + m.to(tl.int64)[:, None] * inputs + k[None, :]
-    at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + k[None, :]
-    if SWAP:  # noqa: SIM108  the two differ in shape
-        sums = tl.zeros((BN, BM), tl.float32)
-    else:
-        sums = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, inputs, BK):
-        if EVEN:
-            x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
+@triton.jit
+def _to_e4m3(x, ASM: tl.constexpr):
+    """fp32 below 256, rounded. The interpreter's conversion only cuts off, so there it gets numbers that e4m3 has."""
+    if not ASM:
+        bits = x.to(tl.int32, bitcast=True)
+        kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        small = (x + 1.5 * 2.0**14) - 1.5 * 2.0**14  # a multiple of 2^-9, as the subnormal numbers are
+        x = tl.where(tl.abs(x) < 2.0**-6, small, kept)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _add_dot(x_MK, w_NK, sums, SWAP: tl.constexpr, NARROW: tl.constexpr, ASM: tl.constexpr):
+    """sums + x @ w.T; [BN, BM] if SWAP. NARROW: x rounded as `quantized.round_rows` does."""
+    if NARROW:
+        wide_MK = x_MK.to(tl.float32)
+        size_M = tl.maximum(tl.max(tl.abs(wide_MK), axis=1), 1e-30)
+        power_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
+        inverse_M = (0x7F000000 - power_M).to(tl.float32, bitcast=True) * 128.0
+        x_MK = _to_e4m3(wide_MK * inverse_M[:, None], ASM)
+        size_M = power_M.to(tl.float32, bitcast=True) * 0.0078125
+        if SWAP:
+            sums += tl.dot(w_NK, tl.trans(x_MK)) * size_M[None, :]
         else:
-            within = (start + k < inputs)[None, :]
-            x_MK = tl.load(at_x, mask=mask_m[:, None] & within, other=0.0)
-            w_NK = tl.load(at_w, mask=within, other=0)
+            sums += tl.dot(x_MK, tl.trans(w_NK)) * size_M[:, None]
+    else:
         w_NK = _widen(w_NK, x_MK.dtype, ASM)
         if SWAP:
             sums = tl.dot(w_NK, tl.trans(x_MK), sums, input_precision="ieee")
         else:
             sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
+def _scaled_product_kernel(
+    x, weight, scale, bias, out, rows, outputs, inputs, segment,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, NARROW: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows and outputs over `segment` inputs, of the second axis' programs each its own: out [S, T, N].
+
+    The weight is given as bytes, or in e4m3 if NARROW. EVEN: K is a multiple of BK, as `segment` always is. SWAP: the
+    weight takes the matrix unit's longer side.
+    """
+    tiles_m = tl.cdiv(rows, BM)  # neighbours share a visit to the weight
+    tile_m, tile_n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    mask_m, mask_n = m < rows, n < outputs
+    first = tl.program_id(1) * segment
+    last = tl.minimum(first + segment, inputs)
+    if EARLY:
+        # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
+        gdc_launch_dependents()
+        if tiles_m == 1:
+            prefetch(weight, n, first, outputs, inputs, LINES)
+        gdc_wait()
+    # Past the end, the last output's weight is read and the result not stored.
+    at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
+    at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
+    if SWAP:  # noqa: SIM108  the two differ in shape
+        sums = tl.zeros((BN, BM), tl.float32)
+    else:
+        sums = tl.zeros((BM, BN), tl.float32)
+    for start in range(first, last, BK):
+        if EVEN:
+            x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
+        else:
+            within = (start + k < inputs)[None, :]
+            x_MK = tl.load(at_x, mask=mask_m[:, None] & within, other=0.0)
+            w_NK = tl.load(at_w, mask=within, other=0.0)
+        sums = _add_dot(x_MK, w_NK, sums, SWAP, NARROW, ASM)
         at_x += BK
         at_w += BK
     if SWAP:
@@ -114,8 +179,24 @@ def _scaled_product_kernel(
     sums *= tl.load(scale + n, mask=mask_n, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias + n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    at_out = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    row = tl.program_id(1).to(tl.int64) * rows + m
+    at_out = out + row[:, None] * outputs + n[None, :]
     tl.store(at_out, sums.to(out.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether its matrix unit takes e4m3; the interpreter's does. Elsewhere rows are not rounded."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _library(
+    x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Through a copy of the weight in the rows' dtype, which has every number of e4m3."""
+    x_TK = x_TK if x_TK.is_cuda else x_TK.float()  # a CPU has no product of halves in fp32
+    sums_TN = linear.cublas(weight_NK.to(x_TK.dtype), None, torch.float32)(x_TK).mul_(scale_N)
+    return (sums_TN if bias_N is None else sums_TN.add_(bias_N)).to(out_dtype)
 
 
 def product(
@@ -124,31 +205,37 @@ def product(
     scale_N: Tensor,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
-    tile: Tile | None = None,
+    cut: Cut | None = None,
 ) -> Tensor:
-    """x @ weight.T * scale + bias, any T: [T, N]. `tile` None: `tile_of`'s. The weight is dense, in e4m3."""
+    """x @ weight.T * scale + bias, any T: [T, N]. `cut` None: `cut_of`'s. The weight is dense, in e4m3."""
     x_TK = dense(x_TK)
     rows, (outputs, inputs) = x_TK.shape[0], weight_NK.shape
-    tile = tile or tile_of(rows, x_TK.dtype)
-    out_TN = torch.empty((rows, outputs), dtype=out_dtype, device=x_TK.device)
     if rows == 0:
-        return out_TN
+        return x_TK.new_empty((0, outputs), dtype=out_dtype)
+    cut = cut or cut_of(rows, outputs, x_TK.dtype)
+    if cut is None:
+        return _library(x_TK, weight_NK, scale_N, bias_N, out_dtype)
+    tile, narrow = cut.tile, cut.narrow and has_fp8(x_TK.device)
+    parts, segment = cut.parts(outputs, inputs, num_processors(x_TK.device))
+    sums_dtype, added_N = (torch.float32, None) if parts > 1 else (out_dtype, bias_N)
+    sums_STN = torch.empty((parts, rows, outputs), dtype=sums_dtype, device=x_TK.device)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    bias = scale_N if bias_N is None else bias_N
     stage_bytes = (tile.rows * x_TK.element_size() + tile.outputs) * tile.inputs
     with on(x_TK):
-        _scaled_product_kernel[(programs,)](
-            *(x_TK, weight_NK.view(torch.uint8), scale_N, bias, out_TN, rows, outputs, inputs),
+        _scaled_product_kernel[(programs, parts)](
+            *(x_TK, weight_NK if narrow else weight_NK.view(torch.uint8), scale_N),
+            *(scale_N if added_N is None else added_N, sums_STN, rows, outputs, inputs, segment),
             BM=tile.rows,
             BN=tile.outputs,
             BK=tile.inputs,
             SWAP=tile.swap,
-            BIAS=bias_N is not None,
+            NARROW=narrow,
+            BIAS=added_N is not None,
             EVEN=inputs % tile.inputs == 0,
             ASM=x_TK.is_cuda and x_TK.dtype != torch.float32,
-            LINES=early_lines(tile, weight_NK),
+            LINES=early_lines(tile, weight_NK, parts),
             **early(x_TK),
             num_stages=min(tile.stages, shared_bytes(x_TK.device) // stage_bytes),
             num_warps=tile.warps,
         )
-    return out_TN
+    return linear.add_parts(sums_STN, bias_N, out_dtype) if parts > 1 else sums_STN[0]
