@@ -134,7 +134,8 @@ def fp8() -> None:
             kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: ways share weights, which stay alive
             processors = num_processors(DEVICE)
             tried = {
-                (c.tile, c.narrow, c.parts(outputs, inputs, processors)): c for c in reversed(cuts)
+                (c.tile, c.narrow, c.parts(all_rows[0], outputs, inputs, processors)): c
+                for c in reversed(cuts)
             }.values()
             ways = [Way(c.name, lambda w, b, out, c=c: make(c, w, out)) for c in tried]  # type: ignore[misc]
             ways += [Way("table", lambda w, b, out: make(None, w, out)), Way("bf16 cublas", linear.cublas)]
@@ -281,9 +282,8 @@ def small() -> None:
 VARIANTS = (
     Tiling(),
     *(
-        Tiling(few=cut, some=cut, decode=cut)
+        Tiling(some=cut, decode=cut)
         for cut in (
-            Cut(),
             Cut(num_warps=8, registers=128),
             Cut(num_stages=3, registers=128),
             Cut(runs=4),

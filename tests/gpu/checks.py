@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, norm, products, rope, sample
+from draftproof.kernels import activation, grouped, logits, norm, products, rope, rows, sample
 from draftproof.kernels.certify import Shape, cancelling
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
@@ -25,6 +25,7 @@ from draftproof.kernels.gpu import linear as gpu_linear
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
 from draftproof.kernels.gpu import rope as gpu_rope
+from draftproof.kernels.gpu import rows as gpu_rows
 from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
@@ -92,6 +93,24 @@ def check_soft_cap(device: torch.device, dtype: torch.dtype) -> None:
         x[0] *= 1e-3
         torch.testing.assert_close(gpu_activation.soft_cap(x, 30.0), activation.soft_cap_torch(x, 30.0))
         same_in_any_batch(lambda i: gpu_activation.soft_cap(x[i], 30.0), 5)  # noqa: B023
+
+
+def check_rows(device: torch.device, dtype: torch.dtype) -> None:
+    """Copies: nothing may differ."""
+    for width in (1, 64, 1500):
+        table = randn(11, width, device=device, dtype=dtype)
+        for index in ([], [3], [10, 0, -1, 3, 3]):
+            at = torch.tensor(index, dtype=torch.int64, device=device)
+            assert torch.equal(gpu_rows.gather(table, at), rows.gather_torch(table, at))
+        for parts in (
+            [table, table + 1],
+            [table, table + 1, table[:, :]],
+            [table, table[:, :1]],
+            [table] * 4,
+        ):
+            assert torch.equal(gpu_rows.concat(parts), rows.concat_torch(parts))
+    numbers = torch.arange(6, device=device)[:, None]
+    assert gpu_rows.gather(numbers, numbers[::2, 0]).view(-1).tolist() == [0, 2, 4]
 
 
 def check_rope(device: torch.device, dtype: torch.dtype) -> None:
@@ -326,7 +345,15 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 CHECKS = (
-    *(check_norm, check_activation, check_soft_cap, check_rope, check_log_normalizer, check_sample),
+    *(
+        check_norm,
+        check_activation,
+        check_soft_cap,
+        check_rows,
+        check_rope,
+        check_log_normalizer,
+        check_sample,
+    ),
     *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
     *(check_products, check_step, check_draft_rows),
     *(check_experts, check_grouped_products, check_shared_keys, check_quantized),

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
-    *("norm", "activation", "soft_cap", "rope", "log_normalizer", "sample", "products"),
+    *("norm", "activation", "soft_cap", "rows", "rope", "log_normalizer", "sample", "products"),
     *("attention", "attention_adds_up_many_chunks", "attention_is_not_poisoned", "step", "draft_rows"),
     *("experts", "grouped_products", "shared_keys", "quantized"),
 )

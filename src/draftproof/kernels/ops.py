@@ -173,8 +173,8 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
 
 
 def triton_ops() -> Ops:
-    """The operators in Triton; needs triton. Those that only copy keep to torch, which is exact there."""
-    from draftproof.kernels.gpu import activation, experts, logits, norm, rope, sample, step
+    """The operators in Triton; needs triton. `swap`, which only copies and is rare, keeps to torch."""
+    from draftproof.kernels.gpu import activation, experts, logits, norm, rope, rows, sample, step
 
     return replace(
         TORCH,
@@ -184,6 +184,8 @@ def triton_ops() -> Ops:
         rope_store=rope.rope_store,
         silu_mul=activation.silu_mul,
         gelu_mul=activation.gelu_mul,
+        gather=rows.gather,
+        concat=rows.concat,
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
         soft_cap=activation.soft_cap,

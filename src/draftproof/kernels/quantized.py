@@ -1,6 +1,6 @@
 """Weights in fp8 (e4m3), a scale for each output: half the bytes, for drafters, whose bits change acceptance only.
 
-A GPU's matrix unit takes such a weight as it is if the rows are in e4m3 too: few are rounded, for the time it saves.
+A GPU's matrix unit takes such a weight as it is if the rows are in e4m3 too, so they are rounded.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -16,7 +16,6 @@ from draftproof.kernels.products import Form
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 has
-FEW = 64  # rows, of which up to so many are rounded
 STEP = 128  # inputs of a row that have a scale of their own
 
 
@@ -53,8 +52,8 @@ def product_torch(
 
 
 def with_rounded_rows(form: Form) -> Form:
-    """`form` as a GPU would have it: few rows are rounded first."""
-    return lambda x_TK: form(round_rows(x_TK) if len(x_TK) <= FEW else x_TK)
+    """`form` as a GPU would have it."""
+    return lambda x_TK: form(round_rows(x_TK))
 
 
 def make_form(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:

@@ -39,13 +39,12 @@ class Cut:
 class Tiling:
     """How the work is cut. Bits depend on `chunk` and `step`, and on nothing else.
 
-    The defaults were measured on an H200: a few rows hurry one program each, many requests of one row each want several
-    programs a multiprocessor, a prompt computes.
+    The defaults were measured on an H200: many requests of one row each want several programs a multiprocessor, a
+    prompt computes.
     """
 
     chunk: int = 256  # keys
     step: int = 64  # keys a step; half as many where vectors are long
-    few: Cut = Cut(num_warps=8, registers=128)  # up to 8 rows, some of one request
     some: Cut = Cut()
     decode: Cut = Cut(num_stages=3, registers=128, runs=4)  # more than 32 requests, a row of each
     prompt: Cut = Cut(most=128, num_warps=8)
@@ -56,9 +55,7 @@ class Tiling:
         """alike: no two rows are of one request."""
         if rows >= self.prompt_rows:
             return self.prompt
-        if alike:
-            return self.decode if rows > 32 else self.some
-        return self.few if rows <= 8 else self.some
+        return self.decode if alike and rows > 32 else self.some
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ class AttentionPass:
         out_TX = q_THD.new_empty(rows, heads * dim)
         if rows == 0:
             return out_TX
-        assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_table_SB.is_contiguous()
+        assert all(x.is_contiguous() for x in (k_cache, v_cache, block_table_SB, slots_T, ends_T))
         shape = self._shape(q_THD, k_cache, block_table_SB, window)
         q_THD, scale = dense(q_THD), scale * math.log2(math.e)
         inputs = (q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T)

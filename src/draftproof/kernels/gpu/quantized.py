@@ -1,7 +1,7 @@
 """The product with fp8 weights: rows rounded to fp8 as well, so that the matrix unit takes the bytes as they lie in
-shared memory; or bytes widened in registers to the rows' dtype; or, for many rows, the weight widened as a whole.
+shared memory; or, on older processors, bytes widened in registers to the rows' dtype.
 
-For drafters, which are exempt from exactness: no certificates, and a cut picked by the numbers of rows and outputs.
+For drafters, which are exempt from exactness: no certificates, and a cut picked by the number of rows.
 Shapes: T rows, K inputs, N outputs, S parts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -38,33 +38,33 @@ class Cut:
         kind, parts = "a8" if self.narrow else "a16", f" p{self.programs}" if self.programs else ""
         return f"{kind} {self.tile.name.removeprefix('triton ')}{parts}"
 
-    def parts(self, outputs: int, inputs: int, processors: int) -> tuple[int, int]:
+    def parts(self, rows: int, outputs: int, inputs: int, processors: int) -> tuple[int, int]:
         """(how many, the inputs of each but perhaps the last, a multiple of the tile's)."""
-        steps, tiles = triton.cdiv(inputs, self.tile.inputs), triton.cdiv(outputs, self.tile.outputs)
+        steps, tile = triton.cdiv(inputs, self.tile.inputs), self.tile
+        tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
         wanted = min(round(self.programs * processors / tiles), steps // LEAST_STEPS)
         each = triton.cdiv(steps, max(wanted, 1))
         return triton.cdiv(steps, each), each * self.tile.inputs
 
 
-# (up to so many rows, up to so many outputs, cut); beyond, the library. `bench/gpu_kernels.py fp8` times candidates.
-# Up to `quantized.FEW` rows are rounded, in steps of `quantized.STEP` inputs. Not measured yet.
+# (up to so many rows, cut). The best on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in
+# steps of `quantized.STEP` inputs.
 MANY = 1 << 62
 CUTS_HALF = (
-    (16, MANY, Cut(Tile(16, 64, 128, 4, 4, True), True, 3)),
-    (32, 8192, Cut(Tile(32, 64, 128, 4, 4, True), True, 3)),
-    (32, MANY, Cut(Tile(32, 128, 128, 3, 4, True), True, 2)),
-    (64, MANY, Cut(Tile(64, 128, 128, 3, 8, True), True, 2)),
+    (16, Cut(Tile(16, 128, 128, 4, 8, True), True, 2)),
+    (32, Cut(Tile(32, 128, 128, 3, 4, True), True, 2)),
+    (MANY, Cut(Tile(64, 128, 128, 3, 8, True), True, 2)),
 )
-CUTS_WIDE = ((64, MANY, Cut(Tile(16, 64, 128, 2, 4, True), True, 2)),)
+CUTS_WIDE = ((MANY, Cut(Tile(16, 64, 128, 2, 4, True), True, 2)),)
 
 
-def cuts(dtype: torch.dtype) -> tuple[tuple[int, int, Cut], ...]:
+def cuts(dtype: torch.dtype) -> tuple[tuple[int, Cut], ...]:
     return CUTS_WIDE if dtype == torch.float32 else CUTS_HALF
 
 
-def cut_of(rows: int, outputs: int, dtype: torch.dtype) -> Cut | None:
-    """For so many rows of `dtype`; None: `_library`."""
-    return next((cut for m, n, cut in cuts(dtype) if rows <= m and outputs <= n), None)
+def cut_of(rows: int, dtype: torch.dtype) -> Cut:
+    """For so many rows of `dtype`."""
+    return next(cut for most, cut in cuts(dtype) if rows <= most)
 
 
 def _widening(shift: int, mask: str, factor: str, pair: str) -> tl.constexpr:
@@ -190,15 +190,6 @@ def has_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _library(
-    x_TK: Tensor, weight_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Through a copy of the weight in the rows' dtype, which has every number of e4m3."""
-    x_TK = x_TK if x_TK.is_cuda else x_TK.float()  # a CPU has no product of halves in fp32
-    sums_TN = linear.cublas(weight_NK.to(x_TK.dtype), None, torch.float32)(x_TK).mul_(scale_N)
-    return (sums_TN if bias_N is None else sums_TN.add_(bias_N)).to(out_dtype)
-
-
 def product(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -212,11 +203,9 @@ def product(
     rows, (outputs, inputs) = x_TK.shape[0], weight_NK.shape
     if rows == 0:
         return x_TK.new_empty((0, outputs), dtype=out_dtype)
-    cut = cut or cut_of(rows, outputs, x_TK.dtype)
-    if cut is None:
-        return _library(x_TK, weight_NK, scale_N, bias_N, out_dtype)
+    cut = cut or cut_of(rows, x_TK.dtype)
     tile, narrow = cut.tile, cut.narrow and has_fp8(x_TK.device)
-    parts, segment = cut.parts(outputs, inputs, num_processors(x_TK.device))
+    parts, segment = cut.parts(rows, outputs, inputs, num_processors(x_TK.device))
     sums_dtype, added_N = (torch.float32, None) if parts > 1 else (out_dtype, bias_N)
     sums_STN = torch.empty((parts, rows, outputs), dtype=sums_dtype, device=x_TK.device)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
