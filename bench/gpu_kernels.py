@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.kernels import certify, ops, quantized
+from draftproof.kernels import ops, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu import quantized as gpu_quantized
@@ -23,6 +23,7 @@ from draftproof.kernels.gpu.launch import num_processors
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.planner import TimedGraph
 from draftproof.kernels.gpu.quantized import Cut as Fp8Cut
+from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.products import Form, Way
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -44,39 +45,28 @@ FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32
 
 def products() -> tuple[dict[str, dict[int, float]], int]:
     """All products of a pass in one graph, "exact" and "cublas": (milliseconds by rows, bytes of the weights)."""
-    buckets, total_bytes = certify.buckets_up_to(2048, DEVICE), 0
     passes: dict[str, dict[int, list[Callable[[], object]]]] = {
         name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
     }
     x = {(rows, k): torch.randn(rows, k, device=DEVICE).to(BF16) for rows in ROWS for k in (4096, 14336)}
-    for name, (outputs, inputs, copies, out_dtype) in PRODUCTS.items():
-        shape, ways = Shape(outputs, inputs, BF16, out_dtype, False), linear.ways(DEVICE, BF16)
-        start = time.perf_counter()
-        certified = certify.certify(shape, ways, 2048, DEVICE)
-        middle = time.perf_counter()
-        us = planner.times(shape, ways, DEVICE, planner.TIMED_ROWS)
-        chosen = planner.choose(ways, certified, us, planner.TIMED_ROWS, buckets)
-        refused = {
-            w.name: len(buckets) - len(certified[w.name])
-            for w in ways
-            if len(certified[w.name]) < len(buckets)
-        }
-        print(f"{name} {outputs}x{inputs}: certified in {middle - start:.0f} s, timed in "
-              f"{time.perf_counter() - middle:.0f} s; uncertified buckets: {refused}")  # fmt: skip
-        for i, rows in enumerate(planner.TIMED_ROWS):
-            best = sorted((us[w][i], w) for w in us)[:3]
-            line = "; ".join(f"{w.removeprefix('triton ')} {t:.1f}" for t, w in best)
-            print(f"  {rows:4}: {chosen[buckets.index(rows)]} | {line} | cublas {us['cublas'][i]:.1f}"
-                  f" | roof {outputs * inputs * 2 / BANDWIDTH:.1f}", flush=True)  # fmt: skip
+    exact = LinearPlanner(DEVICE, exact=True, max_rows=2048, library=None)
+    total_bytes, start = 0, time.perf_counter()
+    for outputs, inputs, copies, out_dtype in PRODUCTS.values():
         for _ in range(copies):
             weight = torch.randn(outputs, inputs, device=DEVICE, dtype=BF16)
             total_bytes += weight.nbytes
-            exact = planner.make(ways, buckets, chosen, weight, None, out_dtype)
-            free = linear.cublas(weight, None, out_dtype)
-            for rows in ROWS:
-                given = x[rows, inputs]
-                passes["exact"][rows].append(lambda f=exact, g=given: f(g))
-                passes["cublas"][rows].append(lambda f=free, g=given: f(g))
+            forms = {
+                "exact": exact.pack(weight, out_dtype=out_dtype),
+                "cublas": linear.cublas(weight, None, out_dtype),
+            }
+            for name, form in forms.items():
+                for rows in ROWS:
+                    passes[name][rows].append(lambda f=form, g=x[rows, inputs]: f(g))
+    exact.certify()
+    print(f"certified, or read from the cache, in {time.perf_counter() - start:.0f} s")
+    for row in exact.report():
+        print(f"  {row.shape} {row.rows:4}: {row.way} {row.microseconds:.1f} us | {row.fastest_way} "
+              f"{row.fastest_microseconds:.1f}", flush=True)  # fmt: skip
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
     found = {
         name: {rows: TimedGraph(calls[rows]).microseconds() * len(calls[rows]) / 1e3 for rows in ROWS}

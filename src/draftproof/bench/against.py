@@ -73,7 +73,8 @@ def _random(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(directory))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    with device:  # drawn there: a processor takes a minute for what is overwritten at once
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = RandomWeights(0, device, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
