@@ -17,7 +17,7 @@ from draftproof.drafters.modules import ModulesDrafter
 from tests.drafters.heads import Pair, close
 from tests.helpers import Paged, run_rows
 
-ONE = ["mtp_glm4_moe_a", "mtp_mimo_a"]
+ONE = ["mtp_deepseek_v3_a", "mtp_glm4_moe_a", "mtp_mimo_a"]
 TWO = "mtp_deepseek_v3_2layer_a"
 PREFIXES = [1, 2, 6, 11, 17]
 
