@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -73,3 +74,40 @@ def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) ->
             attention.check_later_rows_do_not_reach_earlier_ones(backend, rows)
         rows = attention.make_pass(attention.Shape(window=40), [70, 257], [1, 2], dtype)
         attention.check_only_visible_keys_matter(backend, place(rows, device))
+
+
+def check_attention_of_unlike_layers(device: torch.device, dtype: torch.dtype) -> None:
+    """Layers of one pass with other numbers of heads: they share no plan whose runs differ."""
+    tiling = Tiling(chunk=16, step=32 if dtype == torch.float32 else 16)
+    begun = TritonAttention(tiling).begin(1)
+    for kv_heads in (1, 4):
+        rows = place(attention.make_pass(attention.Shape(kv_heads=kv_heads), [300], [0], dtype), device)
+        assert torch.equal(rows.run(begun), rows.run(TritonAttention(tiling).begin(1)))
+
+
+def check_attention_to_broken_values(device: torch.device, dtype: torch.dtype) -> None:
+    """A row that sees an infinite value gets NaN in its place, alone or beside one that sees another broken value."""
+    made = attention.make_pass(attention.Shape(), [258, 260], [0, 0], dtype)
+    for position, dim, value in ((257, 3, float("inf")), (259, 1, float("nan"))):
+        block, offset = int(made.table[0, position // 16]), position % 16
+        made.v_cache[block, :, offset, dim] = value
+    rows, backend = place(made, device), TritonAttention()
+    together = rows.run(backend)
+    for row in (0, 1):
+        alone = rows.run(backend, slice(row, row + 1))[0]
+        assert torch.equal(alone.isnan(), together[row].isnan()) and alone.isnan().any()
+        assert torch.equal(alone.nan_to_num(), together[row].nan_to_num())
+
+
+def check_attention_weighs_alike_whatever_kernel_adds(device: torch.device, dtype: torch.dtype) -> None:
+    """Weights so far apart that their quotient is no normal number, in chunks of 32 keys: scores 0, 70, 140."""
+    made = attention.make_pass(attention.Shape(heads=1, kv_heads=1, dim=16), [96], [0], dtype)
+    q, k, v = torch.zeros_like(made.q), torch.zeros_like(made.k_cache), torch.zeros_like(made.v_cache)
+    q[..., 0] = 1.0
+    for position in range(96):
+        at = int(made.table[0, position // 16]), slice(None), position % 16
+        k[*at, 0], v[*at, 0], v[*at, 1] = 70 * (position // 32), 1.0, float(position < 32)
+    rows = place(dataclasses.replace(made, q=q, k_cache=k, v_cache=v, scale=math.log(2)), device)
+    tilings = ({"some": Cut(runs=1000)}, {"some": Cut(runs=1)}, {"split_rows": 0})
+    found = [rows.run(TritonAttention(Tiling(chunk=32, step=32, **t))) for t in tilings]  # type: ignore[arg-type]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -34,6 +34,9 @@ from tests.gpu.attention_checks import (
     check_attention,
     check_attention_adds_up_many_chunks,
     check_attention_is_not_poisoned,
+    check_attention_of_unlike_layers,
+    check_attention_to_broken_values,
+    check_attention_weighs_alike_whatever_kernel_adds,
 )
 from tests.gpu.quantized_cases import check_quantized
 
@@ -355,6 +358,8 @@ CHECKS = (
         check_sample,
     ),
     *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
+    *(check_attention_of_unlike_layers, check_attention_to_broken_values),
+    check_attention_weighs_alike_whatever_kernel_adds,
     *(check_products, check_step, check_draft_rows),
     *(check_experts, check_grouped_products, check_shared_keys, check_quantized),
 )

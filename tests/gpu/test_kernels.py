@@ -116,6 +116,18 @@ def test_tiling_changes_no_bit(cuda: torch.device, form: dict[str, int], cut: di
     assert torch.equal(found, expected[apart])
 
 
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_prompts_of_any_head_size_fit(cuda: torch.device, dim: int) -> None:
+    """Rows of a long pass, alone and in it."""
+    shape = attention.Shape(heads=8, kv_heads=2, dim=dim)
+    ends = [1 + i % attention.LONGEST for i in range(600)]
+    rows = attention_checks.place(
+        attention.make_pass(shape, ends, [i // 300 for i in range(600)], torch.bfloat16), cuda
+    )
+    part = slice(250, 270)
+    assert torch.equal(rows.run(TritonAttention(), part), rows.run(TritonAttention())[part])
+
+
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")

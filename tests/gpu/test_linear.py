@@ -22,7 +22,7 @@ if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
     from draftproof.kernels.gpu import linear as gpu_linear
     from draftproof.kernels.gpu import planner as gpu_planner
 
-COUNTS = (*range(1, 71), 100, 129, 257, 513, 600)
+COUNTS = (*range(1, 71), 100, 129, 257, 513, 600, 1025, 2100)
 BF16 = torch.bfloat16
 
 
@@ -52,6 +52,7 @@ def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) ->
     [
         (512, 2048, BF16, False),
         (1030, 4096, BF16, True),
+        (512, 8192, BF16, True),  # in segments
         (100, 520, torch.float32, True),
         (100, 520, torch.float16, False),
     ],

@@ -335,3 +335,18 @@ def test_the_report_tells_what_exactness_costs(tmp_path: Path, library: native.L
     assert [row.rows for row in rows] == [2, 8, 64]
     assert {row.shape for row in rows} == {"48x64 bfloat16>float32"}
     assert all(row.microseconds > 0 and row.cost >= 0 for row in rows)
+
+
+def test_a_gpu_splits_rows_rather_than_fill_half_a_bucket() -> None:
+    planner = pytest.importorskip("draftproof.kernels.gpu.planner")
+    seen: list[int] = []
+
+    def form(x_TK: Tensor) -> Tensor:
+        seen.append(len(x_TK))
+        return 2 * x_TK
+
+    product = planner.BucketForm({"a": form}, {"a": False}, (4, 8, 16), ("a", "a", "a"))
+    for rows, expected in ((3, [4]), (8, [8]), (9, [8, 4]), (11, [16]), (20, [16, 4])):
+        seen.clear()
+        x_TK = torch.randn(rows, 5)
+        assert torch.equal(product(x_TK), 2 * x_TK) and seen == expected

@@ -97,7 +97,7 @@ class PagedAttention:
             return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
         if not spec.causal:
             window = spec.window + len(block.rows_JR) if spec.window else 0
-            return self._attend(-1, layer, q_THD, rows.slots_T, block.ends_T, window, spec)
+            return self._attend(-2, layer, q_THD, rows.slots_T, block.ends_T, window, spec)
         return self._staggered(layer, q_THD, block.rows_JR, spec)
 
     def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
@@ -152,7 +152,7 @@ class PagedAttention:
         spec: AttentionSpec,
     ) -> Tensor:
         """A backend may want to share work between calls whose rows are the same, which `kind` tells apart: from 0 on
-        they are one row of each block."""
+        they are one row of each block, -2 are rows that see their block's end, -1 all others."""
         if kind not in self._begun:
             begin = getattr(self.backend, "begin", lambda _: self.backend)
             self._begun[kind] = begin(1 if kind >= 0 else self.rows.most_each)

@@ -138,9 +138,11 @@ class Engine:
     def rehearse(self) -> None:
         """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
         p = self.parts
-        num_rows = min(p.scheduler.max_num_batched_tokens, p.state.max_len)
-        prompt = Size(1, num_rows, num_rows, 1, 1, p.num_drafts, repeats=False)
-        for size in (prompt, *(Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in p.buckets[-1:])):
+        most = p.scheduler.max_num_batched_tokens
+        num_prompts = -(-most // p.state.max_len)  # that it takes to fill a pass
+        each = most // num_prompts
+        prompts = Size(num_prompts, num_prompts * each, each, num_prompts, 1, p.num_drafts, repeats=False)
+        for size in (prompts, *(Size.decoding(R, 1 + p.num_drafts, p.num_drafts) for R in p.buckets)):
             self._step_tensors(size, p.state.idle(size))
 
     @torch.inference_mode(False)

@@ -20,8 +20,9 @@ from draftproof.kernels.gpu.attention_kernels import loop_kernel, split_kernel, 
 from draftproof.kernels.gpu.attention_sum import combine_kernel
 from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
 
-SCRATCH_BYTES = 512 << 20  # more than this, and they are not
-MANY_SUMS = 1024  # rows times heads, from which on a program adds up whole vectors
+SCRATCH_BYTES = 512 << 20  # of chunks' results; where they would take more, chunks are not dealt out
+MANY_SUMS = 1024  # rows times heads; where there are more, a program adds up whole vectors
+TILE_NUMBERS = 1 << 14  # of a tile's queries, that registers hold: 128 of size 128, 32 of size 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class AttentionPass:
     def __init__(self, tiling: Tiling, most_each: int) -> None:
         self._tiling = tiling
         self._most_each = most_each
-        self._plans: dict[tuple[int, int, bool], Tensor] = {}
+        self._plans: dict[tuple[int, int, int], Tensor] = {}
 
     def __call__(
         self,
@@ -156,6 +157,7 @@ class AttentionPass:
         together = min(rows, self._most_each or rows)
         cut = self._tiling.cut(rows, together == 1)
         most = min(cut.most, 32) if wide else cut.most
+        most = min(most, TILE_NUMBERS // max(power_of_two(dim), 16))
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
         scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
         return _Shape(
@@ -179,7 +181,8 @@ class AttentionPass:
     def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
         """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
         per_tile = 1 if shape.alike else shape.tile // shape.group2
-        key = (per_tile, shape.window, shape.split)
+        runs = self._num_runs(shape, slots_T.device) if shape.split else 0
+        key = (per_tile, shape.window, runs)
         plan = self._plans.get(key)
         if plan is None:
             plan = slots_T.new_empty(3 * shape.rows + 4 + self._tiling.split_rows, dtype=torch.int32)
@@ -189,7 +192,7 @@ class AttentionPass:
                 ROWS=per_tile,
                 WINDOWED=bool(shape.window),
                 SPLIT=shape.split,
-                RUNS=self._num_runs(shape, slots_T.device),
+                RUNS=runs,
                 BLOCK=self._tiling.split_rows if shape.split else 1024,
                 **early(slots_T),
                 num_warps=4,
@@ -233,12 +236,12 @@ class AttentionPass:
         combine_kernel[(shape.rows, shape.heads, whole // part)](
             *(acc, ml, ends_T, plan, out_TX, shape.chunks, shape.window),
             ALIKE=shape.alike,
+            enable_fp_fusion=False,
             HEADS=shape.heads,
             D=shape.dim,
             PART=part,
             CHUNK=shape.chunk,
             WINDOWED=bool(shape.window),
-            BLOCK=128,
             **early(q),
             num_warps=1,
         )

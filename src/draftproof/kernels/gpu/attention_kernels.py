@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.attention_sum import num_chunks, power
+from draftproof.kernels.gpu.attention_sum import add_chunk, divided, num_chunks, power
 from draftproof.kernels.gpu.early import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
@@ -134,8 +134,8 @@ def _step(
 ):  # fmt: skip
     """Step j, of keys j*N..j*N+N-1; `is_partial`: some row does not see all of them.
 
-    Also whether a value that some row does not see may be broken: its weight of 0 would not silence it. CAREFUL: such
-    values are left to the rows that see them.
+    The last result tells whether a value that some row does not see may be broken: its weight of 0 would not silence
+    it. CAREFUL: such a value is taken out, and makes those who see it no number.
     """
     n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
     # Keys that no row sees are read as the nearest that one does, which costs less than a mask, and get a weight of 0.
@@ -159,12 +159,11 @@ def _step(
     l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
     if CAREFUL:
         broken_ND = _is_broken(v_ND)
-        broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
         seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
-        broken_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
+        met_MD = tl.dot(seen_MN.to(v_ND.dtype), broken_ND.to(v_ND.dtype), input_precision="ieee")
         whole_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
         whole_MD = tl.dot(p_MN, whole_ND, acc_MD, input_precision="ieee")
-        acc_MD = tl.where(broken_M[:, None], tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee"), whole_MD)
+        acc_MD = tl.where(met_MD > 0, float("nan"), whole_MD)
     else:
         acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
     return m_M, l_MO, acc_MD, is_broken
@@ -184,11 +183,9 @@ def _close(
         tl.store(ml_out + at_M * 2 + 1, tl.max(l_C, axis=1), mask=seen_M)
         tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_C, mask=seen_M[:, None] & (d < D)[None, :])
         return m_M, l_MO, acc_MD
-    m_new = tl.where(seen_M, tl.maximum(m_M, m_C), m_M)
-    old_M, new_M = power(m_M - m_new), power(m_C - m_new)
-    l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
-    acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
-    return m_new, l_MO, acc_MD
+    m_new, l_new, acc_new = add_chunk(m_M[:, None], l_MO, acc_MD, m_C[:, None], l_C, acc_C)
+    m_M = tl.where(seen_M, tl.max(m_new, axis=1), m_M)
+    return m_M, tl.where(seen_M[:, None], l_new, l_MO), tl.where(seen_M[:, None], acc_new, acc_MD)
 
 
 @triton.jit
@@ -256,8 +253,7 @@ def _run(
 def _finish(out, at_M, l_MO, acc_MD, end_M, valid_M, D: tl.constexpr, DP: tl.constexpr):
     """The sum of all chunks, divided; zero for a padding row."""
     d, live_M = tl.arange(0, DP), end_M > 0
-    y_MD = tl.math.div_rn(acc_MD, tl.where(live_M, tl.max(l_MO, axis=1), 1.0)[:, None])
-    y_MD = tl.where(live_M[:, None], y_MD, 0.0)
+    y_MD = divided(acc_MD, tl.max(l_MO, axis=1)[:, None], live_M[:, None])
     tl.store(
         out + at_M[:, None] + d[None, :],
         y_MD.to(out.dtype.element_ty),
@@ -324,7 +320,7 @@ def loop_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile and head, all its chunks: the same chunks, added in the same order, as the two kernels above."""
+    """A tile and head, all its chunks: the same chunks, added in the same order, as `split_kernel` has them added."""
     begin(EARLY)
     tile, head = tl.load(plan) - 1 - tl.program_id(0), tl.program_id(1)  # a prompt's last tiles see most keys
     if tile < 0:

@@ -18,6 +18,27 @@ def power(x):
 
 
 @triton.jit
+def add_chunk(m, total, acc, m_C, total_C, acc_C):
+    """One more chunk on top of those before it: (maximum, sum of weights, weighted values), scalars or rows.
+
+    Maxima are integers, so that scaling rounds nothing but what is below the normal numbers; that depends on the order
+    of steps too, which is why every kernel adds chunks by this function alone.
+    """
+    m_new = tl.maximum(m, m_C)
+    old, new = power(m - m_new), power(m_C - m_new)
+    return m_new, total * old + total_C * new, acc * old + acc_C * new
+
+
+@triton.jit
+def divided(acc, total, is_live):
+    """The values' mean by weight; zero where nothing is seen. What is no number or infinite becomes NaN: which of them
+    it was would tell how keys were grouped."""
+    y = tl.math.div_rn(acc, tl.where(is_live, total, 1.0))
+    y = tl.where(tl.abs(y) < float("inf"), y, float("nan"))
+    return tl.where(is_live, y, 0.0)
+
+
+@triton.jit
 def num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
     """That a row sees something of."""
     first = 0
@@ -30,7 +51,7 @@ def num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
 def combine_kernel(
     acc, ml, ends, plan, out, chunks, window,
     HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
-    ALIKE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero, a
     finished row stays."""
@@ -44,28 +65,26 @@ def combine_kernel(
         if (end > 0) & (last - first <= tl.load(plan + 2)):
             return
     at = (row * HEADS + head) * chunks
-    top_C = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for base in range(first, last, BLOCK):
-        c = base + tl.arange(0, BLOCK)
-        top_C = tl.maximum(top_C, tl.load(ml + (at + c) * 2, mask=c < last, other=-float("inf")))
-    top = tl.max(top_C, axis=0)
-    total_D, total = tl.zeros((PART,), tl.float32), 0.0
+    m, total, total_D = -float("inf"), 0.0, tl.zeros((PART,), tl.float32)
     # Many loads at once; then fewer and guarded: 38 chunks are twice 16, and 6 of 8.
     middle = first + (last - first) // MANY_CHUNKS * MANY_CHUNKS
     for base in range(first, middle, MANY_CHUNKS):
         for j in tl.static_range(MANY_CHUNKS):
-            c = base + j
-            weight = power(tl.load(ml + (at + c) * 2) - top)
-            total += tl.load(ml + (at + c) * 2 + 1) * weight
-            total_D += tl.load(acc + (at + c) * D + d, mask=d < D, other=0.0) * weight
+            c = at + base + j
+            m_C, l_C = tl.load(ml + c * 2), tl.load(ml + c * 2 + 1)
+            acc_D = tl.load(acc + c * D + d, mask=d < D, other=0.0)
+            m, total, total_D = add_chunk(m, total, total_D, m_C, l_C, acc_D)
     for base in range(middle, last, FEW_CHUNKS):
         for j in tl.static_range(FEW_CHUNKS):
-            c = base + j
-            here = c < last
-            weight = power(tl.load(ml + (at + c) * 2, mask=here, other=-float("inf")) - top)
-            part = tl.load(ml + (at + c) * 2 + 1, mask=here, other=0.0)
-            part_D = tl.load(acc + (at + c) * D + d, mask=here & (d < D), other=0.0)
-            total = tl.where(here, total + part * weight, total)
-            total_D = tl.where(here, total_D + part_D * weight, total_D)
-    y_D = tl.where(end > 0, tl.math.div_rn(total_D, tl.where(end > 0, total, 1.0)), 0.0)
+            c, here = at + base + j, base + j < last
+            m_C = tl.load(ml + c * 2, mask=here, other=-float("inf"))
+            l_C = tl.load(ml + c * 2 + 1, mask=here, other=0.0)
+            acc_D = tl.load(acc + c * D + d, mask=here & (d < D), other=0.0)
+            m_new, new, new_D = add_chunk(m, total, total_D, m_C, l_C, acc_D)
+            m, total, total_D = (
+                tl.where(here, m_new, m),
+                tl.where(here, new, total),
+                tl.where(here, new_D, total_D),
+            )
+    y_D = divided(total_D, total, end > 0)
     tl.store(out + (row * HEADS + head) * D + d, y_D.to(out.dtype.element_ty), mask=d < D)

@@ -74,6 +74,7 @@ TILES_HALF = (
     *(Tile(16, 32, 256, 4, 4), Tile(16, 32, 256, 6, 4), Tile(16, 16, 256, 6, 4), Tile(16, 64, 128, 5, 4)),
     *(Tile(16, 64, 128, 5, 4, True), Tile(16, 64, 256, 3, 4, True), Tile(16, 64, 256, 5, 4, True)),
     *(Tile(16, 128, 128, 4, 4, True), Tile(32, 32, 256, 6, 4), Tile(32, 64, 128, 5, 4, True)),
+    *(Tile(32, 32, 128, 4, 4), Tile(128, 128, 64, 3, 8)),  # for processors with less shared memory
     *(Tile(32, 128, 128, 4, 4, True), Tile(64, 32, 128, 5, 4), Tile(64, 32, 256, 4, 4)),
     *(Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4, True)),
     *(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 4, 8, True)),
@@ -173,7 +174,7 @@ def _sum_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for segment in tl.static_range(SEGMENTS):
-        total += tl.load(parts + segment * size + i, mask=i < size, other=0.0)
+        total += tl.load(parts + segment * tl.cast(size, tl.int64) + i, mask=i < size, other=0.0)
     if BIAS:
         total += tl.load(bias + i % outputs, mask=i < size, other=0.0).to(tl.float32)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
 COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
 REPLAYS = 10
 CLOSE, ROUNDS = 1.1, 5  # ways within this factor of the fastest are timed so often again
+PADDING = 1.5  # times the rows that there are
+WIDE, MOST_WIDE_ROWS = 1 << 15, 512  # outputs of heads, whose results for a whole prompt would take gigabytes
 SWITCH = 1.02  # a way must be this much faster than the one of the bucket below to take its place
 
 
@@ -65,7 +68,8 @@ def times(
 
 def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
     """Least microseconds of a call; those that are close run again, in turns: clocks change with time."""
-    graphs = {name: TimedGraph(several) for name, several in calls.items()}
+    pool = torch.cuda.graph_pool_handle()  # nobody reads what they compute, so it may lie in one place
+    graphs = {name: TimedGraph(several, pool) for name, several in calls.items()}
     best = {name: graph.microseconds() for name, graph in graphs.items()}
     close = [name for name, t in best.items() if t <= CLOSE * min(best.values())]
     for _ in range(ROUNDS if len(close) > 1 else 0):
@@ -77,7 +81,7 @@ def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
 class TimedGraph:
     """Calls in one CUDA graph: what the device needs for them, without the host."""
 
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], object]], pool: Any = None) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -85,7 +89,7 @@ class TimedGraph:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         self._num_calls, self._graph = len(calls), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=pool):
             for call in calls:
                 call()
         self._graph.replay()
@@ -138,20 +142,27 @@ class BucketForm:
         ]
         assert certified, "no bucket has a way"
         self._most = certified[-1][0]
-        self._plan = [
-            next(entry for entry in certified if entry[0] >= max(rows, 1)) for rows in range(self._most + 1)
-        ]
+        self._plan = [_entry(certified, rows) for rows in range(self._most + 1)]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         rows = x_TK.shape[0]
         if rows > self._most:
             return torch.cat([self(part) for part in x_TK.split(self._most)])
         bucket, form, any_rows = self._plan[rows]
+        if rows > bucket and not any_rows:
+            return torch.cat([self(part) for part in (x_TK[:bucket], x_TK[bucket:])])
         if any_rows or (bucket == rows and x_TK.is_contiguous() and x_TK.data_ptr() % 64 == 0):
             return form(x_TK)
         buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
         buffer[:rows] = x_TK
         return form(buffer)[:rows]
+
+
+def _entry(certified: Sequence[tuple[int, Form, bool]], rows: int) -> tuple[int, Form, bool]:
+    """The bucket to fill `rows` up to; where that would waste half as many again, the one to split them by."""
+    above = next(entry for entry in certified if entry[0] >= rows)
+    below = [entry for entry in certified if 0 < entry[0] <= rows]
+    return above if above[2] or above[0] <= PADDING * rows or not below else below[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +180,7 @@ def plan(
     shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[str, ...], list[Timed]]:
     """(buckets, the certified way of each, "" where there is none, and what they take)."""
+    max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
     buckets = certify.buckets_up_to(max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
     with torch.no_grad():

@@ -102,7 +102,8 @@ def _widen(w, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _to_e4m3(x, ASM: tl.constexpr):
-    """fp32 below 256, rounded. The interpreter's conversion only cuts off, so there it gets numbers that e4m3 has."""
+    """fp32 below 256, rounded. ASM: by the processor. The interpreter's conversion only cuts off, so it gets numbers
+    that e4m3 has."""
     if not ASM:
         bits = x.to(tl.int32, bitcast=True)
         kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
