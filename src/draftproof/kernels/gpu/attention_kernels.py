@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.attention_sum import add_chunk, divided, num_chunks, power
+from draftproof.kernels.gpu.attention_sum import divided, num_chunks, power, shifted
 from draftproof.kernels.gpu.early import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
@@ -159,11 +159,12 @@ def _step(
     l_MO = tl.dot(p_MN, tl.full((N, ONES), 1.0, v_ND.dtype), l_MO, input_precision="ieee")
     if CAREFUL:
         broken_ND = _is_broken(v_ND)
+        broken_N = tl.max(broken_ND.to(tl.int32), axis=1) > 0
         seen_MN = (n[None, :] < end_M[:, None]) & (n[None, :] >= low_M[:, None])
-        met_MD = tl.dot(seen_MN.to(v_ND.dtype), broken_ND.to(v_ND.dtype), input_precision="ieee")
+        met_M = tl.max((seen_MN & broken_N[None, :]).to(tl.int32), axis=1) > 0
         whole_ND = tl.where(broken_ND, tl.zeros_like(v_ND), v_ND)
-        whole_MD = tl.dot(p_MN, whole_ND, acc_MD, input_precision="ieee")
-        acc_MD = tl.where(met_MD > 0, float("nan"), whole_MD)
+        acc_MD = tl.dot(p_MN, whole_ND, acc_MD, input_precision="ieee")
+        acc_MD = tl.where(met_M[:, None], float("nan"), acc_MD)
     else:
         acc_MD = tl.dot(p_MN, v_ND, acc_MD, input_precision="ieee")
     return m_M, l_MO, acc_MD, is_broken
@@ -174,18 +175,24 @@ def _close(
     chunk, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
     CHUNK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk is through: to memory with it, or on top of those before it."""
+    """A chunk is through: to memory with it, or on top of those before it.
+
+    A row that met a broken value becomes NaN as a whole, through its sum of weights.
+    """
     start, d = chunk * CHUNK, tl.arange(0, DP)
     seen_M = (start < end_M) & (start + CHUNK > low_M)
+    met_M = tl.max(_is_broken(acc_C).to(tl.int32), axis=1) > 0
+    l_C = tl.where(met_M[:, None], float("nan"), l_C)
     if STORE:
         seen_M, at_M = seen_M & valid_M, at_M + chunk
         tl.store(ml_out + at_M * 2, m_C, mask=seen_M)
         tl.store(ml_out + at_M * 2 + 1, tl.max(l_C, axis=1), mask=seen_M)
         tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_C, mask=seen_M[:, None] & (d < D)[None, :])
         return m_M, l_MO, acc_MD
-    m_new, l_new, acc_new = add_chunk(m_M[:, None], l_MO, acc_MD, m_C[:, None], l_C, acc_C)
-    m_M = tl.where(seen_M, tl.max(m_new, axis=1), m_M)
-    return m_M, tl.where(seen_M[:, None], l_new, l_MO), tl.where(seen_M[:, None], acc_new, acc_MD)
+    m_new, old_M, new_M = shifted(m_M, m_C)
+    l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
+    acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
+    return tl.where(seen_M, m_new, m_M), l_MO, acc_MD
 
 
 @triton.jit

@@ -18,15 +18,14 @@ def power(x):
 
 
 @triton.jit
-def add_chunk(m, total, acc, m_C, total_C, acc_C):
-    """One more chunk on top of those before it: (maximum, sum of weights, weighted values), scalars or rows.
+def shifted(m, m_C):
+    """The maximum with one more chunk, what the sums so far are scaled by, and what the chunk's are.
 
-    Maxima are integers, so that scaling rounds nothing but what is below the normal numbers; that depends on the order
-    of steps too, which is why every kernel adds chunks by this function alone.
+    Maxima are integers, so that scaling rounds nothing but what falls below the normal numbers. That depends on the
+    order of steps too: every kernel adds chunks one by one, as `sum * old + sum_C * new`.
     """
     m_new = tl.maximum(m, m_C)
-    old, new = power(m - m_new), power(m_C - m_new)
-    return m_new, total * old + total_C * new, acc * old + acc_C * new
+    return m_new, power(m - m_new), power(m_C - m_new)
 
 
 @triton.jit
@@ -73,18 +72,16 @@ def combine_kernel(
             c = at + base + j
             m_C, l_C = tl.load(ml + c * 2), tl.load(ml + c * 2 + 1)
             acc_D = tl.load(acc + c * D + d, mask=d < D, other=0.0)
-            m, total, total_D = add_chunk(m, total, total_D, m_C, l_C, acc_D)
+            m, old, new = shifted(m, m_C)
+            total, total_D = total * old + l_C * new, total_D * old + acc_D * new
     for base in range(middle, last, FEW_CHUNKS):
         for j in tl.static_range(FEW_CHUNKS):
             c, here = at + base + j, base + j < last
             m_C = tl.load(ml + c * 2, mask=here, other=-float("inf"))
             l_C = tl.load(ml + c * 2 + 1, mask=here, other=0.0)
             acc_D = tl.load(acc + c * D + d, mask=here & (d < D), other=0.0)
-            m_new, new, new_D = add_chunk(m, total, total_D, m_C, l_C, acc_D)
-            m, total, total_D = (
-                tl.where(here, m_new, m),
-                tl.where(here, new, total),
-                tl.where(here, new_D, total_D),
-            )
+            m_new, old, new = shifted(m, m_C)
+            m, total = tl.where(here, m_new, m), tl.where(here, total * old + l_C * new, total)
+            total_D = tl.where(here, total_D * old + acc_D * new, total_D)
     y_D = divided(total_D, total, end > 0)
     tl.store(out + (row * HEADS + head) * D + d, y_D.to(out.dtype.element_ty), mask=d < D)
