@@ -214,19 +214,8 @@ class AttentionPass:
         # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
         most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
         split_kernel[(most * shape.kv_heads,)](
-            *(
-                *inputs[:4],
-                ends_T,
-                plan,
-                acc,
-                ml,
-                out_TX,
-                shape.rows,
-                width,
-                shape.chunks,
-                shape.window,
-                scale,
-            ),
+            *(*inputs[:4], ends_T, plan, acc, ml, out_TX),
+            *(shape.rows, width, shape.chunks, shape.window, scale),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
             **early(q),
