@@ -88,13 +88,7 @@ HEAD_PRODUCTS = {
 }
 _A8 = Tile(16, 64, 128, 4, 4, True)
 FP8_FEW = (
-    *(
-        Fp8Cut(_A8, True),
-        Fp8Cut(_A8, True, 2),
-        Fp8Cut(_A8, True, 3),
-        Fp8Cut(_A8, True, 4),
-        Fp8Cut(_A8, True, 6),
-    ),
+    *(Fp8Cut(_A8, True, programs) for programs in (0, 2, 3, 4, 6)),
     *(Fp8Cut(Tile(16, 64, 128, 3, 4, True), True, 5), Fp8Cut(Tile(16, 64, 128, 6, 4, True), True, 3)),
     *(Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 2), Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 3)),
     *(Fp8Cut(Tile(16, 128, 128, 4, 4, True), True, 2), Fp8Cut(Tile(16, 128, 128, 3, 4, True), True, 3)),

@@ -5,8 +5,7 @@ Shapes: T rows, S slots, B blocks per slot.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -115,14 +114,3 @@ def logits_in_parts(
         start, other = start + size, other + len(noise)
     assert start == len(tokens)
     return torch.cat(parts)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch and the library on `count` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

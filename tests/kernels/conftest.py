@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from draftproof.kernels import native, ops
-from tests import helpers
+from draftproof.kernels import certify, native, ops
 
 
 @pytest.fixture(scope="session")
@@ -40,4 +39,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def threads() -> Callable[[int], contextlib.AbstractContextManager[None]]:
     """`with threads(3):` runs torch and the library on three threads."""
-    return helpers.threads
+    return certify.threads

@@ -15,11 +15,12 @@ from draftproof.bench import rooflines
 from draftproof.bench.compare import compare
 from draftproof.drafters import recordings
 from draftproof.kernels import graphs, native, ops, products
+from draftproof.kernels.certify import threads
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
-from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows, threads
+from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import FORMS, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]

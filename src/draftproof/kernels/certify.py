@@ -133,7 +133,7 @@ def _certify_seed(
     reference = forms.get(ways[0].name)
     if reference is None:
         return candidates
-    with _threads(1):
+    with threads(1):
         expected_TN = torch.cat([reference(part) for part in x_TK.split(reference_rows)])
     return {
         name: tuple(rows for rows in buckets if _matches(forms[name], rows, x_TK, expected_TN))
@@ -150,7 +150,8 @@ def _matches(form: Form, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """torch and the library on `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu.early import begin
 from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
 from draftproof.kernels.products import Form, Way
@@ -292,6 +293,13 @@ def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.d
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *PARTS)
+
+
+def suits(way: str, shape: Shape, rows: int) -> bool:
+    """Whether the way of that name is worth a try at so many rows."""
+    segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
+    tile = next((tile for tile in tiles(shape.dtype) if tile.name == way), None)
+    return tile.suits(rows, segments) if tile is not None else segments > 1 or way != CUBLAS_IN_PARTS
 
 
 def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:

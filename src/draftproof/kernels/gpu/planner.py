@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.kernels import certify
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.gpu.linear import CUBLAS_IN_PARTS, num_segments, tiles
+from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.norm import rms_norm
 from draftproof.kernels.products import Form, Way
 
@@ -43,16 +43,10 @@ def times(
     ]
     bias_N = weights[0][:, 0].contiguous() if shape.bias else None
     forms = {way.name: [way.make(weight, bias_N, shape.out_dtype) for weight in weights] for way in ways}
-    segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
-    tile_of = {tile.name: tile for tile in tiles(shape.dtype)}
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for t in rows:
         x_TK = torch.randn(t, shape.inputs, device=device).to(shape.dtype)
-        tried = {
-            n: form
-            for n, form in forms.items()
-            if (tile_of[n].suits(t, segments) if n in tile_of else segments > 1 or n != CUBLAS_IN_PARTS)
-        }
+        tried = {n: form for n, form in forms.items() if linear.suits(n, shape, t)}
         small = functools.partial(rms_norm, x_TK, torch.ones_like(x_TK[0]), 1e-6)
         taken = _race(
             {
