@@ -88,17 +88,17 @@ HEAD_PRODUCTS = {
 }
 _A8 = Tile(16, 64, 128, 4, 4, True)
 FP8_FEW = (
-    *(Fp8Cut(_A8, True, programs) for programs in (0, 2, 3, 4, 6)),
-    *(Fp8Cut(Tile(16, 64, 128, 3, 4, True), True, 5), Fp8Cut(Tile(16, 64, 128, 6, 4, True), True, 3)),
-    *(Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 2), Fp8Cut(Tile(16, 64, 256, 3, 4, True), True, 3)),
-    *(Fp8Cut(Tile(16, 128, 128, 4, 4, True), True, 2), Fp8Cut(Tile(16, 128, 128, 3, 4, True), True, 3)),
-    Fp8Cut(Tile(16, 128, 128, 4, 8, True), True, 2),
-    *(Fp8Cut(Tile(16, 32, 256, 4, 4), False, 4), Fp8Cut(Tile(16, 64, 128, 6, 4), False, 3)),
+    *(Fp8Cut(_A8, programs) for programs in (0, 2, 3, 4, 6)),
+    *(Fp8Cut(Tile(16, 64, 128, 3, 4, True), 5), Fp8Cut(Tile(16, 64, 128, 6, 4, True), 3)),
+    *(Fp8Cut(Tile(16, 64, 256, 3, 4, True), 2), Fp8Cut(Tile(16, 64, 256, 3, 4, True), 3)),
+    *(Fp8Cut(Tile(16, 128, 128, 4, 4, True), 2), Fp8Cut(Tile(16, 128, 128, 3, 4, True), 3)),
+    Fp8Cut(Tile(16, 128, 128, 4, 8, True), 2),
+    *(Fp8Cut(Tile(16, 32, 256, 4, 4), 4), Fp8Cut(Tile(16, 64, 128, 6, 4), 3)),
 )
 FP8_SOME = (
-    *(Fp8Cut(Tile(32, 64, 128, 4, 4, True), True, 3), Fp8Cut(Tile(32, 128, 128, 3, 4, True), True, 2)),
-    *(Fp8Cut(Tile(64, 128, 128, 3, 8, True), True, 2), Fp8Cut(Tile(64, 128, 128, 3, 8, True), True)),
-    *(Fp8Cut(Tile(64, 64, 128, 3, 4, True), True, 2), Fp8Cut(Tile(64, 64, 128, 5, 4, True), False, 3)),
+    *(Fp8Cut(Tile(32, 64, 128, 4, 4, True), 3), Fp8Cut(Tile(32, 128, 128, 3, 4, True), 2)),
+    *(Fp8Cut(Tile(64, 128, 128, 3, 8, True), 2), Fp8Cut(Tile(64, 128, 128, 3, 8, True))),
+    *(Fp8Cut(Tile(64, 64, 128, 3, 4, True), 2), Fp8Cut(Tile(64, 64, 128, 5, 4, True), 3)),
 )
 FP8_CASES = (((1, 6, 16), FP8_FEW), ((32, 64), FP8_SOME), ((96, 512), FP8_SOME[2:4]))
 
@@ -118,8 +118,7 @@ def fp8() -> None:
             kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: ways share weights, which stay alive
             processors = num_processors(DEVICE)
             tried = {
-                (c.tile, c.narrow, c.parts(all_rows[0], outputs, inputs, processors)): c
-                for c in reversed(cuts)
+                (c.tile, c.parts(all_rows[0], outputs, inputs, processors)): c for c in reversed(cuts)
             }.values()
             ways = [Way(c.name, lambda w, b, out, c=c: make(c, w, out)) for c in tried]  # type: ignore[misc]
             ways += [Way("table", lambda w, b, out: make(None, w, out)), Way("bf16 cublas", linear.cublas)]

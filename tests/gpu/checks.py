@@ -34,6 +34,7 @@ from tests.gpu.attention_checks import (
     check_attention,
     check_attention_adds_up_many_chunks,
     check_attention_is_not_poisoned,
+    check_attention_of_prompts,
     check_attention_of_unlike_layers,
     check_attention_to_broken_values,
     check_attention_weighs_alike_whatever_kernel_adds,
@@ -76,6 +77,16 @@ def check_norm(device: torch.device, dtype: torch.dtype) -> None:
             strict=True,
         ):
             close(found, expected)
+        parts = randn(4, 9, width, device=device, seed=3)
+        summed = norm.add_parts_torch(parts, dtype)
+        for found, whole, expected in zip(
+            gpu_norm.add_rms_norm(parts, other, weight, 1e-5),
+            gpu_norm.add_rms_norm(summed, other, weight, 1e-5),
+            norm.add_rms_norm_torch(parts, other, weight, 1e-5),
+            strict=True,
+        ):
+            close(found, expected)
+            assert torch.equal(found, whole)
         same_in_any_batch(lambda i: gpu_norm.add_rms_norm(x[i], other[i], weight, 1e-5)[0], 9)  # noqa: B023
         shifted = torch.empty(9 * width + 1, device=device, dtype=dtype)[1:].view(9, width).copy_(x)
         assert torch.equal(gpu_norm.rms_norm(shifted, weight, 1e-5), gpu_norm.rms_norm(x, weight, 1e-5))
@@ -112,6 +123,11 @@ def check_rows(device: torch.device, dtype: torch.dtype) -> None:
             [table] * 4,
         ):
             assert torch.equal(gpu_rows.concat(parts), rows.concat_torch(parts))
+    columns = [randn(11, device=device) + i if i % 2 else torch.arange(11, device=device) for i in range(5)]
+    for index in ([], [3], [10, 0, 3, 3], [*range(11)] * 100):
+        at = torch.tensor(index, dtype=torch.int64, device=device)
+        for found, expected in zip(gpu_rows.pick(columns, at), rows.pick_torch(columns, at), strict=True):
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
     numbers = torch.arange(6, device=device)[:, None]
     assert gpu_rows.gather(numbers, numbers[::2, 0]).view(-1).tolist() == [0, 2, 4]
 
@@ -250,7 +266,7 @@ def check_sample(device: torch.device, dtype: torch.dtype) -> None:
 def check_products(device: torch.device, dtype: torch.dtype) -> None:
     """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
     too, which programs add up or a kernel of its own."""
-    long = [(40, 8192, True)] if dtype != torch.float32 else []
+    long = [(40, 8192, True), (40, 4096, False)] if dtype != torch.float32 else []
     for outputs, inputs, bias in ((50, 200, True), (64, 512, False), *long):
         for out_dtype in {dtype, torch.float32}:
             shape = Shape(outputs, inputs, dtype, out_dtype, bias)
@@ -259,6 +275,11 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
             forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
+            for form in forms:  # what is left in parts is what is added up
+                if not bias and out_dtype == dtype:
+                    found, whole = products.apart(form)(x[:17]), form(x[:17])
+                    found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
+                    assert torch.equal(found, whole)
             expected = products.SLOW.make(weight, offset, out_dtype)(x)
             reference = forms[0](x)
             torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
@@ -348,17 +369,10 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 CHECKS = (
-    *(
-        check_norm,
-        check_activation,
-        check_soft_cap,
-        check_rows,
-        check_rope,
-        check_log_normalizer,
-        check_sample,
-    ),
+    *(check_norm, check_activation, check_soft_cap, check_rows),
+    *(check_rope, check_log_normalizer, check_sample),
     *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
-    *(check_attention_of_unlike_layers, check_attention_to_broken_values),
+    *(check_attention_of_prompts, check_attention_of_unlike_layers, check_attention_to_broken_values),
     check_attention_weighs_alike_whatever_kernel_adds,
     *(check_products, check_step, check_draft_rows),
     *(check_experts, check_grouped_products, check_shared_keys, check_quantized),

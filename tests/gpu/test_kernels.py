@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from draftproof.attention import registry
-from draftproof.attention.base import PagedAttention
 from draftproof.kernels import gpu, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,6 +187,10 @@ def test_an_attention_chunk_taken_from_the_batch_is_caught(cuda: torch.device) -
     attention.check_rows_are_independent(TritonAttention(), rows)
 
 
-def test_a_pass_shares_its_plan_between_layers(cuda: torch.device) -> None:
-    attn = PagedAttention(ops.select(cuda, None), TritonAttention(), None, None)  # type: ignore[arg-type]
-    assert attn.backend is not TritonAttention and not isinstance(attn.backend, TritonAttention)
+def test_layers_of_a_pass_share_a_plan(cuda: torch.device) -> None:
+    model, attend = Llama(cuda), TritonAttention().begin()
+    slots, ends = torch.arange(3, device=cuda), torch.tensor([5, 300, 2000], device=cuda)
+    for layer in range(2):
+        q = model.queries(3) + layer
+        assert torch.equal(model.run(attend, q, slots, ends), model.run(TritonAttention(), q, slots, ends))
+    assert len(attend._plans) == 1

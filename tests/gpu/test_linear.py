@@ -15,12 +15,13 @@ from torch import Tensor
 
 from draftproof.kernels import certify, gpu, products
 from draftproof.kernels.certify import Shape
+from draftproof.kernels.choices import BucketForm
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.products import Form, Way
 
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
     from draftproof.kernels.gpu import linear as gpu_linear
-    from draftproof.kernels.gpu import planner as gpu_planner
+    from draftproof.kernels.gpu.norm import add_rms_norm
 
 COUNTS = (*range(1, 71), 100, 129, 257, 513, 600, 1025, 2100)
 BF16 = torch.bfloat16
@@ -35,6 +36,11 @@ def planner(device: torch.device, folder: Path, find_ways: object = products.way
         cache_dir=folder,
         find_ways=find_ways,  # type: ignore[arg-type]
     )
+
+
+def norms(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """What may follow a product."""
+    return add_rms_norm(x, residual, torch.ones_like(residual[0]), 1e-6)
 
 
 def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
@@ -53,6 +59,7 @@ def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) ->
         (512, 2048, BF16, False),
         (1030, 4096, BF16, True),
         (512, 8192, BF16, True),  # in segments
+        (1024, 4096, BF16, False),  # in segments, that the norm behind it adds up
         (100, 520, torch.float32, True),
         (100, 520, torch.float16, False),
     ],
@@ -70,6 +77,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
     alone = torch.cat([product(row) for row in x.split(1)])
     for rows in COUNTS:
         assert torch.equal(product(x[:rows]), alone[:rows]), f"{rows} rows"
+        added = norms(product.apart(x[:rows]), alone[:rows])
+        assert all(map(torch.equal, added, norms(alone[:rows], alone[:rows]))), f"{rows} rows"
     assert torch.equal(product(x[3:12]), alone[3:12])
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(alone.double(), expected, atol=0.5, rtol=0.02)
@@ -99,7 +108,7 @@ def test_a_split_let_into_the_planner_changes_rows(cuda: torch.device) -> None:
     x, weight = (t.to(cuda) for t in certify.cancelling(64, shape, seed=5))
     ordered = gpu_linear.OrderedForm(gpu_linear.tiles(BF16)[0], weight, None, BF16)
     forms = {"ordered": ordered, "split": split_k(weight, None, BF16)}
-    product = gpu_planner.BucketForm(forms, dict.fromkeys(forms, True), (16, 64), ("ordered", "split"))
+    product = BucketForm(forms, dict.fromkeys(forms, True), (16, 64), ("ordered", "split"))
     alone = torch.cat([product(row) for row in x.split(1)])
     assert torch.equal(product(x[:16]), alone[:16])
     assert not torch.equal(product(x[:24]), alone[:24])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftproof.kernels import certify, linear, native, products
 from draftproof.kernels.certify import Shape
+from draftproof.kernels.choices import BucketForm
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.products import Form, Way
 
@@ -337,15 +338,14 @@ def test_the_report_tells_what_exactness_costs(tmp_path: Path, library: native.L
     assert all(row.microseconds > 0 and row.cost >= 0 for row in rows)
 
 
-def test_a_gpu_splits_rows_rather_than_fill_half_a_bucket() -> None:
-    planner = pytest.importorskip("draftproof.kernels.gpu.planner")
+def test_rows_are_split_rather_than_half_a_bucket_filled() -> None:
     seen: list[int] = []
 
     def form(x_TK: Tensor) -> Tensor:
         seen.append(len(x_TK))
         return 2 * x_TK
 
-    product = planner.BucketForm({"a": form}, {"a": False}, (4, 8, 16), ("a", "a", "a"))
+    product = BucketForm({"a": form}, {"a": False}, (4, 8, 16), ("a", "a", "a"))
     for rows, expected in ((3, [4]), (8, [8]), (9, [8, 4]), (11, [16]), (20, [16, 4])):
         seen.clear()
         x_TK = torch.randn(rows, 5)
@@ -355,7 +355,7 @@ def test_a_gpu_splits_rows_rather_than_fill_half_a_bucket() -> None:
 def test_a_gpu_tries_what_suits_the_weight_and_the_rows() -> None:
     gpu_linear = pytest.importorskip("draftproof.kernels.gpu.linear")
     dtype = torch.bfloat16
-    whole, cut = Shape(4096, 4096, dtype, dtype, False), Shape(4096, 14336, dtype, dtype, False)
+    whole, cut = Shape(6144, 4096, dtype, dtype, False), Shape(4096, 4096, dtype, dtype, False)
     names = [tile.name for tile in gpu_linear.tiles(dtype)] + [gpu_linear.CUBLAS_IN_PARTS, "cublas"]
     tried = {s: {name for name in names if gpu_linear.suits(name, s, 1)} for s in (whole, cut)}
     assert not any("parts" in name for name in tried[whole])
@@ -364,3 +364,22 @@ def test_a_gpu_tries_what_suits_the_weight_and_the_rows() -> None:
     )
     assert all("cublas" in found for found in tried.values())
     assert all(" 16x" in name or "cublas" in name for found in tried.values() for name in found)
+
+
+def test_a_gpu_that_copies_no_tiles_or_has_less_memory_gets_other_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu_linear = pytest.importorskip("draftproof.kernels.gpu.linear")
+
+    def names() -> set[str]:
+        found = gpu_linear.ways(torch.device("cpu"), torch.bfloat16)
+        assert found[0].name == gpu_linear.TILES_HALF[0].name  # the reference
+        return {way.name for way in found}
+
+    copied, older = ({tile.name for tile in tiles} for tiles in (gpu_linear.COPIED, gpu_linear.OLDER))
+    assert copied <= names() and not older & names()
+    monkeypatch.setattr(gpu_linear, "shared_bytes", lambda _: 99 << 10)
+    assert older & names() and not copied <= names()
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_linear, "copies_tiles", lambda _: False)
+    assert older <= names() and not copied & names()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from draftproof.kernels.native import Library, Program
 
 Function = Callable[..., tuple[Tensor, ...]]
 Key = tuple[Hashable, ...]
+T = TypeVar("T")
 MOST_PROGRAMS = 256
 OFTEN = 3  # runs after which a GPU captures what nobody prepared; passes with prompts are hardly ever alike
 MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
@@ -115,6 +116,19 @@ class Recorded:
         return _Entry(static, outputs, recorder.program() if whole else None)
 
 
+def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """(the graph of a call, which ran once as it is before, what it gave). `pool`: of a graph to share memory with."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        given = call()
+    return graph, given
+
+
 @dataclass(slots=True)
 class _Capture:
     graph: torch.cuda.CUDAGraph
@@ -155,14 +169,7 @@ class Captured:
         static = tuple(t.clone() for t in inputs)
         self._is_capturing = True
         try:
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                function(*static)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pools.get(kind)):
-                outputs = function(*static)
+            graph, outputs = capture(lambda: function(*static), self._pools.get(kind))
         finally:
             self._is_capturing = False
         self._pools.setdefault(kind, graph.pool())

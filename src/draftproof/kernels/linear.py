@@ -5,59 +5,26 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.kernels import certify, gpu, grouped, native, products, quantized
 from draftproof.kernels.certify import Shape
+from draftproof.kernels.choices import BucketForm, Cache, Choice, ReportRow
 from draftproof.kernels.products import Form, Way
 
 TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
-ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
 TIMING_BUDGET = 0.01  # seconds a measurement
 CLEARLY_SLOWER = 1.15
 
 FindWays = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Way]]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """One line of `LinearPlanner.report`. Times in microseconds; `cost` 0.02: exactness costs 2 % at these rows."""
-
-    shape: str
-    rows: int
-    way: str
-    microseconds: float
-    fastest_way: str
-    fastest_microseconds: float
-
-    @property
-    def cost(self) -> float:
-        return max(0.0, self.microseconds / self.fastest_microseconds - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
-
-    `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
-    """
-
-    way: str
-    buckets: tuple[int, ...]
-    report: tuple[ReportRow, ...]
-    by_bucket: tuple[str, ...] = ()
 
 
 class PackedLinear:
@@ -71,32 +38,19 @@ class PackedLinear:
         self.in_features, self.out_features = shape.inputs, shape.outputs
         self.weight_itemsize = shape.dtype.itemsize
         self._form: Form | None = None
+        self._apart: Form | None = None
+
+    def use(self, form: Form) -> None:
+        self._form, self._apart = form, products.apart(form)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         assert self._form is not None, "LinearPlanner.certify() was not called after pack()"
         return self._form(x_TK)
 
-
-class PaddedForm:
-    """Calls a form only at certified numbers of rows, in an aligned buffer; more rows are split."""
-
-    def __init__(self, form: Form, buckets: Sequence[int], outputs: int, out_dtype: torch.dtype) -> None:
-        self._form, self._most = form, max(buckets)
-        self._outputs, self._out_dtype = outputs, out_dtype
-        self._bucket = [0, *[_bucket(rows, buckets) for rows in range(1, self._most + 1)]]
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        rows = x_TK.shape[0]
-        if rows == 0:
-            return x_TK.new_empty(0, self._outputs, dtype=self._out_dtype)
-        bucket = self._bucket[min(rows, self._most)]
-        if rows > bucket:
-            return torch.cat([self(part) for part in x_TK.split(bucket)])
-        if bucket == rows and x_TK.data_ptr() % ALIGNMENT == 0 and x_TK.is_contiguous():
-            return self._form(x_TK)
-        buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
-        buffer[:rows] = x_TK
-        return self._form(buffer)[:rows]
+    def apart(self, x_TK: Tensor) -> Tensor:
+        """The same for `ops.AddRMSNorm`, which adds what may be in parts here: [T, N] or fp32 [S, T, N]."""
+        assert self._apart is not None, "LinearPlanner.certify() was not called after pack()"
+        return self._apart(x_TK)
 
 
 class LinearPlanner:
@@ -150,8 +104,8 @@ class LinearPlanner:
         if self.exact if exact is None else exact:
             assert not fp8, "products with fp8 weights are for drafters: they have no certificates"
             self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
-        elif fp8 and gpu.available(self._device):
-            linear._form = quantized.make_form(weight_NK, bias_N, out_dtype)
+        elif fp8 and quantized.is_kept(self._device):
+            linear.use(quantized.make_form(weight_NK, bias_N, out_dtype))
             linear.weight_itemsize = quantized.FP8.itemsize
         else:
             if fp8:
@@ -159,7 +113,7 @@ class LinearPlanner:
             # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
             form = way.make(weight_NK, bias_N, out_dtype)
-            linear._form = quantized.with_rounded_rows(form) if fp8 else form
+            linear.use(quantized.with_rounded_rows(form) if fp8 else form)
         return linear
 
     def pack_experts(
@@ -196,7 +150,7 @@ class LinearPlanner:
         Raises NoPowerError if the test data cannot see a changed order.
         """
         wanted = list(dict.fromkeys(linear.shape for linear, _, _ in self._pending))
-        cache = _Cache(self._folder / f"certificates-{self._environment()}.json")
+        cache = Cache(self._folder / f"certificates-{self._environment()}.json")
         known = cache.read()
         self._choices.update({s: known[s.key()] for s in wanted if self._can_follow(s, known.get(s.key()))})
         missing = [shape for shape in wanted if shape not in self._choices]
@@ -210,7 +164,7 @@ class LinearPlanner:
         self._pending.reverse()
         while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
             linear, weight_NK, bias_N = self._pending.pop()
-            linear._form = self._make(linear.shape, weight_NK, bias_N)
+            linear.use(self._make(linear.shape, weight_NK, bias_N))
 
     def report(self) -> list[ReportRow]:
         """What was chosen and what exactness costs, a line per shape and number of rows timed."""
@@ -238,13 +192,15 @@ class LinearPlanner:
             args = (weight_NK, bias_N, shape.out_dtype)
             return planner.make(self._ways(shape), choice.buckets, choice.by_bucket, *args)
         way = next(way for way in [*self._ways(shape), products.SLOW] if way.name == choice.way)
-        return _planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets, shape)
+        return _planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets)
 
     def _choose(self, shape: Shape) -> Choice:
         """Certify, then time what was certified."""
         ways = self._ways(shape)
         if gpu.available(self._device):
-            return self._choose_by_bucket(shape, ways)
+            from draftproof.kernels.gpu import planner
+
+            return planner.plan(shape, ways, self.max_rows, self._device)
         certified = certify.certify(shape, ways, self.max_rows, self._device)
         usable = [way for way in ways if certified[way.name]] or [products.SLOW]
         rows = [rows for rows in TIMED_ROWS if rows <= max(self.max_rows, 2)]
@@ -254,7 +210,7 @@ class LinearPlanner:
         for way in {way.name: way for way in [*ways, *usable]}.values():
             form = way.make(weight_NK, None, shape.out_dtype)
             if way in usable:
-                planned = _planned(way, form, certified.get(way.name, ()), shape)
+                planned = _planned(way, form, certified.get(way.name, ()))
                 exact_us[way.name] = [_microseconds(planned, x_TK[:t].clone()) for t in rows]
             if way in ways and way.any_rows:
                 free_us[way.name] = exact_us[way.name]
@@ -274,41 +230,21 @@ class LinearPlanner:
             lines.append(ReportRow(shape.key(), t, best.name, exact_us[best.name][i], free, free_us[free][i]))
         return Choice(best.name, certified.get(best.name, ()), tuple(lines))
 
-    def _choose_by_bucket(self, shape: Shape, ways: list[Way]) -> Choice:
-        """Certify and time; each bucket of rows gets its own way."""
-        from draftproof.kernels.gpu import planner
-
-        buckets, chosen, timed = planner.plan(shape, ways, self.max_rows, self._device)
-        if not any(chosen):
-            return Choice(products.SLOW.name, (), ())
-        lines = tuple(
-            ReportRow(shape.key(), t.rows, t.way, t.microseconds, t.fastest_way, t.fastest_microseconds)
-            for t in timed
-        )
-        return Choice("by rows", buckets, lines, chosen)
-
     def _environment(self) -> str:
         """Hash of all that a certificate depends on, but for the shape."""
         here = Path(__file__).parent
-        sources = [here / name for name in ("linear.py", "certify.py", "products.py", "norm.py")]
+        sources = [
+            here / name for name in ("linear.py", "choices.py", "certify.py", "products.py", "norm.py")
+        ]
         if gpu.available(self._device):
             sources += sorted((here / "gpu").glob("*.py"))
         code = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *native.source_files()]))
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else native.processor()
-        settings = sorted(
-            item
-            for item in os.environ.items()
-            if item[0].startswith(("ONEDNN", "DNNL", "MKL", "ATEN", "OMP"))
-        )
+        libraries = ("ONEDNN", "DNNL", "MKL", "ATEN", "OMP")
+        settings = sorted(item for item in os.environ.items() if item[0].startswith(libraries))
         facts = (
-            *(
-                name,
-                torch.__version__,
-                gpu.version(self._device),
-                torch.get_num_threads(),
-                code.hexdigest(),
-                settings,
-            ),
+            *(name, torch.__version__, gpu.version(self._device), torch.get_num_threads()),
+            *(code.hexdigest(), settings),
             *(certify.buckets_up_to(self.max_rows, self._device), self._library and self._library.build_key),
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
@@ -328,16 +264,11 @@ class LinearPlanner:
             self._progress(what, done, total)
 
 
-def _bucket(rows: int, buckets: Sequence[int]) -> int:
-    """The bucket to pad `rows` up to; where that would waste more than half, the one to split them by."""
-    above = min(b for b in buckets if b >= rows)
-    below = max((b for b in buckets if b <= rows), default=0)
-    return above if above <= 1.5 * rows or below == 0 else below
-
-
-def _planned(way: Way, form: Form, buckets: Sequence[int], shape: Shape) -> Form:
+def _planned(way: Way, form: Form, buckets: Sequence[int]) -> Form:
     """`form` behind its certificate."""
-    return form if way.any_rows else PaddedForm(form, buckets, shape.outputs, shape.out_dtype)
+    if way.any_rows:
+        return form
+    return BucketForm({way.name: form}, {way.name: False}, buckets, [way.name] * len(buckets))
 
 
 def _microseconds(form: Form, x_TK: Tensor) -> float:
@@ -351,49 +282,3 @@ def _microseconds(form: Form, x_TK: Tensor) -> float:
             torch.cuda.synchronize(x_TK.device)
         times.append(time.perf_counter() - start)
     return min(times) * 1e6
-
-
-class _Cache:
-    """Choices on disk, as JSON. Anything unreadable or unexpected in it counts as absent."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> dict[str, Choice]:
-        try:
-            raw = json.loads(self._path.read_text())
-            return {key: _choice(value) for key, value in raw.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return {}
-
-    def write(self, choices: dict[str, Choice]) -> None:
-        """Add to what is there. Atomic; a folder that cannot be written only costs the next start its time."""
-        merged = {**self.read(), **choices}
-        raw = {key: _plain(choice) for key, choice in merged.items()}
-        temporary = self._path.with_suffix(f".{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(raw, indent=1))
-            os.replace(temporary, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-
-
-def _plain(choice: Choice) -> dict[str, Any]:
-    fields = ReportRow.__dataclass_fields__
-    lines = [{name: getattr(row, name) for name in fields} for row in choice.report]
-    by_bucket = {"by_bucket": list(choice.by_bucket)} if choice.by_bucket else {}
-    return {"way": choice.way, "buckets": list(choice.buckets), "report": lines, **by_bucket}
-
-
-def _choice(raw: dict[str, Any]) -> Choice:
-    """Raises KeyError, TypeError or ValueError for anything that `_plain` does not write."""
-    buckets = tuple(int(rows) for rows in raw["buckets"])
-    way = raw["way"]
-    if not isinstance(way, str) or any(rows < 1 for rows in buckets):
-        raise ValueError("not a certificate")
-    by_bucket = tuple(str(name) for name in raw.get("by_bucket", ()))
-    if by_bucket and len(by_bucket) != len(buckets):
-        raise ValueError("not a certificate")
-    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]), by_bucket)

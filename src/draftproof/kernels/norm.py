@@ -1,6 +1,6 @@
 """RMS norm, alone and after a residual addition: torch twins and compiled versions.
 
-Shapes: T rows, H width, P pieces of a row.
+Shapes: T rows, H width, S parts of a sum, P pieces of a row.
 """
 
 from __future__ import annotations
@@ -39,71 +39,48 @@ def rms_norm_torch(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return normalize(x_TH.float(), weight_H, eps).to(x_TH.dtype)
 
 
+def add_parts_torch(parts_STH: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 parts [S, T, H], added first to last and rounded: [T, H]."""
+    total_TH = torch.zeros_like(parts_STH[0])
+    for part_TH in parts_STH:
+        total_TH += part_TH
+    return total_TH.to(dtype)
+
+
 def add_rms_norm_torch(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [T, H] in x's dtype and new."""
+    """(rms_norm(x + residual), x + residual), both [T, H] in the residual's dtype and new; x [T, H] or parts of it."""
+    if x_TH.dim() == 3:
+        x_TH = add_parts_torch(x_TH, residual_TH.dtype)
     sum_TH = (x_TH.float() + residual_TH.float()).to(x_TH.dtype)
     return rms_norm_torch(sum_TH, weight_H, eps), sum_TH
 
 
-class RMSNormCompiled:
-    """`ops.RMSNorm` in C++; dtypes it does not know go to the twin."""
+class NormsCompiled:
+    """`ops.RMSNorm` and `ops.AddRMSNorm` in C++; dtypes it does not know go to the twins."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_norm", "5P5qd")
 
-    def __call__(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        code, weight_code = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
-        if code is None or weight_code is None:
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        codes = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
+        if None in codes:
             return rms_norm_torch(x_TH, weight_H, eps)
         x_TH = x_TH.contiguous()
         out_TH = torch.empty_like(x_TH)
-        rows, width = x_TH.shape
-        args = self._pack(
-            x_TH.data_ptr(),
-            0,
-            weight_H.data_ptr(),
-            out_TH.data_ptr(),
-            0,
-            rows,
-            width,
-            code,
-            weight_code,
-            torch.get_num_threads(),
-            eps,
-        )
-        self._run(args, out_TH)
+        at = x_TH.data_ptr(), 0, weight_H.data_ptr(), out_TH.data_ptr(), 0
+        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps), out_TH)
         return out_TH
 
-
-class AddRMSNormCompiled:
-    """`ops.AddRMSNorm` in C++; dtypes it does not know go to the twin."""
-
-    def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_norm", "5P5qd")
-
-    def __call__(
+    def add_rms_norm(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        code, weight_code = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
-        if code is None or weight_code is None or residual_TH.dtype != x_TH.dtype:
+        codes = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
+        if None in codes or residual_TH.dtype != x_TH.dtype:
             return add_rms_norm_torch(x_TH, residual_TH, weight_H, eps)
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
         out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
-        rows, width = x_TH.shape
-        args = self._pack(
-            x_TH.data_ptr(),
-            residual_TH.data_ptr(),
-            weight_H.data_ptr(),
-            out_TH.data_ptr(),
-            sum_TH.data_ptr(),
-            rows,
-            width,
-            code,
-            weight_code,
-            torch.get_num_threads(),
-            eps,
-        )
-        self._run(args, out_TH, sum_TH)
+        at = (t.data_ptr() for t in (x_TH, residual_TH, weight_H, out_TH, sum_TH))
+        self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps), out_TH, sum_TH)
         return out_TH, sum_TH

@@ -4,7 +4,8 @@ Every operator is row-safe (law 2): a row's output depends in every bit on that 
 rows share the call, nor on the number of threads. Each has a plain torch twin and a compiled version with one
 signature, in a file of its own in this folder; `select` picks.
 
-Shapes: T rows, H width, I intermediate, V vocabulary, S slots, B blocks per slot, D head size, M logits rows.
+Shapes: T rows, H width, I intermediate, V vocabulary, S slots or parts of a sum, B blocks per slot, D head size, M
+logits rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class AddRMSNorm(Protocol):
     def __call__(
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new."""
+        """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new.
+
+        x_TH may be what `PackedLinear.apart` gives: fp32 parts [S, T, H], which are added first to last and rounded.
+        """
         ...
 
 
@@ -73,6 +77,12 @@ class SoftCap(Protocol):
 class Gather(Protocol):
     def __call__(self, table_VH: Tensor, index_T: Tensor) -> Tensor:
         """table[index]: [T, H]; index int64, a negative one (no token) reads row 0."""
+        ...
+
+
+class Pick(Protocol):
+    def __call__(self, columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
+        """column[index] of each of some vectors: [T]; index int64."""
         ...
 
 
@@ -121,6 +131,7 @@ class Ops:
     silu_mul: GateMul
     gelu_mul: GateMul
     gather: Gather
+    pick: Pick
     concat: Concat
     swap: Swap
     sample: Sample
@@ -138,6 +149,7 @@ TORCH = Ops(
     silu_mul=activation.silu_mul_torch,
     gelu_mul=activation.gelu_mul_torch,
     gather=rows.gather_torch,
+    pick=rows.pick_torch,
     concat=rows.concat_torch,
     swap=rows.swap_torch,
     sample=sample.sample_torch,
@@ -154,14 +166,16 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
         return triton_ops()
     if device.type != "cpu" or library is None:
         return TORCH
+    norms = norm.NormsCompiled(library)
     return Ops(
         name="compiled",
-        rms_norm=norm.RMSNormCompiled(library),
-        add_rms_norm=norm.AddRMSNormCompiled(library),
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
         rope_store=rope.RopeStoreCompiled(library),
         silu_mul=activation.GateMulCompiled(library, gelu=False),
         gelu_mul=activation.GateMulCompiled(library, gelu=True),
         gather=rows.GatherCompiled(library),
+        pick=rows.pick_torch,
         concat=rows.ConcatCompiled(library),
         swap=rows.SwapCompiled(library),
         sample=sample.SampleCompiled(library),
@@ -185,6 +199,7 @@ def triton_ops() -> Ops:
         silu_mul=activation.silu_mul,
         gelu_mul=activation.gelu_mul,
         gather=rows.gather,
+        pick=rows.pick,
         concat=rows.concat,
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,

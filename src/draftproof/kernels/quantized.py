@@ -12,11 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.kernels import gpu
 from draftproof.kernels.products import Form
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 has
 STEP = 128  # inputs of a row that have a scale of their own
+
+
+def is_kept(device: torch.device) -> bool:
+    """Whether weights stay in fp8 there: a GPU whose matrix unit takes them. Elsewhere they are only rounded to it."""
+    return gpu.available(device) and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    )
 
 
 def quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

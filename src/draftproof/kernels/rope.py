@@ -94,30 +94,19 @@ class RopeStoreCompiled:
         rows, width = qkv_TX.shape
         num_heads = width // head_dim - (1 if v_cache is None else 2) * num_kv_heads
         q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)
+        norms_at = (0 if norm_D is None else norm_D.data_ptr() for norm_D in (q_norm_D, k_norm_D, v_norm_D))
         args = self._pack(
-            qkv_TX.data_ptr(),
-            positions_T.data_ptr(),
-            slots_T.data_ptr(),
-            cos_sin_PD.data_ptr(),
-            0 if q_norm_D is None else q_norm_D.data_ptr(),
-            0 if k_norm_D is None else k_norm_D.data_ptr(),
-            0 if v_norm_D is None else v_norm_D.data_ptr(),
-            q_THD.data_ptr(),
-            k_cache.data_ptr(),
-            0 if v_cache is None else v_cache.data_ptr(),
-            block_table_SB.data_ptr(),
-            rows,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            cos_sin_PD.shape[1],
-            block_size,
-            block_table_SB.shape[1],
-            code,
-            cache_code,
-            norm_code,
-            torch.get_num_threads(),
-            eps,
+            *(
+                qkv_TX.data_ptr(),
+                positions_T.data_ptr(),
+                slots_T.data_ptr(),
+                cos_sin_PD.data_ptr(),
+                *norms_at,
+            ),
+            *(q_THD.data_ptr(), k_cache.data_ptr(), 0 if v_cache is None else v_cache.data_ptr()),
+            *(block_table_SB.data_ptr(), rows, num_heads, num_kv_heads, head_dim, cos_sin_PD.shape[1]),
+            *(block_size, block_table_SB.shape[1], code, cache_code, norm_code),
+            *(torch.get_num_threads(), eps),
         )
         self._run(args, q_THD)
         return q_THD

@@ -18,6 +18,11 @@ def gather_torch(table_VH: Tensor, index_T: Tensor) -> Tensor:
     return table_VH.index_select(0, index_T.clamp(min=0))
 
 
+def pick_torch(columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
+    """column[index] of each; index int64."""
+    return tuple(column_V.index_select(0, index_T) for column_V in columns)
+
+
 def concat_torch(parts: Sequence[Tensor]) -> Tensor:
     """Matrices of equally many rows side by side."""
     return torch.cat(list(parts), dim=-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
-from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
@@ -54,7 +54,7 @@ class Build:
         *,
         bias: bool = False,
         out_dtype: torch.dtype | None = None,
-    ) -> Linear:
+    ) -> PackedLinear:
         """The product with one weight, or with several one below the other; names without ".weight"."""
         names = [names] if isinstance(names, str) else names
         out_sizes = [out_sizes] if isinstance(out_sizes, int) else out_sizes
@@ -81,7 +81,7 @@ class Build:
         out_dtype: torch.dtype | None = None,
         *,
         kept: bool = False,
-    ) -> Linear:
+    ) -> PackedLinear:
         """The product with a weight that `tensor` read. `kept`: the caller has another use for the weight."""
         made = self.planner.pack(weight_NX, bias_N, out_dtype=out_dtype, exact=self.exact, fp8=self.fp8)
         if self.fp8:
@@ -110,7 +110,7 @@ class Norm:
         return self._rms_norm(x_TH, self.weight_H, self.eps)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual), x + residual); x_TH as a product's `apart` gives it."""
         return self._add_rms_norm(x_TH, residual_TH, self.weight_H, self.eps)
 
 
@@ -155,6 +155,10 @@ class Attention:
         """x_TX [T, input_size], already normed -> [T, H]."""
         return self.out(attn(self.index, self.qkv(x_TX), self.spec))
 
+    def apart(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+        """The same for `Norm.add`: perhaps in parts."""
+        return self.out.apart(attn(self.index, self.qkv(x_TX), self.spec))
+
 
 class MLP:
     """silu(gate(x)) * up(x), or gelu's, gate and up in one product, then down."""
@@ -174,6 +178,10 @@ class MLP:
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.down(self._gate_mul(self.gate_up(x_TH)))
+
+    def apart(self, x_TH: Tensor) -> Tensor:
+        """The same for `Norm.add`: perhaps in parts."""
+        return self.down.apart(self._gate_mul(self.gate_up(x_TH)))
 
 
 def feed_forward(build: Build, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:
@@ -218,9 +226,9 @@ class DecoderLayer:
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         """x_TX: the normed input; residual_TH: the stream it was made from. Their sum of the result is the stream
-        after the layer: (MLP's output, stream between attention and MLP)."""
-        x_TH, residual_TH = self.post_norm.add(self.attention(x_TX, attn), residual_TH)
-        return self.mlp(x_TH), residual_TH
+        after the layer: (MLP's output, perhaps in parts, stream between attention and MLP)."""
+        x_TH, residual_TH = self.post_norm.add(self.attention.apart(x_TX, attn), residual_TH)
+        return self.mlp.apart(x_TH), residual_TH
 
 
 class Layer(Protocol):

@@ -128,10 +128,17 @@ class LatentAttention:
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         """x_TX [T, input_size], already normed -> [T, H]."""
+        return self.out(self._attended(x_TX, attn))
+
+    def apart(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+        """The same for `Norm.add`: perhaps in parts."""
+        return self.out.apart(self._attended(x_TX, attn))
+
+    def _attended(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         q_TX = x_TX if self._q_a is None else self._q_a(x_TX)
         q_TX = self._q(q_TX if self._q_norm is None else self._q_norm(q_TX))
         qk_TX = self._concat((self._into_latent(q_TX), self._k_rope(x_TX), self._kv_norm(self._kv(x_TX))))
-        return self.out(self._from_latent(attn(self.index, qk_TX, self.spec)))
+        return self._from_latent(attn(self.index, qk_TX, self.spec))
 
 
 class HeadProducts:

@@ -66,6 +66,10 @@ class MoE:
         base_TH = None if self._shared is None else self._shared(x_TH)
         return self._ops.combine(y_PH, place_TK, weights_TK, base_TH, x_TH.dtype)
 
+    def apart(self, x_TH: Tensor) -> Tensor:
+        """As of `layers.MLP`; always whole, since the experts' outputs are added here."""
+        return self(x_TH)
+
 
 class _Experts:
     """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""

@@ -123,7 +123,7 @@ class LossyVerifier:
             zero_R = torch.zeros_like(rows.num_R)
             return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R, zero_R)
         processed_MV = self._sampler.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        params = self._sampler.table.rows(slots_M)
+        params = self._sampler.rows(slots_M)
         index_RW = row_index(rows, at_W, logits_MV.shape[0])
         p_RWV = _probabilities(processed_MV, params)[index_RW].double()
         drafts_RK = drafts_of(rows, at_W[:-1], tokens_SL).long()
@@ -171,7 +171,7 @@ class RecordingDraw:
         slots_M, lengths_M = self.slots_R, self.lengths_R
         if rows_M is not None:
             slots_M, lengths_M = slots_M[rows_M], lengths_M[rows_M]
-        params = self.sampler.table.rows(slots_M)
+        params = self.sampler.rows(slots_M)
         q_MV = _probabilities(logits_MV, params)
         seeds_M = derive(params.seeds_M, self.domain, lengths_M)
         tokens_M = _race(q_MV, seeds_M, positions_M, ids_V)

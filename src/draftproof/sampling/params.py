@@ -121,15 +121,10 @@ class SamplingTable:
         """Whether temperature and filters are all that these slots ask for."""
         return all(slot not in self.constraints and slot not in self.penalised for slot in slots)
 
-    def rows(self, slots_M: Tensor) -> RowParams:
-        """The parameters of each row; slots_M int64 [M]."""
-        return RowParams(
-            self.temperature_S.index_select(0, slots_M),
-            self.top_k_S.index_select(0, slots_M),
-            self.top_p_S.index_select(0, slots_M),
-            self.min_p_S.index_select(0, slots_M),
-            self.seed_S.index_select(0, slots_M),
-        )
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """What `RowParams` holds for each row, for each slot."""
+        return (self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.seed_S)
 
     def _constraints(
         self,

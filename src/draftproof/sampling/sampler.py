@@ -23,6 +23,10 @@ class Sampler:
         self.table = table
         self.ops = ops
 
+    def rows(self, slots_M: Tensor) -> RowParams:
+        """The parameters of each row; slots_M int64 [M]."""
+        return RowParams(*self.ops.pick(self.table.columns, slots_M))
+
     def process(
         self,
         logits_MV: Tensor,
@@ -48,7 +52,7 @@ class Sampler:
         tokens_SL int32: known tokens, then the drafts being verified; slots_host: slots_M on the host.
         """
         processed_MV = self.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        return self._choose(processed_MV, self.table.rows(slots_M), positions_M, None)
+        return self._choose(processed_MV, self.rows(slots_M), positions_M, None)
 
     def draw(
         self, logits_MV: Tensor, slots_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
@@ -58,11 +62,11 @@ class Sampler:
         The filters cost nothing where a request sets none and raise acceptance where it does. ids_V int64: target id
         of each column of a reduced vocabulary. Returns int64 [M] target ids.
         """
-        return self._choose(logits_MV, self.table.rows(slots_M), positions_M, ids_V)
+        return self._choose(logits_MV, self.rows(slots_M), positions_M, ids_V)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor | None = None) -> RoundDraw:
         """`draw` for the requests of one round, as a drafter calls it: rows name requests, not slots."""
-        return RoundDraw(self.ops, self.table.rows(slots_R))
+        return RoundDraw(self.ops, self.rows(slots_R))
 
     def logprobs(
         self, logits_MV: Tensor, tokens_M: Tensor, num: int

@@ -22,6 +22,7 @@ from draftproof.kernels.gpu.launch import dense, early, num_processors, on, powe
 
 SCRATCH_BYTES = 512 << 20  # of chunks' results; where they would take more, chunks are not dealt out
 MANY_SUMS = 1024  # rows times heads; where there are more, a program adds up whole vectors
+SPARE_TILES = 16  # that the loop kernel has programs for, beyond those of one long request; there may be more
 TILE_NUMBERS = 1 << 14  # of a tile's queries, that registers hold: 128 of size 128, 32 of size 512
 
 
@@ -71,6 +72,7 @@ class _Shape:
     window: int
     tile: int  # rows times heads
     alike: bool  # a tile has one row
+    tiles: int  # that so many rows make, but for a few more where requests end within one
     cut: Cut
     chunk: int
     chunks: int  # bound
@@ -158,6 +160,8 @@ class AttentionPass:
         cut = self._tiling.cut(rows, together == 1)
         most = min(cut.most, 32) if wide else cut.most
         most = min(most, TILE_NUMBERS // max(power_of_two(dim), 16))
+        tile = max(min(power_of_two(together * group2), most), group2, 16)
+        per_tile = 1 if together == 1 else tile // group2
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
         scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
         return _Shape(
@@ -167,8 +171,9 @@ class AttentionPass:
             dim=dim,
             block_size=block_size,
             window=window,
-            tile=max(min(power_of_two(together * group2), most), group2, 16),
+            tile=tile,
             alike=together == 1,
+            tiles=triton.cdiv(rows, together) * triton.cdiv(together, per_tile),
             cut=cut,
             chunk=self._tiling.chunk,
             chunks=chunks,
@@ -238,7 +243,7 @@ class AttentionPass:
     def _loop(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
     ) -> None:
-        loop_kernel[(shape.rows, shape.kv_heads)](
+        loop_kernel[(min(shape.tiles + SPARE_TILES, shape.rows), shape.kv_heads)](
             *(*inputs, plan, out_TX, inputs[3].shape[1], shape.window, scale),
             **self._tile_constants(shape),
             **early(out_TX),

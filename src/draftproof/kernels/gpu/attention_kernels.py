@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.attention_sum import divided, num_chunks, power, shifted
+from draftproof.kernels.gpu.attention_sum import added, divided, num_chunks, power, shifted
 from draftproof.kernels.gpu.early import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
@@ -190,9 +190,36 @@ def _close(
         tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_C, mask=seen_M[:, None] & (d < D)[None, :])
         return m_M, l_MO, acc_MD
     m_new, old_M, new_M = shifted(m_M, m_C)
-    l_MO = tl.where(seen_M[:, None], l_MO * old_M[:, None] + l_C * new_M[:, None], l_MO)
-    acc_MD = tl.where(seen_M[:, None], acc_MD * old_M[:, None] + acc_C * new_M[:, None], acc_MD)
+    l_MO = tl.where(seen_M[:, None], added(l_MO, old_M[:, None], l_C, new_M[:, None]), l_MO)
+    acc_MD = tl.where(seen_M[:, None], added(acc_MD, old_M[:, None], acc_C, new_M[:, None]), acc_MD)
     return tl.where(seen_M, m_new, m_M), l_MO, acc_MD
+
+
+@triton.jit
+def _advance(
+    q_MD, k, v, row_table, head, j, is_partial, after, end_M, low_M, bottom, limit, scale,
+    m_C, l_C, acc_C, m_M, l_MO, acc_MD, is_broken, met_M,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    N: tl.constexpr, ALIKE: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """`_step`, and the chunk put on top of those before it if it is through. met_M: rows that met a broken value.
+
+    Where a branch touches what a matrix product adds to, the compiler lets no product run beside anything else. So a
+    chunk that is not through is added as well, times zero, and a new one's first step multiplies by zero what is left
+    of the last.
+    """
+    m_C, l_C, acc_C, broken = _step(
+        q_MD, k, v, row_table, head, j, is_partial, end_M, low_M, bottom, limit, scale,
+        m_C, l_C, acc_C, KV_HEADS, BLOCK_SIZE, D, DP, N, ALIKE, CAREFUL,
+    )  # fmt: skip
+    ends = ((j + 1) % (CHUNK // N) == 0) | (j + 1 == after)
+    if ends:
+        met_M |= tl.max(_is_broken(acc_C).to(tl.int32), axis=1)
+    m_new, old_M, new_M = shifted(m_M, m_C)
+    old_M, new_M = tl.where(ends, old_M, 1.0)[:, None], tl.where(ends, new_M, 0.0)[:, None]
+    l_MO, acc_MD = added(l_MO, old_M, l_C, new_M), added(acc_MD, old_M, acc_C, new_M)
+    m_M, m_C = tl.where(ends, m_new, m_M), tl.where(ends, -float("inf"), m_C)
+    return m_C, l_C, acc_C, m_M, l_MO, acc_MD, is_broken | broken, met_M
 
 
 @triton.jit
@@ -218,6 +245,19 @@ def _stream(
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
         j0 = tl.maximum(j0, bottom // N)
         j1 = (tl.max(tl.where(valid_M, low_M, 0), axis=0) + N - 1) // N
+    if (M >= 64) and not STORE:  # a prompt's tile: steps that need no mask have a loop of their own
+        met_M = tl.zeros((M,), tl.int32)
+        j1 = tl.minimum(tl.maximum(j1, j0), after)
+        bounds = (j0, j1, tl.minimum(tl.maximum(j2, j1), after), after)
+        for part in tl.static_range(0 if WINDOWED else 1, 3):
+            for j in tl.range(bounds[part], bounds[part + 1], num_stages=STAGES):
+                m_C, l_C, acc_C, m_M, l_MO, acc_MD, is_broken, met_M = _advance(
+                    q_MD, k, v, row_table, head, j, part != 1, after, end_M, low_M, bottom, limit, scale,
+                    m_C, l_C, acc_C, m_M, l_MO, acc_MD, is_broken, met_M,
+                    KV_HEADS, BLOCK_SIZE, D, DP, CHUNK, N, ALIKE, CAREFUL,
+                )  # fmt: skip
+        l_MO = tl.where((met_M > 0)[:, None], float("nan"), l_MO)
+        return m_M, l_MO, acc_MD, is_broken
     for j in tl.range(j0, after, num_stages=STAGES):
         m_C, l_C, acc_C, broken = _step(
             q_MD, k, v, row_table, head, j, (j < j1) | (j >= j2), end_M, low_M, bottom, limit, scale,
@@ -327,22 +367,25 @@ def loop_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile and head, all its chunks: the same chunks, added in the same order, as `split_kernel` has them added."""
+    """A tile and head, all its chunks: the same chunks, added in the same order, as `split_kernel` has them added.
+
+    Programs are as many as the tiles of few requests; those of many are dealt out among them.
+    """
     begin(EARLY)
-    tile, head = tl.load(plan) - 1 - tl.program_id(0), tl.program_id(1)  # a prompt's last tiles see most keys
-    if tile < 0:
-        return
-    first = tl.load(plan + 3 + tile)
-    slot, count = tl.load(slots + first), tl.load(plan + 4 + tile) - first
-    q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
-        q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
-    )
-    first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
-    if WINDOWED:
-        first = tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
-    _, l_MO, acc_MD = _run(
-        q_MD, k, v, table + slot * width, head, first, last, end_M, low_M, valid_M, scale,
-        out, out, t_M,
-        M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
-    )  # fmt: skip
-    _finish(out, (t_M * HEADS + head_M) * D, l_MO, acc_MD, end_M, valid_M, D, DP)
+    head, tiles = tl.program_id(1), tl.load(plan)
+    for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tiles - 1 - i  # a prompt's last tiles see most keys
+        first = tl.load(plan + 3 + tile)
+        slot, count = tl.load(slots + first), tl.load(plan + 4 + tile) - first
+        q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
+            q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
+        )
+        first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
+        if WINDOWED:
+            first = tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
+        _, l_MO, acc_MD = _run(
+            q_MD, k, v, table + slot * width, head, first, last, end_M, low_M, valid_M, scale,
+            out, out, t_M,
+            M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
+        )  # fmt: skip
+        _finish(out, (t_M * HEADS + head_M) * D, l_MO, acc_MD, end_M, valid_M, D, DP)

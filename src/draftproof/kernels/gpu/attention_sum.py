@@ -22,10 +22,16 @@ def shifted(m, m_C):
     """The maximum with one more chunk, what the sums so far are scaled by, and what the chunk's are.
 
     Maxima are integers, so that scaling rounds nothing but what falls below the normal numbers. That depends on the
-    order of steps too: every kernel adds chunks one by one, as `sum * old + sum_C * new`.
+    order of steps too: every kernel adds chunks one by one, by `added`.
     """
     m_new = tl.maximum(m, m_C)
     return m_new, power(m - m_new), power(m_C - m_new)
+
+
+@triton.jit
+def added(x, old, x_C, new):
+    """x * old + x_C * new, where the second product is not rounded."""
+    return tl.fma(x_C, new, x * old)
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def combine_kernel(
             m_C, l_C = tl.load(ml + c * 2), tl.load(ml + c * 2 + 1)
             acc_D = tl.load(acc + c * D + d, mask=d < D, other=0.0)
             m, old, new = shifted(m, m_C)
-            total, total_D = total * old + l_C * new, total_D * old + acc_D * new
+            total, total_D = added(total, old, l_C, new), added(total_D, old, acc_D, new)
     for base in range(middle, last, FEW_CHUNKS):
         for j in tl.static_range(FEW_CHUNKS):
             c, here = at + base + j, base + j < last
@@ -81,7 +87,7 @@ def combine_kernel(
             l_C = tl.load(ml + c * 2 + 1, mask=here, other=0.0)
             acc_D = tl.load(acc + c * D + d, mask=here & (d < D), other=0.0)
             m_new, old, new = shifted(m, m_C)
-            m, total = tl.where(here, m_new, m), tl.where(here, total * old + l_C * new, total)
-            total_D = tl.where(here, total_D * old + acc_D * new, total_D)
+            m, total = tl.where(here, m_new, m), tl.where(here, added(total, old, l_C, new), total)
+            total_D = tl.where(here, added(total_D, old, acc_D, new), total_D)
     y_D = divided(total_D, total, end > 0)
     tl.store(out + (row * HEADS + head) * D + d, y_D.to(out.dtype.element_ty), mask=d < D)

@@ -50,6 +50,12 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@functools.cache
+def copies_tiles(device: torch.device) -> bool:
+    """Whether the device has an engine that copies a tile of a matrix to shared memory; the interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def early(x: Tensor) -> dict[str, bool]:
     """Arguments of a kernel that may start early."""
     yes = starts_early(x.device)

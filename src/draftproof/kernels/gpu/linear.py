@@ -2,7 +2,8 @@
 
 The kernel adds over K in order in fp32, so every tile is expected to give the same bits; the planner certifies each
 all the same. A long K with few outputs is cut into segments, as many as the weight's shape says and never the batch:
-each is summed from nothing, and they are added first to last, by the program that summed them or by a second kernel.
+each is summed from nothing, and they are added first to last, by the program that summed them, by a second kernel, or
+by the norm that follows (`apart`).
 Shapes: T rows, K inputs, N outputs, S segments.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,10 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
+from draftproof.kernels.gpu.launch import (
+    ALIGNMENT,
+    copies_tiles,
+    dense,
+    early,
+    num_processors,
+    on,
+    power_of_two,
+    shared_bytes,
+)
 from draftproof.kernels.products import Form, Way
 
 SWIZZLE = 8  # row tiles that share a visit to the weight
@@ -28,20 +39,24 @@ LINE = 128  # bytes
 EARLY_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
 MOST_LINES = 64  # of a row
 CUBLAS_IN_PARTS = "cublas in parts"  # the name of a way
-SEGMENTS, LONG, NARROW = 4, 8192, 8192  # of a K at least so long, with at most so many outputs
+SEGMENTS, LONG, NARROW = (
+    4,
+    4096,
+    8192,
+)  # of a K at least so long, with at most so many outputs and no more than K
 SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
 
 
 def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
     """That the sums over K are made of. With 96 rows a [4096, 14336] weight would keep 32 programs busy, now 128."""
-    whole = inputs % (SEGMENTS * SEGMENT_UNIT) == 0
-    return SEGMENTS if whole and dtype.itemsize == 2 and inputs >= LONG and outputs <= NARROW else 1
+    whole = inputs % (SEGMENTS * SEGMENT_UNIT) == 0 and dtype.itemsize == 2
+    return SEGMENTS if whole and inputs >= LONG and outputs <= min(inputs, NARROW) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One compiled form of the kernel. `swap`: the weight takes the matrix unit's longer side. `parts`: segments have a
-    program each, and are added up by a second kernel."""
+    program each, and are added up by a second kernel. `copied`: by the engine that copies whole tiles."""
 
     rows: int
     outputs: int
@@ -50,14 +65,18 @@ class Tile:
     warps: int
     swap: bool = False
     parts: bool = False
+    copied: bool = False
 
     @property
     def name(self) -> str:
         side = (" swapped" if self.swap else "") + (" in parts" if self.parts else "")
+        side += " copied" if self.copied else ""
         return f"triton {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}{side}"
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether its buffers have room in shared memory."""
+        """Whether the device has the engine, and room for the buffers in shared memory."""
+        if self.copied and not copies_tiles(device):
+            return False
         step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
         return step * self.stages <= shared_bytes(device)
 
@@ -72,18 +91,27 @@ class Tile:
 # The first of each is the reference; the others were the fastest of some shape on an H200. Each takes its time at the
 # first start on a machine.
 TILES_HALF = (
-    *(Tile(16, 32, 256, 4, 4), Tile(16, 32, 256, 6, 4), Tile(16, 16, 256, 6, 4), Tile(16, 64, 128, 5, 4)),
-    *(Tile(16, 64, 128, 5, 4, True), Tile(16, 64, 256, 3, 4, True), Tile(16, 64, 256, 5, 4, True)),
-    *(Tile(16, 128, 128, 4, 4, True), Tile(32, 32, 256, 6, 4), Tile(32, 64, 128, 5, 4, True)),
-    *(Tile(32, 32, 128, 4, 4), Tile(128, 128, 64, 3, 8)),  # for processors with less shared memory
-    *(Tile(32, 128, 128, 4, 4, True), Tile(64, 32, 128, 5, 4), Tile(64, 32, 256, 4, 4)),
-    *(Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 5, 4, True)),
-    *(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 4, 8, True)),
-)
-PARTS = (
+    *(
+        Tile(16, 32, 256, 4, 4),
+        Tile(16, 32, 256, 6, 4),
+        Tile(16, 64, 128, 5, 4),
+        Tile(16, 64, 128, 5, 4, True),
+    ),
+    *(Tile(16, 64, 256, 3, 4, True), Tile(16, 64, 256, 5, 4, True), Tile(16, 128, 128, 4, 4, True)),
+    *(Tile(32, 32, 256, 6, 4), Tile(32, 64, 128, 5, 4, True), Tile(32, 128, 128, 4, 4, True)),
+    *(Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
     *(Tile(16, 128, 128, 4, 4, True, True), Tile(32, 128, 128, 4, 4, True, True)),
-    *(Tile(64, 128, 64, 5, 4, True, True), Tile(64, 128, 64, 4, 4, False, True)),
-    *(Tile(128, 128, 64, 4, 8, False, True), Tile(128, 256, 64, 4, 8, False, True)),
+    Tile(64, 128, 64, 5, 4, True, True),
+)
+COPIED = (
+    *(Tile(16, 64, 256, 5, 4, True, copied=True), Tile(64, 64, 128, 6, 4, True, copied=True)),
+    *(Tile(64, 128, 64, 4, 4, True, copied=True), Tile(128, 128, 64, 4, 8, copied=True)),
+    *(Tile(128, 256, 64, 4, 8, copied=True), Tile(128, 256, 64, 4, 8, True, copied=True)),
+    *(Tile(64, 128, 128, 4, 8, True, True, True), Tile(128, 128, 64, 6, 8, False, True, True)),
+)
+OLDER = (  # for processors that have no such engine, or less shared memory
+    *(Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 5, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)),
+    *(Tile(128, 256, 64, 4, 8), Tile(64, 128, 64, 4, 4, False, True), Tile(128, 128, 64, 4, 8, False, True)),
 )
 TILES_WIDE = (
     *(Tile(16, 32, 64, 3, 4), Tile(16, 64, 32, 3, 4), Tile(16, 16, 128, 3, 4), Tile(32, 32, 32, 3, 4)),
@@ -92,57 +120,75 @@ TILES_WIDE = (
 
 
 @triton.jit
-def prefetch(weight, n, k, outputs, inputs, LINES: tl.constexpr):
-    """Have LINES cache lines of these rows of the weight, from input k on, brought to the L2 cache."""
-    per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    line = tl.minimum(k + tl.arange(0, LINES) * per_line, inputs - 1)
-    at = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constexpr):
+    """(row tile, output tile) of this program. SWIZZLE row tiles share a visit to the weight."""
+    tiles_n, tiles_m = tl.cdiv(outputs, BN), tl.cdiv(rows, BM)
+    group, within = tl.program_id(0) // (SWIZZLE * tiles_n), tl.program_id(0) % (SWIZZLE * tiles_n)
+    height = tl.minimum(tiles_m - group * SWIZZLE, SWIZZLE)
+    return group * SWIZZLE + within % height, within // height
+
+
+@triton.jit
+def begin_product(
+    weight, n, k, rows, outputs, inputs, BM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr
+):  # fmt: skip
+    """`begin`, but what does not depend on the kernel ahead is fetched meanwhile, if once: LINES cache lines of these
+    rows of the weight, from input k on, to the L2 cache."""
+    if EARLY:
+        gdc_launch_dependents()
+        if rows <= BM:
+            per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+            line = tl.minimum(k + tl.arange(0, LINES) * per_line, inputs - 1)
+            at = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + line[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )
+        gdc_wait()
+
+
+@triton.jit
+def store_tile(out, sums, m, n, rows, outputs):
+    """The sums [m, n] of the part that the second axis names, out [S, T, N]."""
+    row = tl.program_id(1).to(tl.int64) * rows + m
+    at_out = out + row[:, None] * outputs + n[None, :]
+    tl.store(at_out, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
-    x, weight, bias, out, rows, outputs, inputs, segment,
+    x, weight, x_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, SEGMENTED: tl.constexpr, COPIED: tl.constexpr,
+    SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
-    EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, and a segment is `segment` inputs of it.
+    EVEN: K is a multiple of BK. FULL: rows past the end are read, not masked. SEGMENTED: one program goes through all
+    of K, and a segment is `segment` inputs of it. COPIED: tiles come by descriptors, zeros past the end; else those are
+    not looked at.
     """
-    tiles_n, tiles_m = tl.cdiv(outputs, BN), tl.cdiv(rows, BM)
-    group = tl.program_id(0) // (SWIZZLE * tiles_n)
-    first_m = group * SWIZZLE
-    height = tl.minimum(tiles_m - first_m, SWIZZLE)
-    within = tl.program_id(0) % (SWIZZLE * tiles_n)
-    tile_m, tile_n = first_m + within % height, within // height
+    tile_m, tile_n = place(rows, outputs, BM, BN, SWIZZLE)
     m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    mask_m, mask_n = m < rows, n < outputs
     first, last = 0, inputs
     if not SEGMENTED:
         first, last = tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
-    if EARLY:
-        # Started before the kernel ahead has ended: what does not depend on it, the weight, is fetched meanwhile.
-        gdc_launch_dependents()
-        if tiles_m == 1:
-            prefetch(weight, n, first, outputs, inputs, LINES)
-        gdc_wait()
-    # An output past the end reads the last one: what it computes is not stored. A few rows padded that way would all
-    # ask for one line of memory at once, so there they are masked.
-    m_read = tl.minimum(m, rows - 1) if BM >= 64 else m
+    begin_product(weight, n, first, rows, outputs, inputs, BM, EARLY, LINES)
+    # An output past the end reads the last one: what it computes is not stored. So may rows, but where they are few,
+    # for all of them would ask for one line of memory at once.
+    m_read = tl.minimum(m, rows - 1) if FULL else m
     at_x = x + m_read.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
-    sums = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-    total = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    nothing = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    sums, total = nothing, nothing
     for start in range(first, last, BK):
-        if EVEN and BM >= 64:
-            x_MK, w_NK = tl.load(at_x), tl.load(at_w)
+        if COPIED:
+            x_MK = x_tiles.load([tile_m * BM, start])
+            w_NK = weight_tiles.load([tile_n * BN, start])
         elif EVEN:
-            x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
+            x_MK = tl.load(at_x) if FULL else tl.load(at_x, mask=(m < rows)[:, None], other=0.0)
+            w_NK = tl.load(at_w)
         else:
-            x_MK = tl.load(at_x, mask=mask_m[:, None] & (start + k < inputs)[None, :], other=0.0)
+            x_MK = tl.load(at_x, mask=(m < rows)[:, None] & (start + k < inputs)[None, :], other=0.0)
             w_NK = tl.load(at_w, mask=(start + k < inputs)[None, :], other=0.0)
         if SWAP:
             sums = tl.dot(w_NK, tl.trans(x_MK), sums, input_precision="ieee")
@@ -153,16 +199,14 @@ def _product_kernel(
         if SEGMENTED:  # noqa: SIM102  the first is known when compiling
             if (start + BK) % segment == 0:
                 total += sums
-                sums = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+                sums = nothing
     if SEGMENTED:
         sums = total
     if SWAP:
         sums = tl.trans(sums)
     if BIAS:
-        sums += tl.load(bias + n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    row = tl.program_id(1).to(tl.int64) * rows + m
-    at_out = out + row[:, None] * outputs + n[None, :]
-    tl.store(at_out, sums.to(out.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+        sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    store_tile(out, sums, m, n, rows, outputs)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["bias"])
@@ -219,28 +263,41 @@ class OrderedForm:
         outputs, inputs = weight_NK.shape
         self._segments = num_segments(outputs, inputs, weight_NK.dtype)
         self._parts = self._segments if tile.parts else 1
+        # the engine wants rows that start at multiples of 16 bytes
+        self._copied = tile.copied and inputs * weight_NK.itemsize % ALIGNMENT == 0
         self._lines = early_lines(tile, weight_NK, self._parts)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        x_TK = dense(x_TK)
-        rows, outputs = x_TK.shape[0], self._weight_NK.shape[0]
-        if self._parts > 1 and rows:
-            parts_STN = torch.empty((self._parts, rows, outputs), dtype=torch.float32, device=x_TK.device)
-            self._run(x_TK, None, parts_STN)
-            return add_parts(parts_STN, self._bias_N, self._out_dtype)
-        out_TN = torch.empty((rows, outputs), dtype=self._out_dtype, device=x_TK.device)
-        if rows:
-            self._run(x_TK, self._bias_N, out_TN)
+        if self._parts > 1 and len(x_TK):
+            return add_parts(self._in_parts(dense(x_TK)), self._bias_N, self._out_dtype)
+        out_TN = x_TK.new_empty((len(x_TK), len(self._weight_NK)), dtype=self._out_dtype)
+        if len(x_TK):
+            self._run(dense(x_TK), self._bias_N, out_TN)
         return out_TN
+
+    def apart(self, x_TK: Tensor) -> Tensor:
+        """See `products.apart`."""
+        if self._parts == 1 or self._bias_N is not None or not len(x_TK):
+            return self(x_TK)
+        return self._in_parts(dense(x_TK))
+
+    def _in_parts(self, x_TK: Tensor) -> Tensor:
+        shape = (self._parts, len(x_TK), len(self._weight_NK))
+        parts_STN = x_TK.new_empty(shape, dtype=torch.float32)
+        self._run(x_TK, None, parts_STN)
+        return parts_STN
 
     def _run(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor) -> None:
         tile, weight, rows = self._tile, self._weight_NK, x_TK.shape[0]
         outputs, inputs = weight.shape
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
         segmented = self._segments > self._parts
+        tiles: tuple[object, object] = (x_TK, weight)
+        if self._copied:
+            tiles = (_tiles(x_TK, tile.rows, tile.inputs), _tiles(weight, tile.outputs, tile.inputs))
         with on(x_TK):
             _product_kernel[(programs, self._parts)](
-                *(x_TK, weight, weight if bias_N is None else bias_N, out),
+                *(x_TK, weight, *tiles, weight if bias_N is None else bias_N, out),
                 *(rows, outputs, inputs, inputs // (self._segments if segmented else self._parts)),
                 BM=tile.rows,
                 BN=tile.outputs,
@@ -248,13 +305,20 @@ class OrderedForm:
                 SWAP=tile.swap,
                 BIAS=bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
+                FULL=rows >= tile.rows >= 64,
                 SEGMENTED=segmented,
+                COPIED=self._copied,
                 SWIZZLE=SWIZZLE,
                 LINES=self._lines,
                 **early(x_TK),
                 num_stages=tile.stages,
                 num_warps=tile.warps,
             )
+
+
+def _tiles(x_RK: Tensor, rows: int, inputs: int) -> TensorDescriptor:
+    """For the engine that copies tiles of `rows` by `inputs`."""
+    return TensorDescriptor(x_RK, [*x_RK.shape], [x_RK.shape[1], 1], [rows, inputs])
 
 
 def _ordered(tile: Tile) -> Way:
@@ -274,25 +338,41 @@ def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
     return run
 
 
-def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
-    """The same, segment by segment; of a weight that has but one it is `cublas`."""
-    outputs, inputs = weight_NK.shape
-    segments = num_segments(outputs, inputs, weight_NK.dtype)
-    if segments == 1:
-        return cublas(weight_NK, bias_N, out_dtype)
-    weights_KN = [part_NK.t() for part_NK in weight_NK.chunk(segments, dim=1)]
+class CublasInParts:
+    """torch's product of each segment; their sum is in order."""
 
-    def run(x_TK: Tensor) -> Tensor:
-        parts_STN = torch.empty((segments, len(x_TK), outputs), dtype=torch.float32, device=x_TK.device)
-        for part_TN, x_TS, weight_KN in zip(parts_STN, x_TK.chunk(segments, dim=1), weights_KN, strict=True):
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
+        outputs, inputs = weight_NK.shape
+        self._outputs, self._bias_N, self._out_dtype = outputs, bias_N, out_dtype
+        segments = num_segments(outputs, inputs, weight_NK.dtype)
+        self._weights_KN = [part_NK.t() for part_NK in weight_NK.chunk(segments, dim=1)]
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return add_parts(self._in_parts(x_TK), self._bias_N, self._out_dtype)
+
+    def apart(self, x_TK: Tensor) -> Tensor:
+        """See `products.apart`."""
+        return self._in_parts(x_TK) if self._bias_N is None else self(x_TK)
+
+    def _in_parts(self, x_TK: Tensor) -> Tensor:
+        segments = len(self._weights_KN)
+        parts_STN = x_TK.new_empty((segments, len(x_TK), self._outputs), dtype=torch.float32)
+        for part_TN, x_TS, weight_KN in zip(
+            parts_STN, x_TK.chunk(segments, dim=1), self._weights_KN, strict=True
+        ):
             torch.mm(x_TS, weight_KN, out_dtype=torch.float32, out=part_TN)
-        return add_parts(parts_STN, bias_N, out_dtype)
+        return parts_STN
 
-    return run
+
+def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+    """Of a weight that has but one segment it is `cublas`."""
+    outputs, inputs = weight_NK.shape
+    make = CublasInParts if num_segments(outputs, inputs, weight_NK.dtype) > 1 else cublas
+    return make(weight_NK, bias_N, out_dtype)
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *PARTS)
+    return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *COPIED, *OLDER)
 
 
 def suits(way: str, shape: Shape, rows: int) -> bool:
@@ -307,5 +387,7 @@ def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
     # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    ordered = [_ordered(tile) for tile in tiles(dtype) if tile.fits(dtype, device)]
+    fitting = [tile for tile in tiles(dtype) if tile.fits(dtype, device)]
+    unwanted = OLDER if {*COPIED} <= {*fitting} else ()
+    ordered = [_ordered(tile) for tile in fitting if tile not in unwanted]
     return [*ordered, Way(CUBLAS_IN_PARTS, cublas_in_parts), Way("cublas", cublas)]

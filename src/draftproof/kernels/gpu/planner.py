@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify
+from draftproof.kernels import certify, products
 from draftproof.kernels.certify import Shape
+from draftproof.kernels.choices import BucketForm, Choice, ReportRow
 from draftproof.kernels.gpu import linear
-from draftproof.kernels.gpu.norm import rms_norm
+from draftproof.kernels.gpu.norm import add_rms_norm, rms_norm
+from draftproof.kernels.graphs import capture
 from draftproof.kernels.products import Form, Way
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
 COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
 REPLAYS = 10
 CLOSE, ROUNDS = 1.1, 5  # ways within this factor of the fastest are timed so often again
-PADDING = 1.5  # times the rows that there are
 WIDE, MOST_WIDE_ROWS = 1 << 15, 512  # outputs of heads, whose results for a whole prompt would take gigabytes
 SWITCH = 1.02  # a way must be this much faster than the one of the bucket below to take its place
 
@@ -33,7 +33,8 @@ def times(
 ) -> dict[str, list[float]]:
     """Microseconds of each way at each number of rows, weights not in the cache; infinite where it is not tried.
 
-    As in a pass: after each product comes a small operator, which some ways may begin before and some may not.
+    As in a pass: after each product comes a small operator, which some ways may begin before and some may not, and
+    which adds up what a way leaves in parts.
     """
     size = shape.outputs * shape.inputs * shape.dtype.itemsize
     copies = min(max(COLD_BYTES // size, 1), 32)
@@ -42,22 +43,40 @@ def times(
         for _ in range(copies)
     ]
     bias_N = weights[0][:, 0].contiguous() if shape.bias else None
-    forms = {way.name: [way.make(weight, bias_N, shape.out_dtype) for weight in weights] for way in ways}
+    forms = {
+        way.name: [products.apart(way.make(weight, bias_N, shape.out_dtype)) for weight in weights]
+        for way in ways
+    }
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for t in rows:
         x_TK = torch.randn(t, shape.inputs, device=device).to(shape.dtype)
-        tried = {n: form for n, form in forms.items() if linear.suits(n, shape, t)}
-        small = functools.partial(rms_norm, x_TK, torch.ones_like(x_TK[0]), 1e-6)
+        follow = _follower(shape, x_TK)
+        tried = {n: several for n, several in forms.items() if linear.suits(n, shape, t)}
+        nothing_TN = x_TK.new_empty(t, shape.outputs, dtype=shape.out_dtype)
+        small_us = TimedGraph([functools.partial(follow, nothing_TN)] * 20).microseconds()
         taken = _race(
             {
-                n: [c for form in form for c in (functools.partial(form, x_TK), small)]
-                for n, form in tried.items()
+                n: [functools.partial(_pair, form, x_TK, follow) for form in several]
+                for n, several in tried.items()
             }
         )
-        small_us = TimedGraph([small] * 20).microseconds()
         for way in ways:
-            found[way.name].append(2 * taken.get(way.name, float("inf")) - small_us)
+            found[way.name].append(taken.get(way.name, float("inf")) - small_us)
     return found
+
+
+def _pair(form: Form, x_TK: Tensor, follow: Callable[[Tensor], object]) -> None:
+    follow(form(x_TK))
+
+
+def _follower(shape: Shape, x_TK: Tensor) -> Callable[[Tensor], object]:
+    """What runs after a product: the norm that adds it to the stream, where the product may come in parts."""
+    if linear.num_segments(shape.outputs, shape.inputs, shape.dtype) == 1 or shape.out_dtype != shape.dtype:
+        ones_K = torch.ones_like(x_TK[0])
+        return lambda _: rms_norm(x_TK, ones_K, 1e-6)
+    stream_TN = x_TK.new_zeros(len(x_TK), shape.outputs)
+    ones_N = torch.ones_like(stream_TN[0])
+    return lambda product: add_rms_norm(product, stream_TN, ones_N, 1e-6)
 
 
 def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
@@ -76,16 +95,8 @@ class TimedGraph:
     """Calls in one CUDA graph: what the device needs for them, without the host."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], pool: Any = None) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._num_calls, self._graph = len(calls), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            for call in calls:
-                call()
+        self._num_calls = len(calls)
+        self._graph, _ = capture(lambda: [call() for call in calls], pool)
         self._graph.replay()
 
     def microseconds(self, replays: int = REPLAYS) -> float:
@@ -118,62 +129,8 @@ def choose(
     return tuple(chosen)
 
 
-class BucketForm:
-    """Calls, for each number of rows, the way of the bucket above it; more rows than the last are split.
-
-    Ways exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
-    """
-
-    def __init__(
-        self,
-        forms: Mapping[str, Form],
-        any_rows: Mapping[str, bool],
-        buckets: Sequence[int],
-        chosen: Sequence[str],
-    ) -> None:
-        certified = [
-            (b, forms[name], any_rows[name]) for b, name in zip(buckets, chosen, strict=True) if name
-        ]
-        assert certified, "no bucket has a way"
-        self._most = certified[-1][0]
-        self._plan = [_entry(certified, rows) for rows in range(self._most + 1)]
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        rows = x_TK.shape[0]
-        if rows > self._most:
-            return torch.cat([self(part) for part in x_TK.split(self._most)])
-        bucket, form, any_rows = self._plan[rows]
-        if rows > bucket and not any_rows:
-            return torch.cat([self(part) for part in (x_TK[:bucket], x_TK[bucket:])])
-        if any_rows or (bucket == rows and x_TK.is_contiguous() and x_TK.data_ptr() % 64 == 0):
-            return form(x_TK)
-        buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
-        buffer[:rows] = x_TK
-        return form(buffer)[:rows]
-
-
-def _entry(certified: Sequence[tuple[int, Form, bool]], rows: int) -> tuple[int, Form, bool]:
-    """The bucket to fill `rows` up to; where that would waste half as many again, the one to split them by."""
-    above = next(entry for entry in certified if entry[0] >= rows)
-    below = [entry for entry in certified if 0 < entry[0] <= rows]
-    return above if above[2] or above[0] <= PADDING * rows or not below else below[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """What was chosen at a number of rows, and what would be the fastest without certificates."""
-
-    rows: int
-    way: str
-    microseconds: float
-    fastest_way: str
-    fastest_microseconds: float
-
-
-def plan(
-    shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
-) -> tuple[tuple[int, ...], tuple[str, ...], list[Timed]]:
-    """(buckets, the certified way of each, "" where there is none, and what they take)."""
+def plan(shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device) -> Choice:
+    """The certified way of each bucket of rows; the report says what would be the fastest without certificates."""
     max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
     buckets = certify.buckets_up_to(max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
@@ -181,13 +138,16 @@ def plan(
         certified = certify.certify(shape, ways, max_rows, device)
         microseconds = times(shape, ways, device, rows)
     chosen = choose(ways, certified, microseconds, rows, buckets)
-    timed = []
+    if not any(chosen):
+        return Choice(products.SLOW.name, (), ())
+    lines = []
     for i, t in enumerate(rows):
         way = chosen[buckets.index(t)] if t in buckets else ""
         fastest = min(microseconds, key=lambda name: microseconds[name][i])
         if way:
-            timed.append(Timed(t, way, microseconds[way][i], fastest, microseconds[fastest][i]))
-    return buckets, chosen, timed
+            taken = microseconds[way][i], fastest, microseconds[fastest][i]
+            lines.append(ReportRow(shape.key(), t, way, *taken))
+    return Choice("by rows", buckets, tuple(lines), chosen)
 
 
 def make(

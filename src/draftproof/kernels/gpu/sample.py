@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.launch import dense, on, power_of_two
+from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
 from draftproof.kernels.gpu.threshold import limits
 
 PIECE, BLOCK = 4096, 1024
@@ -55,8 +56,11 @@ def _gumbel(id_V, key_a, key_b):
 
 
 @triton.jit(do_not_specialize_on_alignment=["logits"])
-def _top_kernel(logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr):
+def _top_kernel(
+    logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """The largest logit of each piece; +inf where one is no number."""
+    begin(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + row * V + v, mask=v < V, other=-float("inf"))
@@ -69,9 +73,10 @@ def _top_kernel(logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.c
 def _draw_kernel(
     logits, tops, temperatures, limits, seeds, positions, ids, best_scores, best_ids,
     V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, POW: tl.constexpr,
-    MAPPED: tl.constexpr,
+    MAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best score of each piece and the lowest id that has it."""
+    begin(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + row * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
@@ -99,8 +104,11 @@ def _draw_kernel(
 
 
 @triton.jit
-def _winner_kernel(tops, best_scores, best_ids, tokens, PIECES: tl.constexpr, POW: tl.constexpr):
+def _winner_kernel(
+    tops, best_scores, best_ids, tokens, PIECES: tl.constexpr, POW: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """The row's token; -1 where its largest logit is no finite number."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, POW)
     inside = p < PIECES
@@ -133,19 +141,22 @@ def sample(
     tops, scores = logits_MV.new_empty(rows, pieces), logits_MV.new_empty(rows, pieces)
     ids = tokens_M.new_empty(rows, pieces)
     filters = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M)]
-    size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}
+    size, soon = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}, early(logits_MV)
     with on(logits_MV):
-        _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, num_warps=8)
+        _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, **soon, num_warps=8)
         limits_M = limits(logits_MV, tops, filters, pieces, PIECE)
         _draw_kernel[(rows, pieces)](
             *(logits_MV, tops, filters[0], limits_M, seeds_M.contiguous()),
             *(positions_M.long().contiguous(), seeds_M if ids_V is None else ids_V.long().contiguous()),
             *(scores, ids),
             **size,
+            **soon,
             PIECE=PIECE,
             BLOCK=BLOCK,
             MAPPED=ids_V is not None,
             num_warps=4,
         )
-        _winner_kernel[(rows,)](tops, scores, ids, tokens_M, PIECES=pieces, POW=size["POW"], num_warps=1)
+        _winner_kernel[(rows,)](
+            tops, scores, ids, tokens_M, PIECES=pieces, POW=size["POW"], **soon, num_warps=1
+        )
     return tokens_M

@@ -1,0 +1,140 @@
+"""What the planner decided for the products of a shape, where it is kept between starts, and the form that obeys it.
+
+Shapes: T rows, K inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import products
+from draftproof.kernels.products import Form
+
+PADDING = 1.5  # times the rows that there are
+ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One line of `LinearPlanner.report`. Times in microseconds; `cost` 0.02: exactness costs 2 % at these rows."""
+
+    shape: str
+    rows: int
+    way: str
+    microseconds: float
+    fastest_way: str
+    fastest_microseconds: float
+
+    @property
+    def cost(self) -> float:
+        return max(0.0, self.microseconds / self.fastest_microseconds - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
+
+    `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
+    """
+
+    way: str
+    buckets: tuple[int, ...]
+    report: tuple[ReportRow, ...]
+    by_bucket: tuple[str, ...] = ()
+
+
+class Cache:
+    """Choices on disk, as JSON. Anything unreadable or unexpected in it counts as absent."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Choice]:
+        try:
+            raw = json.loads(self._path.read_text())
+            return {key: _choice(value) for key, value in raw.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+    def write(self, choices: dict[str, Choice]) -> None:
+        """Add to what is there. Atomic; a folder that cannot be written only costs the next start its time."""
+        merged = {**self.read(), **choices}
+        raw = {key: dataclasses.asdict(choice) for key, choice in merged.items()}
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(raw, indent=1))
+            os.replace(temporary, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def _choice(raw: dict[str, Any]) -> Choice:
+    """Raises KeyError, TypeError or ValueError for anything that `Cache.write` does not write."""
+    buckets = tuple(int(rows) for rows in raw["buckets"])
+    way = raw["way"]
+    if not isinstance(way, str) or any(rows < 1 for rows in buckets):
+        raise ValueError("not a certificate")
+    by_bucket = tuple(str(name) for name in raw.get("by_bucket", ()))
+    if by_bucket and len(by_bucket) != len(buckets):
+        raise ValueError("not a certificate")
+    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]), by_bucket)
+
+
+class BucketForm:
+    """Calls, for each number of rows, the way of the bucket above it; more rows than the last are split.
+
+    Ways exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
+    """
+
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        any_rows: Mapping[str, bool],
+        buckets: Sequence[int],
+        chosen: Sequence[str],
+    ) -> None:
+        certified = [
+            (b, forms[name], any_rows[name]) for b, name in zip(buckets, chosen, strict=True) if name
+        ]
+        assert certified, "no bucket has a way"
+        self._most = certified[-1][0]
+        self._plan = [_entry(certified, rows) for rows in range(self._most + 1)]
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return self._run(x_TK, apart=False)
+
+    def apart(self, x_TK: Tensor) -> Tensor:
+        """See `products.apart`."""
+        return self._run(x_TK, apart=True)
+
+    def _run(self, x_TK: Tensor, *, apart: bool) -> Tensor:
+        rows = x_TK.shape[0]
+        if rows > self._most:
+            return torch.cat([self(part) for part in x_TK.split(self._most)])
+        bucket, form, any_rows = self._plan[rows]
+        if rows > bucket and not any_rows:
+            return torch.cat([self(part) for part in (x_TK[:bucket], x_TK[bucket:])])
+        if any_rows or (bucket == rows and x_TK.is_contiguous() and x_TK.data_ptr() % ALIGNMENT == 0):
+            return (products.apart(form) if apart else form)(x_TK)
+        buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
+        buffer[:rows] = x_TK
+        return form(buffer)[:rows]
+
+
+def _entry(certified: Sequence[tuple[int, Form, bool]], rows: int) -> tuple[int, Form, bool]:
+    """The bucket to fill `rows` up to; where that would waste half as many again, the one to split them by."""
+    above = next(entry for entry in certified if entry[0] >= rows)
+    below = [entry for entry in certified if 0 < entry[0] <= rows]
+    return above if above[2] or above[0] <= PADDING * rows or not below else below[-1]
