@@ -27,9 +27,9 @@ class SpeculativeConfig:
     own, and the chain's is the most that any may propose. `policy` "fixed" always asks for
     that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
     drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `quantization` "fp8" rounds
-    the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU, and a few
-    other drafts. `options` are the method's own settings (every key that is not a field lands there and is checked by
-    the method).
+    the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
+    capability 8.9 or later, and a few other drafts. `options` are the method's own settings (every key that is not a
+    field lands there and is checked by the method).
     """
 
     method: str | None = None

@@ -278,6 +278,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             for form in forms:  # what is left in parts is what is added up
                 if not bias and out_dtype == dtype:
                     found, whole = products.apart(form)(x[:17]), form(x[:17])
+                    assert (found.dim() == 3) == (form._parts > 1)
                     found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
                     assert torch.equal(found, whole)
             expected = products.SLOW.make(weight, offset, out_dtype)(x)

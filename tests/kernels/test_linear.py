@@ -350,6 +350,8 @@ def test_rows_are_split_rather_than_half_a_bucket_filled() -> None:
         seen.clear()
         x_TK = torch.randn(rows, 5)
         assert torch.equal(product(x_TK), 2 * x_TK) and seen == expected
+    x_TK, product = torch.randn(341, 5), BucketForm({"a": form}, {"a": False}, (1, 512), ("a", "a"))
+    assert torch.equal(product(x_TK), 2 * x_TK)
 
 
 def test_a_gpu_tries_what_suits_the_weight_and_the_rows() -> None:

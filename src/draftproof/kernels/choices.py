@@ -125,7 +125,7 @@ class BucketForm:
             return torch.cat([self(part) for part in x_TK.split(self._most)])
         bucket, form, any_rows = self._plan[rows]
         if rows > bucket and not any_rows:
-            return torch.cat([self(part) for part in (x_TK[:bucket], x_TK[bucket:])])
+            return torch.cat([self(part) for part in x_TK.split(bucket)])
         if any_rows or (bucket == rows and x_TK.is_contiguous() and x_TK.data_ptr() % ALIGNMENT == 0):
             return (products.apart(form) if apart else form)(x_TK)
         buffer = x_TK.new_zeros(bucket, x_TK.shape[1])

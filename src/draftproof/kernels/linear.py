@@ -41,6 +41,7 @@ class PackedLinear:
         self._apart: Form | None = None
 
     def use(self, form: Form) -> None:
+        """Multiply by this form from now on."""
         self._form, self._apart = form, products.apart(form)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class PackedLinear:
     def apart(self, x_TK: Tensor) -> Tensor:
         """The same for `ops.AddRMSNorm`, which adds what may be in parts here: [T, N] or fp32 [S, T, N]."""
         assert self._apart is not None, "LinearPlanner.certify() was not called after pack()"
+        assert self.shape.out_dtype == self.shape.dtype, "the norm rounds to the dtype of the stream"
         return self._apart(x_TK)
 
 
@@ -113,7 +115,8 @@ class LinearPlanner:
             # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
             form = way.make(weight_NK, bias_N, out_dtype)
-            linear.use(quantized.with_rounded_rows(form) if fp8 else form)
+            rounded = fp8 and not gpu.available(self._device)  # as a GPU would have them
+            linear.use(quantized.with_rounded_rows(form) if rounded else form)
         return linear
 
     def pack_experts(

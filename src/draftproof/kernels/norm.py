@@ -77,7 +77,7 @@ class NormsCompiled:
         self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         codes = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
-        if None in codes or residual_TH.dtype != x_TH.dtype:
+        if None in codes or residual_TH.dtype != x_TH.dtype or x_TH.dim() == 3:
             return add_rms_norm_torch(x_TH, residual_TH, weight_H, eps)
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
         out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)

@@ -35,7 +35,8 @@ class AddRMSNorm(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new.
 
-        x_TH may be what `PackedLinear.apart` gives: fp32 parts [S, T, H], which are added first to last and rounded.
+        x_TH may be what `PackedLinear.apart` gives: fp32 parts [S, T, H], which are added first to last and rounded to
+        the residual's dtype. weight_H is a model's: on a GPU it may be read before the kernel ahead is through.
         """
         ...
 
@@ -82,7 +83,7 @@ class Gather(Protocol):
 
 class Pick(Protocol):
     def __call__(self, columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
-        """column[index] of each of some vectors: [T]; index int64."""
+        """column[index] of each of five vectors, the sampling parameters: [T]; index int64."""
         ...
 
 

@@ -243,7 +243,8 @@ class AttentionPass:
     def _loop(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
     ) -> None:
-        loop_kernel[(min(shape.tiles + SPARE_TILES, shape.rows), shape.kv_heads)](
+        least = 2 * num_processors(out_TX.device) // shape.kv_heads
+        loop_kernel[(min(max(shape.tiles + SPARE_TILES, least), shape.rows), shape.kv_heads)](
             *(*inputs, plan, out_TX, inputs[3].shape[1], shape.window, scale),
             **self._tile_constants(shape),
             **early(out_TX),

@@ -39,11 +39,8 @@ LINE = 128  # bytes
 EARLY_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
 MOST_LINES = 64  # of a row
 CUBLAS_IN_PARTS = "cublas in parts"  # the name of a way
-SEGMENTS, LONG, NARROW = (
-    4,
-    4096,
-    8192,
-)  # of a K at least so long, with at most so many outputs and no more than K
+# So many of a K that is at least so long, with at most so many outputs and no more than K.
+SEGMENTS, LONG, NARROW = 4, 4096, 8192
 SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
 
 
@@ -305,7 +302,7 @@ class OrderedForm:
                 SWAP=tile.swap,
                 BIAS=bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
-                FULL=rows >= tile.rows >= 64,
+                FULL=not self._copied and rows >= tile.rows >= 64,
                 SEGMENTED=segmented,
                 COPIED=self._copied,
                 SWIZZLE=SWIZZLE,

@@ -26,9 +26,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
-    weight_H = tl.load(weight + h, mask=inside, other=0.0).to(
-        tl.float32
-    )  # no kernel writes it: no need to wait
+    weight_H = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # a model's, older than any pass
     begin(EARLY)
     if PARTS:
         x_H = tl.zeros((BLOCK,), tl.float32)
@@ -70,15 +68,18 @@ def _launch(
     rows, width = out_TH.shape
     if rows == 0:
         return
-    block = power_of_two(width)
+    block, weight_dense_H = power_of_two(width), dense(weight_H)
+    soon = (
+        early(x_TH) if weight_dense_H is weight_H else {"EARLY": False}
+    )  # a copy is made by the kernel ahead
     with on(x_TH):
         _norm_kernel[(rows,)](
-            *(x_TH, x_TH if residual_TH is None else residual_TH, dense(weight_H), out_TH, total_TH, eps),
+            *(x_TH, x_TH if residual_TH is None else residual_TH, weight_dense_H, out_TH, total_TH, eps),
             rows=rows,
             H=width,
             BLOCK=block,
             ADD=residual_TH is not None,
             PARTS=len(x_TH) if x_TH.dim() == 3 else 0,
-            **early(x_TH),
+            **soon,
             num_warps=min(max(block // PER_WARP, 1), 16),
         )

@@ -33,9 +33,12 @@ def times(
 ) -> dict[str, list[float]]:
     """Microseconds of each way at each number of rows, weights not in the cache; infinite where it is not tried.
 
-    As in a pass: after each product comes a small operator, which some ways may begin before and some may not, and
-    which adds up what a way leaves in parts.
+    As in a pass: after each product comes a small operator, which some ways may begin before and some may not. Where a
+    product may come in parts it is the norm that adds them up.
     """
+    whole = (
+        linear.num_segments(shape.outputs, shape.inputs, shape.dtype) == 1 or shape.out_dtype != shape.dtype
+    )
     size = shape.outputs * shape.inputs * shape.dtype.itemsize
     copies = min(max(COLD_BYTES // size, 1), 32)
     weights = [
@@ -43,14 +46,13 @@ def times(
         for _ in range(copies)
     ]
     bias_N = weights[0][:, 0].contiguous() if shape.bias else None
-    forms = {
-        way.name: [products.apart(way.make(weight, bias_N, shape.out_dtype)) for weight in weights]
-        for way in ways
-    }
+    forms = {way.name: [way.make(weight, bias_N, shape.out_dtype) for weight in weights] for way in ways}
+    if not whole:
+        forms = {name: [products.apart(form) for form in several] for name, several in forms.items()}
     found: dict[str, list[float]] = {way.name: [] for way in ways}
     for t in rows:
         x_TK = torch.randn(t, shape.inputs, device=device).to(shape.dtype)
-        follow = _follower(shape, x_TK)
+        follow = _follower(x_TK, None if whole else x_TK.new_zeros(t, shape.outputs))
         tried = {n: several for n, several in forms.items() if linear.suits(n, shape, t)}
         nothing_TN = x_TK.new_empty(t, shape.outputs, dtype=shape.out_dtype)
         small_us = TimedGraph([functools.partial(follow, nothing_TN)] * 20).microseconds()
@@ -69,12 +71,11 @@ def _pair(form: Form, x_TK: Tensor, follow: Callable[[Tensor], object]) -> None:
     follow(form(x_TK))
 
 
-def _follower(shape: Shape, x_TK: Tensor) -> Callable[[Tensor], object]:
-    """What runs after a product: the norm that adds it to the stream, where the product may come in parts."""
-    if linear.num_segments(shape.outputs, shape.inputs, shape.dtype) == 1 or shape.out_dtype != shape.dtype:
+def _follower(x_TK: Tensor, stream_TN: Tensor | None) -> Callable[[Tensor], object]:
+    """What runs after a product: the norm that adds it to the stream, or any small operator."""
+    if stream_TN is None:
         ones_K = torch.ones_like(x_TK[0])
         return lambda _: rms_norm(x_TK, ones_K, 1e-6)
-    stream_TN = x_TK.new_zeros(len(x_TK), shape.outputs)
     ones_N = torch.ones_like(stream_TN[0])
     return lambda product: add_rms_norm(product, stream_TN, ones_N, 1e-6)
 
