@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftproof.models.config import ModelConfig, parse
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.ops import TORCH
+from draftproof.kernels.products import Way
+from draftproof.models.config import ModelConfig, parse, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights, Weights
-from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
+from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import FORMS, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
@@ -165,3 +168,44 @@ def test_weights_in_memory_serve_like_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"memory: tensor 'model.norm.weight' is missing"):
         load_decoder(Weights.of(tensors, "memory"), config)
     assert decoder.config is config
+
+
+class Halves:
+    """A product as a GPU may have it: in two parts, that the norm behind it adds up."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+        self._weights = [half.float() for half in weight_NK.chunk(2, dim=1)]
+        self._bias_N, self._out_dtype, self.num_apart = bias_N, out_dtype, 0
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        total_TN = sum(self._parts(x_TK))
+        return (total_TN if self._bias_N is None else total_TN + self._bias_N).to(self._out_dtype)
+
+    def apart(self, x_TK: torch.Tensor) -> torch.Tensor:
+        self.num_apart += 1
+        return torch.stack(self._parts(x_TK)) if self._bias_N is None else self(x_TK)
+
+    def _parts(self, x_TK: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ w.t() for x, w in zip(x_TK.float().chunk(2, dim=1), self._weights, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-biases-sharded", "qwen2-tied", "mixtral", "deepseek-v3", "gemma3-tied"]
+)
+def test_products_in_parts_change_nothing(name: str, tmp_path: Path) -> None:
+    save(FORMS[name], tmp_path)
+    made: list[Halves] = []
+
+    def hidden(whole: bool) -> torch.Tensor:
+        def make(*args: Any) -> Any:
+            made.append(Halves(*args))
+            return made[-1].__call__ if whole else made[-1]
+
+        planner = LinearPlanner(
+            CPU, exact=False, max_rows=64, library=None, find_ways=lambda *_: [Way("halves", make)]
+        )
+        decoder = Decoder.load(tmp_path, read_config(tmp_path), TORCH, planner, CPU, torch.bfloat16)
+        return run_rows(decoder, Paged(decoder.kv, dtype=torch.bfloat16), [(0, 0, TEXT[:20])]).hidden_TH
+
+    assert torch.equal(hidden(True), hidden(False))
+    assert any(half.num_apart for half in made) != name.startswith("gemma")  # whose norms add nothing
