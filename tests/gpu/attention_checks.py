@@ -75,7 +75,8 @@ def check_attention_of_prompts(device: torch.device, dtype: torch.dtype) -> None
         for broken in ([], [255], [100], [100, 255]):
             for position in broken:
                 block, offset = int(made.table[0, position // shape.block_size]), position % shape.block_size
-                v[block, min(position % 2, shape.kv_heads - 1) :, offset, 3] = float("nan" if position % 2 else "inf")
+                first = min(position % 2, shape.kv_heads - 1)
+                v[block, first:, offset, 3] = float("nan" if position % 2 else "inf")
             rows = place(made, device)
             found, expected = rows.run(prompt), rows.run(small)
             assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any() == bool(broken)
