@@ -1,6 +1,6 @@
 """Ids and logprobs with every drafter against plain decoding, bit for bit, in bf16.
 
-    PYTHONPATH=src:. python tests/gpu/exactness.py --models DIR --stages tiny-eagle3,small-ngram
+    PYTHONPATH=src:. python tests/gpu/exactness.py --models DIR --stages tiny-eagle3,small-ngram --jobs 8
 
 The reference is plain decoding one request at a time, without a prefix cache. Against it: batches of 1, 8 and 64, a
 mixture of every kind of request, few KV blocks, a second run that finds its prompts in the prefix cache; each greedy
@@ -31,6 +31,7 @@ from tests.gpu.settings import (
     parser,
     parts,
     release,
+    run_apart,
     run_stages,
     token_prompts,
 )
@@ -309,7 +310,10 @@ def main() -> int:
     names = [s.name for _, settings in ENGINES for s in settings]
     flags.add_argument("--settings", default=",".join(names), help=f"of {','.join(names)}; default: all")
     flags.add_argument("--eager-settings", help="the same for the mode without graphs, which is slow")
+    flags.add_argument("--jobs", type=int, default=1, help="stages at a time, each in a process of its own")
     given = flags.parse_args()
+    if given.jobs > 1:
+        return run_apart("tests.gpu.exactness", given.stages.split(","), given.jobs)
     settings = {
         "graphs": given.settings.split(","),
         "eager": (given.eager_settings or given.settings).split(","),

@@ -7,9 +7,12 @@ import contextlib
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,35 @@ def run_stages(report: Report, wanted: str, stages: Mapping[str, Callable[[], ob
         release()
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
     return report.finish()
+
+
+def run_apart(module: str, stages: Sequence[str], jobs: int) -> int:
+    """Each stage by a process of its own, `jobs` at a time, with this one's other flags; the number that failed.
+
+    They share the device: nothing that is measured means anything.
+    """
+
+    def run(stage: str) -> bool:
+        own = [
+            sys.executable,
+            "-m",
+            module,
+            *sys.argv[1:],
+            "--stages",
+            stage,
+            "--jobs",
+            "1",
+        ]  # the last counts
+        done = subprocess.run(own, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, end="", flush=True)
+        return done.returncode != 0
+
+    with ThreadPoolExecutor(jobs) as pool:
+        failed = [stage for stage, is_wrong in zip(stages, pool.map(run, stages), strict=True) if is_wrong]
+    print(
+        f"{len(stages) - len(failed)} of {len(stages)} stages passed{''.join(f', not {s}' for s in failed)}"
+    )
+    return len(failed)
 
 
 def release() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,20 @@ def test_prompts_are_all_different_and_of_many_lengths(prepared: Any, tmp_path: 
     found = settings.token_prompts(llm, 64, 160)
     assert len({tuple(p[2:]) for p in found}) == 64
     assert {len(p) for p in found} <= set(range(20, 161)) and len({len(p) for p in found}) > 30
+
+
+def test_stages_apart_get_the_other_flags_and_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(command[1:])
+        return subprocess.CompletedProcess(command, int("b" in command), stdout="said\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("sys.argv", ["script", "--models", "there", "--stages", "a,b", "--jobs", "2"])
+    assert settings.run_apart("some.module", ["a", "b"], 2) == 1
+    given = ["-m", "some.module", "--models", "there", "--stages", "a,b", "--jobs", "2"]
+    assert sorted(seen) == [[*given, "--stages", stage, "--jobs", "1"] for stage in "ab"]
+    assert capsys.readouterr().out == "said\nsaid\n1 of 2 stages passed, not b\n"
