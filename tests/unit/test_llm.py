@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,7 @@ def test_ids_outside_the_vocabulary_are_refused(llm: LLM, fields: dict[str, Any]
 
 
 TINY, HEAD = str(assets.path("tiny")), str(assets.path("tiny-eagle3"))
+SHAPE = str(Path(__file__).parents[2] / "bench" / "shapes" / "llama-3.1-8b-eagle3")
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"model": "no/such/dir/here"}, "no such directory"),
     ({"max_num_seq": 4}, "unknown key 'max_num_seq': did you mean 'max_num_seqs'"),
@@ -276,14 +278,19 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "chain"}}, "needs drafters"),
     ({"speculative_config": {"method": "no.such.Drafter"}}, "cannot be imported"),
     ({"speculative_config": {"method": "collections.OrderedDict"}}, "OrderedDict"),
-    ({"speculative_config": {"model": "nowhere"}}, "no such directory"),
+    ({"speculative_config": {"model": "nowhere"}}, "speculative_config: model='nowhere': no such directory"),
+    ({"tokenizer": "no/such/dir/here"}, "tokenizer='no/such/dir/here': no such directory"),
+    ({"speculative_config": {"model": SHAPE}}, "safetensors files: none; .*load_format='dummy'"),
     ({"speculative_config": {"model": 5}}, "model=5"),
     ({"speculative_config": {"method": 5}}, "method=5"),
     ({"speculative_config": {"method": "ngram", "max_faults": 0}}, "max_faults=0"),
     ({"speculative_config": {"method": "ngram", "time_limit": "1"}}, "time_limit='1'"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup_max": "5"}}, "prompt_lookup_max='5'"),
     ({"speculative_config": {"method": "chain", "drafters": 5}}, "drafters=5: must be a list"),
-    ({"speculative_config": {"method": "chain", "drafters": ["ngram"]}}, "must be a dict"),
+    (
+        {"speculative_config": {"method": "chain", "drafters": [{"method": "ngram"}, "ngram"]}},
+        r"drafters\[1\]='ngram': must be a dict",
+    ),
     (
         {"speculative_config": {"method": "chain", "drafters": [{"method": "ngram"}], "polcy": "fixed"}},
         "did you mean 'policy'",

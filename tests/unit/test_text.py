@@ -138,6 +138,11 @@ class TestTokenizer:
         with pytest.raises(ValueError, match=r"tokenizer=.*nowhere.*no such directory"):
             Tokenizer(tmp_path / "nowhere")
 
+    def test_a_folder_without_one_is_told_what_is_missing(self, tmp_path: Path) -> None:
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        with pytest.raises(ValueError, match=r"there is no tokenizer.json; give a folder that has one"):
+            Tokenizer(tmp_path)
+
     def test_broken_file_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):

@@ -231,7 +231,9 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
         code = [p for p in read_file(assets.path(assets.PROMPTS)) if p.messages is None]
         pairs = itertools.zip_longest(read_file(assets.path(assets.QUESTIONS)), code)
         prompts = [p for pair in pairs for p in pair if isinstance(p, Prompt)]
-    tokenizer = Tokenizer(resolve(engine["tokenizer"]) if "tokenizer" in engine else _target(engine))
+    tokenizer = Tokenizer(
+        resolve(engine["tokenizer"], field="tokenizer", file="") if "tokenizer" in engine else _target(engine)
+    )
     return [
         Question(id=p.id, token_ids=p.token_ids(tokenizer, chat=False), reference=p.reference)
         for p in prompts[:limit]

@@ -231,7 +231,7 @@ def make_prompts(
         return workload.random_prompts(max(count, most), *lengths, model.vocab_size, settings.seed)
     file = assets.path(assets.PROMPTS) if given["prompt_file"] is None else Path(given["prompt_file"])
     read = read_file(file)[: given["num_prompts"]]
-    folder = directory if config.tokenizer is None else resolve(config.tokenizer)
+    folder = directory if config.tokenizer is None else resolve(config.tokenizer, field="tokenizer", file="")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ValueError(
             f"model={config.model!r}: has no tokenizer; use --random-input-len, or give --tokenizer"

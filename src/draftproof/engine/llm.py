@@ -43,7 +43,7 @@ class LLM:
 
     def _load_tokenizer(self, directory: Any) -> Tokenizer | None:
         if self.config.tokenizer is not None:
-            return Tokenizer(resolve(self.config.tokenizer))
+            return Tokenizer(resolve(self.config.tokenizer, field="tokenizer", file=""))
         has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         return Tokenizer(directory) if has_one else None
 

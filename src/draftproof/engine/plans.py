@@ -56,7 +56,7 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
             if settings.method
             else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
         )
-    checkpoint = detect.read(resolve(settings.model), weights)
+    checkpoint = detect.read(resolve(settings.model, field="speculative_config: model"), weights)
     if settings.method not in (None, checkpoint.method):
         raise ValueError(
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
@@ -101,12 +101,13 @@ def _members(
 ) -> list[DraftPlan]:
     """`num_drafts`: K of members that have none of their own."""
     found: list[DraftPlan] = []
-    for raw in settings.drafters:
-        member = SpeculativeConfig.from_dict(raw)
+    for i, raw in enumerate(settings.drafters):
+        where = f"speculative_config: drafters[{i}]"
+        member = SpeculativeConfig.from_dict(raw, where)
         for key in ENGINE_WIDE:
             if key in raw:
                 raise ValueError(
-                    f"speculative_config: drafters: {key}={raw[key]!r}: holds for all drafters together; give it "
+                    f"{where}: {key}={raw[key]!r}: holds for all drafters together; give it "
                     "beside 'drafters', not in one of them"
                 )
         if num_drafts is not None and member.num_speculative_tokens is None:
@@ -117,7 +118,7 @@ def _members(
 
 def _is_target(model: str | None, target: Path) -> bool:
     """Whether a drafter's `model` is the target's folder; none given means that it is."""
-    return model is None or resolve(model).samefile(target)
+    return model is None or resolve(model, field="speculative_config: model").samefile(target)
 
 
 def _refuse_model(settings: SpeculativeConfig) -> None:

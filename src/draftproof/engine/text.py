@@ -95,7 +95,15 @@ class Tokenizer:
             try:
                 loaded = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
             except Exception as error:
-                raise ValueError(f"tokenizer={str(self.directory)!r}: cannot be loaded: {error}") from error
+                has_one = (self.directory / "tokenizer.json").is_file()
+                fix = (
+                    ""
+                    if has_one
+                    else "there is no tokenizer.json; give a folder that has one. transformers says: "
+                )
+                raise ValueError(
+                    f"tokenizer={str(self.directory)!r}: cannot be loaded: {fix}{error}"
+                ) from error
             if not isinstance(getattr(loaded, "backend_tokenizer", None), Backend):
                 raise ValueError(
                     f"tokenizer={str(self.directory)!r}: has no tokenizer.json and cannot be converted"

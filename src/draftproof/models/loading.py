@@ -44,21 +44,28 @@ class WeightSource(Protocol):
         ...
 
 
-def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of `model`: a directory, or a hub id whose files are fetched (or found in the hub's cache).
+def resolve(
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    field: str = "model",
+    file: str = "config.json",
+) -> Path:
+    """The folder of `model`: a directory, or a hub id whose files are fetched (or found in the hub's cache). `field` is
+    what the user calls it, `file` what a directory must hold ("": anything).
 
     Raises ValueError for a missing directory, an unknown id, and a hub that cannot be reached.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model={str(model)!r}: this folder has no config.json, so it holds no model")
+        if not (path / file).exists():
+            raise ValueError(f"{field}={str(model)!r}: this folder has no {file}, so it holds no model")
         return path
     if path.exists():
-        raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds config.json")
+        raise ValueError(f"{field}={str(model)!r}: is a file; give the folder that holds it")
     if not _HUB_ID.fullmatch(str(model)):
         raise ValueError(
-            f"model={str(model)!r}: no such directory; check the path (a hub id reads 'owner/name')"
+            f"{field}={str(model)!r}: no such directory; check the path (a hub id reads 'owner/name')"
         )
     from huggingface_hub import snapshot_download
 
@@ -71,7 +78,7 @@ def resolve(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     except Exception as error:  # the client raises many unrelated types, and all mean the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ValueError(
-            f"model={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
+            f"{field}={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
             f"({type(error).__name__}: {reason}); check the name, or download it elsewhere and give the folder's path"
         ) from error
 
@@ -203,9 +210,8 @@ class _Files:
                 f"several ({', '.join(files[:4])}) and no model.safetensors.index.json" if files else "none"
             )
             pickled = any(self.directory.glob("*.bin")) and not files
-            fix = (
-                "only safetensors are read: convert the .bin files" if pickled else "download the model again"
-            )
+            fix = "download the model again, or give load_format='dummy' for random weights"
+            fix = "only safetensors are read: convert the .bin files" if pickled else fix
             raise ValueError(f"{self.directory}: safetensors files: {found}; {fix}")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])
 
