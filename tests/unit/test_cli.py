@@ -216,7 +216,9 @@ class TestVerify:
 
     def test_equal_runs_are_identical(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*self.SHORT]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
+        first, *lines = capsys.readouterr().out.splitlines()
+        last = lines[-1]
+        assert "compared with plain" in first and lines[1].split()[-3:] == ["drafted", "accepted", "equal"]
         assert last.startswith(
             "identical: yes (192 tokens and 384 log-probabilities of 48 outputs; 72 drafts"
         )
@@ -226,6 +228,17 @@ class TestVerify:
         seeds = [params.seed for _, params in engines[0].seen]
         temperatures = [params.temperature for _, params in engines[0].seen]
         assert (seeds, temperatures) == ([0, 1, 2] * 2, [0.0] * 3 + [0.8] * 3)
+
+    def test_help_shows_its_own_defaults_and_no_flag_that_it_refuses(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["verify", "--help"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "Longest output, in tokens. [default: 64]" in shown
+        for flag in ("--temperature", "--max-num-seqs"):
+            assert f"{flag} " not in shown
+            assert main([*self.SHORT, flag, "1"]) == 2
+            assert f"{flag}: use --batch-sizes" in capsys.readouterr().err
 
     def test_one_wrong_token_is_found(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         engines.change = "token"

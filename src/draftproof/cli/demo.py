@@ -120,7 +120,6 @@ def run_both(
 def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int) -> None:
     """Speed and acceptance of each pair of runs."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     at_once = "one at a time" if batch_size == 1 else f"{batch_size} at once"
@@ -138,7 +137,7 @@ def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int
             f"{stats.acceptance_length:.2f}",
             " ".join(f"{share:.2f}" for share in shares) or "-",
         )
-    Console().print(table)
+    options.print_table(table)
 
 
 def conclude(pairs: dict[str, list[Timed]]) -> int:

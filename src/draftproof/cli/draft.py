@@ -80,7 +80,6 @@ def num_accepted(drafts: list[int], target: list[int]) -> int:
 
 
 def _print_table(first: int, first_text: str, rows: list[tuple[int, str, int, str]], accepted: int) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -92,4 +91,4 @@ def _print_table(first: int, first_text: str, rows: list[tuple[int, str, int, st
         verdict = "yes" if i < accepted else "no"
         ours, theirs = (f"{n} {escape(repr(s))}" for n, s in ((draft, draft_text), (target, target_text)))
         table.add_row(str(i + 1), ours, theirs, verdict, style="green" if i < accepted else None)
-    Console().print(table)
+    options.print_table(table)

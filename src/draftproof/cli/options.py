@@ -10,6 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -19,6 +20,8 @@ from draftproof.config import EngineConfig
 from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from draftproof.engine.llm import LLM
 
 EMBEDDED_DRAFTER = "tiny-eagle3"
@@ -72,17 +75,22 @@ SAMPLING_HELP = {
 }
 
 
-def engine_flags(function: F) -> F:
+OwnDefaults = Mapping[
+    str, int | None
+]  # of a command's fields; None: the flag is of no use to it, and not shown
+
+
+def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
     """Give a command one flag for each field of EngineConfig; those that were given arrive as the dict `engine`."""
-    return _flags(EngineConfig, ENGINE_HELP, "engine", function)
+    return _flags(EngineConfig, ENGINE_HELP, "engine", function, own)
 
 
-def sampling_flags(function: F) -> F:
+def sampling_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
     """Give a command one flag for each field of SamplingParams; those that were given arrive as `sampling`."""
-    return _flags(SamplingParams, SAMPLING_HELP, "sampling", function)
+    return _flags(SamplingParams, SAMPLING_HELP, "sampling", function, own)
 
 
-def _flags(config: Any, texts: Mapping[str, str], into: str, function: F) -> F:
+def _flags(config: Any, texts: Mapping[str, str], into: str, function: F, own: OwnDefaults) -> F:
     """One click option for each field of the dataclass `config` that `texts` explains."""
 
     @functools.wraps(function)
@@ -95,28 +103,30 @@ def _flags(config: Any, texts: Mapping[str, str], into: str, function: F) -> F:
     kinds = typing.get_type_hints(config)
     table = {field.name: field for field in dataclasses.fields(config)}
     for name, text in reversed(list(texts.items())):
-        wrapped = _option(table[name], kinds[name], text)(wrapped)
+        default = own.get(name, table[name].default)
+        hidden = name in own and default is None
+        wrapped = _option(name, kinds[name], text, default, hidden=hidden)(wrapped)
     return cast(F, wrapped)
 
 
-def _option(field: dataclasses.Field[Any], kind: Any, text: str) -> Callable[[F], F]:
+def _option(name: str, kind: Any, text: str, default: object, *, hidden: bool) -> Callable[[F], F]:
     """The click option of one field of type `kind`; its default is shown, and left to the library."""
-    flag, kinds = "--" + field.name.replace("_", "-"), {kind, *typing.get_args(kind)}
-    if isinstance(field.default, (bool, int, float, str)):
-        text = f"{text} [default: {_shown(field.default)}]"
+    flag, kinds = "--" + name.replace("_", "-"), {kind, *typing.get_args(kind)}
+    if isinstance(default, (bool, int, float, str)):
+        text = f"{text} [default: {_shown(default)}]"
     if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=None, help=text)
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=text, hidden=hidden)
     form: Any = str
     if typing.get_origin(kind) is typing.Literal:
         form = click.Choice(typing.get_args(kind))
-    elif field.name in SPECIAL:
-        form = SPECIAL[field.name]
+    elif name in SPECIAL:
+        form = SPECIAL[name]
     elif kinds & {int, Sequence[int]}:
         form = int
     elif float in kinds:
         form = float
     many = bool(kinds & {Sequence[int], Sequence[str]})
-    return click.option(flag, field.name, type=form, default=None, multiple=many, help=text)
+    return click.option(flag, name, type=form, default=None, multiple=many, help=text, hidden=hidden)
 
 
 def _shown(default: object) -> str:
@@ -224,3 +234,10 @@ def use_color(wanted: bool | None) -> bool:
     if wanted is not None:
         return wanted
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def print_table(table: Table) -> None:
+    """As wide as the terminal; where there is none, nothing is cut."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -26,6 +27,7 @@ Examples:
 """
 
 SHOWN = 3  # differences that are spelled out
+DEFAULTS = {"max_tokens": 64, "logprobs": 2}  # where other than the library's
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class Row:
 @click.option("--batch-sizes", type=options.NumbersType(int), default="1,8", show_default=True)
 @click.option("--chunk-sizes", type=options.NumbersType(int), default="2048,48", show_default=True)
 @click.option("--temperatures", type=options.NumbersType(float), default="0,0.8", show_default=True)
-@options.sampling_flags
-@options.engine_flags
+@partial(options.sampling_flags, own={"temperature": None, **DEFAULTS})
+@partial(options.engine_flags, own={"max_num_seqs": None, "max_num_batched_tokens": None})
 def command(
     prompt: str | None,
     prompt_file: str | None,
@@ -87,7 +89,7 @@ def command(
         prompts = read_file(assets.path(assets.PROMPTS))[:limit]
     else:
         prompts = read_prompts(prompt, prompt_file, limit)
-    sampling = {"max_tokens": 64, "logprobs": 2, **sampling}
+    sampling = {**DEFAULTS, **sampling}
     rows = []
     for row in run_all(engine, sampling, prompts, chat, batch_sizes, chunk_sizes, temperatures):
         rows.append(row)
@@ -153,7 +155,6 @@ def describe(setting: Setting) -> str:
 def print_table(rows: Sequence[Row]) -> None:
     """What was compared."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -184,7 +185,7 @@ def print_table(rows: Sequence[Row]) -> None:
         verdict = f"no: {len(row.differences)}" if row.differences else "yes"
         how = "drafting" if s.speculative else "plain"
         table.add_row(how, str(s.batch), str(s.chunk), f"{s.temperature:g}", *map(str, counts), verdict)
-    Console().print(table)
+    options.print_table(table)
 
 
 def conclude(rows: Sequence[Row]) -> int:
