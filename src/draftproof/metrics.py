@@ -63,6 +63,7 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_drafter_faults: int = 0
+    last_drafter_fault: str = ""
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0

@@ -59,7 +59,7 @@ class SamplingParams:
 def _check_ranges(p: SamplingParams) -> None:
     """Raise ValueError naming the field, its value and the range allowed."""
     ranges: tuple[tuple[str, float, float, str], ...] = (
-        ("n", 1, 1024, "an integer of at least 1"),
+        ("n", 1, 1024, "an integer from 1 to 1024"),
         ("presence_penalty", -2, 2, "between -2 and 2"),
         ("frequency_penalty", -2, 2, "between -2 and 2"),
         ("repetition_penalty", 1e-6, 1e6, "greater than 0 and at most 1000000"),

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,78 +18,8 @@ from draftproof.cli import options
 from draftproof.cli.main import COMMANDS, main
 from draftproof.cli.prompts import read_file
 from draftproof.config import EngineConfig
-from draftproof.engine.text import Tokenizer
-from draftproof.metrics import SpeculationStats
-from draftproof.types import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SamplingParams
-
-TOKENIZER = Tokenizer(assets.path(assets.TARGET))
-TEXT = " return a + b # done"
-
-
-class FakeLLM:
-    """Says TEXT to everything. `change` alters outputs of engines that draft; `drafts` are proposed a round."""
-
-    def __init__(self, engine: dict[str, Any], change: str = "", drafts: int = 3) -> None:
-        self.engine, self.tokenizer = engine, TOKENIZER
-        self.drafting = "speculative_config" in engine
-        self.change = change if self.drafting else ""
-        self.num_drafts = drafts if self.drafting else 0
-        self.seen: list[Any] = []
-
-    def default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(temperature=0.5)
-
-    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool = True) -> list[RequestOutput]:
-        listed = params if isinstance(params, list) else [params] * len(prompts)
-        self.seen += zip(prompts, listed, strict=True)
-        return [self.answer(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, listed, strict=True))]
-
-    def answer(self, index: int, prompt: Any, params: SamplingParams) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else None
-        ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
-        stats = SpeculationStats()
-        if self.num_drafts:
-            stats.record(self.num_drafts, self.num_drafts - 1)
-        if text == "too long":
-            error = "prompt has 9 tokens, max_model_len=8"
-            return RequestOutput("0", text, ids, [], True, RequestMetrics(stats), error=error)
-        out = TOKENIZER.encode(TEXT)[: params.max_tokens]
-        if self.change == "token" and index == 1:
-            out[2] = 77
-        shift = 1e-7 if self.change == "logprob" else 0.0
-        logprobs = [{i: Logprob(-0.25 + shift, 1, "x"), 9: Logprob(-1.5, 2, "y")} for i in out]
-        choice = CompletionOutput(0, TOKENIZER.decode(out), out, -0.5, logprobs, "length", None)
-        return RequestOutput("0", text, ids, [choice], True, RequestMetrics(stats))
-
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[Delta]:
-        self.seen.append((prompt, params))
-        ids = TOKENIZER.encode(TEXT)
-        for first in range(0, len(ids), 2):
-            chunk = ids[first : first + 2]
-            yield Delta("0", 0, TOKENIZER.decode(chunk), chunk, [True, False][: len(chunk)])
-
-    def draft(self, ids: list[int], k: int, next_token: int | None = None) -> list[int]:
-        target = TOKENIZER.encode(TEXT)
-        assert next_token == target[0]
-        return [*target[1:3], 77, *target[4:]][:k]
-
-
-class Engines(list[FakeLLM]):
-    """The engines that a command made; what they do is set before it runs."""
-
-    change, drafts = "", 3
-
-    def make(self, engine: dict[str, Any]) -> FakeLLM:
-        self.append(FakeLLM(engine, self.change, self.drafts))
-        return self[-1]
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
-    made = Engines()
-    monkeypatch.setattr(options, "make_llm", made.make)
-    monkeypatch.setenv("COLUMNS", "200")
-    return made
+from draftproof.types import Logprob, RequestOutput, SamplingParams
+from tests.unit.fake_llm import TEXT, TOKENIZER, Engines, FakeLLM
 
 
 class TestFlags:
@@ -209,69 +138,6 @@ class TestPromptFiles:
 
     def test_demo_has_enough_prompts(self) -> None:
         assert len(read_file(assets.path(assets.PROMPTS))) >= 16
-
-
-class TestVerify:
-    SHORT = ("verify", "--limit", "3", "--max-tokens", "4")
-
-    def test_equal_runs_are_identical(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*self.SHORT]) == 0
-        first, *lines = capsys.readouterr().out.splitlines()
-        last = lines[-1]
-        assert "compared with plain" in first and lines[1].split()[-3:] == ["drafted", "accepted", "equal"]
-        assert last.startswith(
-            "identical: yes (192 tokens and 384 log-probabilities of 48 outputs; 72 drafts"
-        )
-        assert [e.engine["max_num_seqs"] for e in engines] == [1, 1, 1, 1, 8, 8, 8, 8]
-        assert [e.engine["max_num_batched_tokens"] for e in engines] == [2048, 2048, 48, 48] * 2
-        assert [e.drafting for e in engines] == [False, True] * 4
-        seeds = [params.seed for _, params in engines[0].seen]
-        temperatures = [params.temperature for _, params in engines[0].seen]
-        assert (seeds, temperatures) == ([0, 1, 2] * 2, [0.0] * 3 + [0.8] * 3)
-
-    def test_help_shows_its_own_defaults_and_no_flag_that_it_refuses(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["verify", "--help"]) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "Longest output, in tokens. [default: 64]" in shown
-        for flag in ("--temperature", "--max-num-seqs"):
-            assert f"{flag} " not in shown
-            assert main([*self.SHORT, flag, "1"]) == 2
-            assert f"{flag}: use --batch-sizes" in capsys.readouterr().err
-
-    def test_one_wrong_token_is_found(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-        engines.change = "token"
-        assert main([*self.SHORT, "--batch-sizes", "2", "--chunk-sizes", "64", "--temperatures", "0"]) == 1
-        out = capsys.readouterr().out
-        assert "speculative, batch 2, chunk 64, temperature 0: prompt code-1" in out
-        assert "request 1, choice 0, position 2: token differs" in out
-        assert "rank 1: 77 'x' -0.25; rank 2: 9 'y' -1.5" in out
-        assert out.splitlines()[-1] == "identical: NO, 1 of 6 outputs differ"
-
-    def test_one_wrong_bit_of_a_logprob_is_found(
-        self, engines: Engines, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        engines.change = "logprob"
-        assert main([*self.SHORT]) == 1
-        assert "position 0: logprob differs" in capsys.readouterr().out
-
-    def test_no_draft_proves_nothing(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-        engines.drafts = 0
-        assert main([*self.SHORT]) == 1
-        assert "nothing was drafted" in capsys.readouterr().out
-
-    def test_a_prompt_that_cannot_be_served_plainly_is_the_callers_mistake(
-        self, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = tmp_path / "p.txt"
-        path.write_text("too long\nfine\n")
-        assert main(["verify", "--prompt-file", str(path)]) == 2
-        assert "1: prompt has 9 tokens, max_model_len=8" in capsys.readouterr().err
-
-    def test_needs_a_drafter(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["verify", "--model", str(assets.path("tiny"))]) == 2
-        assert "name the drafter" in capsys.readouterr().err
 
 
 class TestDraft:

@@ -114,7 +114,7 @@ def test_what_a_member_proposes_beyond_its_k_is_cut() -> None:
 def test_what_holds_for_the_engine_is_refused_in_a_member(method: str, key: str, value: Any) -> None:
     config = {"method": method, "drafters": [{**NGRAM, key: value}]}
     with pytest.raises(
-        ValueError, match=f"drafters: {key}={value!r}: .*beside 'drafters', not in one of them"
+        ValueError, match=rf"drafters\[\d\]: {key}={value!r}: .*beside 'drafters', not in one of them"
     ):
         LLM(speculative_config=config)
 

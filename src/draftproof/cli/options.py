@@ -65,7 +65,7 @@ SAMPLING_HELP = {
     "ignore_eos": "Go on after the end-of-text token.",
     "max_tokens": "Longest output, in tokens.",
     "min_tokens": "Shortest output, in tokens.",
-    "logprobs": "Report this many log-probabilities of each output token (with --json).",
+    "logprobs": "This many log-probabilities of each output token.",
     "prompt_logprobs": "The same for the prompt's tokens.",
     "skip_special_tokens": "Leave special tokens out of the text.",
     "include_stop_str_in_output": "Keep the stop text at the end of the output.",

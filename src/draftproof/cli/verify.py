@@ -27,6 +27,11 @@ Examples:
 """
 
 SHOWN = 3  # differences that are spelled out
+INSTEAD = {
+    "max_num_seqs": "batch-sizes",
+    "max_num_batched_tokens": "chunk-sizes",
+    "temperature": "temperatures",
+}
 DEFAULTS = {"max_tokens": 64, "logprobs": 2}  # where other than the library's
 
 
@@ -47,6 +52,8 @@ class Row:
     setting: Setting
     tally: Tally
     differences: list[Difference]
+    num_faults: int = 0  # of the drafter
+    last_fault: str = ""
 
 
 @click.command(epilog=EXAMPLES)
@@ -57,8 +64,8 @@ class Row:
 @click.option("--batch-sizes", type=options.NumbersType(int), default="1,8", show_default=True)
 @click.option("--chunk-sizes", type=options.NumbersType(int), default="2048,48", show_default=True)
 @click.option("--temperatures", type=options.NumbersType(float), default="0,0.8", show_default=True)
-@partial(options.sampling_flags, own={"temperature": None, **DEFAULTS})
-@partial(options.engine_flags, own={"max_num_seqs": None, "max_num_batched_tokens": None})
+@partial(options.sampling_flags, own={**dict.fromkeys(INSTEAD), **DEFAULTS})
+@partial(options.engine_flags, own=dict.fromkeys(INSTEAD))
 def command(
     prompt: str | None,
     prompt_file: str | None,
@@ -76,10 +83,14 @@ def command(
     and speculatively. Exit status 0 only if every output equals the first plain one bit for bit, and something was
     drafted.
     """
-    for flag in ("max_num_seqs", "max_num_batched_tokens", "temperature"):
-        if flag in {**engine, **sampling}:
+    for flag, value in {**engine, **sampling}.items():
+        if flag in INSTEAD:
             name = flag.replace("_", "-")
-            raise ValueError(f"--{name}: use --batch-sizes, --chunk-sizes or --temperatures here")
+            raise ValueError(f"--{name} {value}: give --{INSTEAD[flag]} {value} here")
+    if engine.get("verification", "exact") != "exact":
+        raise ValueError(
+            f"--verification {engine['verification']}: gives outputs that are equal in distribution only; leave it out"
+        )
     engine = options.apart(engine)
     if "speculative_config" not in engine:
         raise ValueError(
@@ -120,10 +131,13 @@ def run_all(
                 inputs = [p.for_llm(llm.tokenizer, chat) for p in prompts]
                 base = options.make_params(llm, sampling)
                 for temperature in temperatures:
+                    faults = llm.stats.num_drafter_faults
                     outputs = llm.generate(inputs, seeded(base, temperature, len(prompts)), use_tqdm=False)
                     reference = references.setdefault(temperature, outputs)
                     row = Row(Setting(batch, chunk, temperature, speculative), Tally(), [])
                     row.tally.add(outputs)
+                    row.num_faults = llm.stats.num_drafter_faults - faults
+                    row.last_fault = llm.stats.last_drafter_fault
                     failed = failures(outputs)
                     if failed and outputs is reference:
                         raise ValueError(f"{prompts[failed[0].request].id}: {failed[0].other}")
@@ -196,14 +210,18 @@ def conclude(rows: Sequence[Row]) -> int:
         total.tokens += row.tally.tokens
         total.logprobs += row.tally.logprobs
         total.speculation.add(row.tally.speculation)
-    different = sum(len(row.differences) for row in rows)
+    different, faults = (sum(len(row.differences) for row in rows), sum(row.num_faults for row in rows))
+    if faults:
+        last = [row.last_fault for row in rows if row.last_fault][-1]
+        click.echo(f"faults of the drafter, whose drafts were left out: {faults}; the last: {last}")
     drafts, accepted = total.speculation.num_draft_tokens, total.speculation.num_accepted_tokens
     if different:
         click.echo(f"identical: NO, {different} of {total.requests} outputs differ")
         return 1
     if not drafts or not total.tokens:
         click.echo(
-            "identical: nothing was drafted, so nothing is proved; try other prompts or a fixed policy"
+            "identical: nothing was drafted, so nothing is proved; give a larger --max-tokens or --chunk-sizes, other "
+            'prompts, or "policy": "fixed" in --speculative-config'
         )
         return 1
     counts = f"{total.tokens} tokens and {total.logprobs} log-probabilities of {total.requests} outputs"

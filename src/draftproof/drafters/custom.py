@@ -21,7 +21,8 @@ def find(name: str) -> Any:
         return getattr(importlib.import_module(module_name), own_name)
     except Exception as error:
         raise ValueError(
-            f"speculative_config: method={name!r}: cannot be imported ({type(error).__name__}: {error})"
+            f"speculative_config: method={name!r}: cannot be imported ({type(error).__name__}: {error}); run in the "
+            "folder that holds it, or put that on PYTHONPATH"
         ) from error
 
 

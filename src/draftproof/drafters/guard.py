@@ -48,6 +48,7 @@ class Guard:
         self.drafter = drafter
         self._refresh = refresh
         self.num_faults = 0
+        self.last_fault = ""
         self.off = False
         self._vocab_size = vocab_size
         self._trusted = trusted
@@ -94,7 +95,7 @@ class Guard:
             self._count(f"{name}: {type(error).__name__}: {error}")
 
     def _count(self, what: str) -> None:
-        self.num_faults += 1
+        self.num_faults, self.last_fault = self.num_faults + 1, what
         name = type(self.drafter).__name__
         if self.num_faults == self._max_faults:
             self.off = True

@@ -273,6 +273,7 @@ class Engine:
             emissions += arrived
         if p.guard is not None:
             self.stats.num_drafter_faults = p.guard.num_faults
+            self.stats.last_drafter_fault = p.guard.last_fault
         return emissions
 
     def _place(self, plan: Plan) -> None:
