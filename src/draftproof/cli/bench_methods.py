@@ -223,7 +223,7 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
     """The prompts' ids; those of the package come as a question, a piece of code, a question, ..."""
     from draftproof.bench.methods import Question
     from draftproof.engine.text import Tokenizer
-    from draftproof.models.loading import resolve
+    from draftproof.models.loading import resolve_tokenizer
 
     if file is not None:
         prompts = read_file(Path(file))
@@ -232,7 +232,7 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
         pairs = itertools.zip_longest(read_file(assets.path(assets.QUESTIONS)), code)
         prompts = [p for pair in pairs for p in pair if isinstance(p, Prompt)]
     tokenizer = Tokenizer(
-        resolve(engine["tokenizer"], field="tokenizer", file="") if "tokenizer" in engine else _target(engine)
+        resolve_tokenizer(engine["tokenizer"]) if "tokenizer" in engine else _target(engine)
     )
     return [
         Question(id=p.id, token_ids=p.token_ids(tokenizer, chat=False), reference=p.reference)

@@ -222,7 +222,7 @@ def make_prompts(
     """Ids of every prompt, at least as many as the largest batch."""
     from draftproof.bench import workload
     from draftproof.engine.text import Tokenizer
-    from draftproof.models.loading import resolve
+    from draftproof.models.loading import resolve_tokenizer
 
     most = max(settings.batch_sizes)
     if given["random_input_len"] is not None:
@@ -231,7 +231,7 @@ def make_prompts(
         return workload.random_prompts(max(count, most), *lengths, model.vocab_size, settings.seed)
     file = assets.path(assets.PROMPTS) if given["prompt_file"] is None else Path(given["prompt_file"])
     read = read_file(file)[: given["num_prompts"]]
-    folder = directory if config.tokenizer is None else resolve(config.tokenizer, field="tokenizer", file="")
+    folder = directory if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise ValueError(
             f"model={config.model!r}: has no tokenizer; use --random-input-len, or give --tokenizer"

@@ -75,9 +75,8 @@ SAMPLING_HELP = {
 }
 
 
-OwnDefaults = Mapping[
-    str, int | None
-]  # of a command's fields; None: the flag is of no use to it, and not shown
+# Of a command's fields. None: the flag is of no use to it, and not shown.
+OwnDefaults = Mapping[str, int | None]
 
 
 def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:

@@ -210,7 +210,7 @@ def conclude(rows: Sequence[Row]) -> int:
         total.tokens += row.tally.tokens
         total.logprobs += row.tally.logprobs
         total.speculation.add(row.tally.speculation)
-    different, faults = (sum(len(row.differences) for row in rows), sum(row.num_faults for row in rows))
+    different, faults = sum(len(row.differences) for row in rows), sum(row.num_faults for row in rows)
     if faults:
         last = [row.last_fault for row in rows if row.last_fault][-1]
         click.echo(f"faults of the drafter, whose drafts were left out: {faults}; the last: {last}")

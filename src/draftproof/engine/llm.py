@@ -14,7 +14,7 @@ from draftproof.engine.memory import must_fit
 from draftproof.engine.probe import draft
 from draftproof.engine.text import Tokenizer
 from draftproof.metrics import EngineStats, SpeculationStats
-from draftproof.models.loading import read_generation_config, resolve
+from draftproof.models.loading import read_generation_config, resolve_tokenizer
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ class LLM:
 
     def _load_tokenizer(self, directory: Any) -> Tokenizer | None:
         if self.config.tokenizer is not None:
-            return Tokenizer(resolve(self.config.tokenizer, field="tokenizer", file=""))
+            return Tokenizer(resolve_tokenizer(self.config.tokenizer))
         has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         return Tokenizer(directory) if has_one else None
 

@@ -95,15 +95,10 @@ class Tokenizer:
             try:
                 loaded = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
             except Exception as error:
-                has_one = (self.directory / "tokenizer.json").is_file()
-                fix = (
-                    ""
-                    if has_one
-                    else "there is no tokenizer.json; give a folder that has one. transformers says: "
-                )
-                raise ValueError(
-                    f"tokenizer={str(self.directory)!r}: cannot be loaded: {fix}{error}"
-                ) from error
+                why = str(error)
+                if not (self.directory / "tokenizer.json").is_file():
+                    why = f"there is no tokenizer.json; give a folder that has one. transformers says: {why}"
+                raise ValueError(f"tokenizer={str(self.directory)!r}: cannot be loaded: {why}") from error
             if not isinstance(getattr(loaded, "backend_tokenizer", None), Backend):
                 raise ValueError(
                     f"tokenizer={str(self.directory)!r}: has no tokenizer.json and cannot be converted"

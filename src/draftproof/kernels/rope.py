@@ -96,13 +96,8 @@ class RopeStoreCompiled:
         q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)
         norms_at = (0 if norm_D is None else norm_D.data_ptr() for norm_D in (q_norm_D, k_norm_D, v_norm_D))
         args = self._pack(
-            *(
-                qkv_TX.data_ptr(),
-                positions_T.data_ptr(),
-                slots_T.data_ptr(),
-                cos_sin_PD.data_ptr(),
-                *norms_at,
-            ),
+            *(qkv_TX.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr(), cos_sin_PD.data_ptr()),
+            *norms_at,
             *(q_THD.data_ptr(), k_cache.data_ptr(), 0 if v_cache is None else v_cache.data_ptr()),
             *(block_table_SB.data_ptr(), rows, num_heads, num_kv_heads, head_dim, cos_sin_PD.shape[1]),
             *(block_size, block_table_SB.shape[1], code, cache_code, norm_code),

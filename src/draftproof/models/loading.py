@@ -83,6 +83,11 @@ def resolve(
         ) from error
 
 
+def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
+    """The same for a tokenizer, whose directory need not hold a model."""
+    return resolve(name, field="tokenizer", file="")
+
+
 def root_of(weights: WeightSource) -> str:
     """What the names of a language model's tensors begin with; nothing in a model saved without its head."""
     return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
@@ -210,8 +215,10 @@ class _Files:
                 f"several ({', '.join(files[:4])}) and no model.safetensors.index.json" if files else "none"
             )
             pickled = any(self.directory.glob("*.bin")) and not files
-            fix = "download the model again, or give load_format='dummy' for random weights"
-            fix = "only safetensors are read: convert the .bin files" if pickled else fix
+            if pickled:
+                fix = "only safetensors are read: convert the .bin files"
+            else:
+                fix = "download the model again, or give load_format='dummy' for random weights"
             raise ValueError(f"{self.directory}: safetensors files: {found}; {fix}")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])
 
