@@ -267,28 +267,29 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
     """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
     too, which programs add up or a kernel of its own."""
     long = [(40, 8192, True), (40, 4096, False)] if dtype != torch.float32 else []
-    for outputs, inputs, bias in ((50, 200, True), (64, 512, False), *long):
+    for outputs, inputs, bias in ((50, 200, True), (20, 100, True), (64, 512, False), *long):
         for out_dtype in {dtype, torch.float32}:
             shape = Shape(outputs, inputs, dtype, out_dtype, bias)
-            rows = 18 if long and device.type == "cpu" else 70
+            rows = 18 if long and device.type == "cpu" else 110
             x, weight = (t.to(device) for t in cancelling(rows, shape, seed=3))
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
-            forms = [gpu_linear.OrderedForm(tile, weight, offset, out_dtype) for tile in tiles]
+            forms = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
             for form in forms:  # what is left in parts is what is added up
                 if not bias and out_dtype == dtype:
                     found, whole = products.apart(form)(x[:17]), form(x[:17])
-                    assert (found.dim() == 3) == (form._parts > 1)
+                    assert (found.dim() == 3) == isinstance(form, gpu_linear.InParts)
                     found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
                     assert torch.equal(found, whole)
             expected = products.SLOW.make(weight, offset, out_dtype)(x)
             reference = forms[0](x)
             torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
-            for form in forms[:: 4 if device.type == "cpu" else 1]:
+            in_pieces = [form for form, tile in zip(forms, tiles, strict=True) if tile.pieces[1]]
+            for form in [*forms[::4], *in_pieces[:1]] if device.type == "cpu" else forms:
                 if device.type == "cpu":  # the interpreter's product is numpy's, whose order nobody promises
                     torch.testing.assert_close(form(x), reference, atol=0.05, rtol=0.05)
                     continue
-                for rows in (1, 6, 17, 70):
+                for rows in (1, 6, 17, 70, 110):
                     assert torch.equal(form(x[:rows]), reference[:rows])
                 assert torch.equal(form(x[13:20].clone()), reference[13:20])
 

@@ -102,16 +102,8 @@ def run_apart(module: str, stages: Sequence[str], jobs: int) -> int:
     """
 
     def run(stage: str) -> bool:
-        own = [
-            sys.executable,
-            "-m",
-            module,
-            *sys.argv[1:],
-            "--stages",
-            stage,
-            "--jobs",
-            "1",
-        ]  # the last counts
+        # the last of two flags counts
+        own = [sys.executable, "-m", module, *sys.argv[1:], "--stages", stage, "--jobs", "1"]
         done = subprocess.run(own, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout, end="", flush=True)
         return done.returncode != 0

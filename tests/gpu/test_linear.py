@@ -23,7 +23,7 @@ if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
     from draftproof.kernels.gpu import linear as gpu_linear
     from draftproof.kernels.gpu.norm import add_rms_norm
 
-COUNTS = (*range(1, 71), 100, 129, 257, 513, 600, 1025, 2100)
+COUNTS = (*range(1, 98), 129, 257, 513, 600, 1025, 2100)
 BF16 = torch.bfloat16
 
 

@@ -10,7 +10,8 @@ Shapes: T rows, K inputs, N outputs, S segments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,10 @@ from draftproof.kernels.gpu.launch import (
 )
 from draftproof.kernels.products import Form, Way
 
-SWIZZLE = 8  # row tiles that share a visit to the weight
+SWIZZLE = tl.constexpr(8)  # row tiles that share a visit to the weight
 LINE = 128  # bytes
 EARLY_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
 MOST_LINES = 64  # of a row
-CUBLAS_IN_PARTS = "cublas in parts"  # the name of a way
 # So many of a K that is at least so long, with at most so many outputs and no more than K.
 SEGMENTS, LONG, NARROW = 4, 4096, 8192
 SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
@@ -53,7 +53,8 @@ def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One compiled form of the kernel. `swap`: the weight takes the matrix unit's longer side. `parts`: segments have a
-    program each, and are added up by a second kernel. `copied`: by the engine that copies whole tiles."""
+    program each, and are added up by a second kernel. `copied`: by the engine that copies whole tiles. `rows` is a
+    power of two, or if swapped and copied, 1.5 times one: two products then share what is read of the weight."""
 
     rows: int
     outputs: int
@@ -69,6 +70,12 @@ class Tile:
         side = (" swapped" if self.swap else "") + (" in parts" if self.parts else "")
         side += " copied" if self.copied else ""
         return f"triton {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}{side}"
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Rows of the first product and of the second: 96 is 64 and 32, 64 is 64 and 0."""
+        first = power_of_two(self.rows + 1) // 2
+        return first, self.rows - first
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the device has the engine, and room for the buffers in shared memory."""
@@ -105,6 +112,8 @@ COPIED = (
     *(Tile(64, 128, 64, 4, 4, True, copied=True), Tile(128, 128, 64, 4, 8, copied=True)),
     *(Tile(128, 256, 64, 4, 8, copied=True), Tile(128, 256, 64, 4, 8, True, copied=True)),
     *(Tile(64, 128, 128, 4, 8, True, True, True), Tile(128, 128, 64, 6, 8, False, True, True)),
+    *(Tile(96, 64, 128, 5, 4, True, copied=True), Tile(96, 128, 64, 4, 4, True, copied=True)),
+    *(Tile(96, 128, 128, 4, 4, True, copied=True), Tile(96, 128, 128, 4, 8, True, True, True)),
 )
 OLDER = (  # for processors that have no such engine, or less shared memory
     *(Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 5, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)),
@@ -144,8 +153,12 @@ def begin_product(
 
 
 @triton.jit
-def store_tile(out, sums, m, n, rows, outputs):
-    """The sums [m, n] of the part that the second axis names, out [S, T, N]."""
+def store_tile(out, sums, bias, m, n, rows, outputs, SWAP: tl.constexpr, BIAS: tl.constexpr):
+    """The sums [m, n], or [n, m] if SWAP, of the part that the second axis names, and the bias: out [S, T, N]."""
+    if SWAP:
+        sums = tl.trans(sums)
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     row = tl.program_id(1).to(tl.int64) * rows + m
     at_out = out + row[:, None] * outputs + n[None, :]
     tl.store(at_out, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
@@ -153,36 +166,40 @@ def store_tile(out, sums, m, n, rows, outputs):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
-    x, weight, x_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, FULL: tl.constexpr, SEGMENTED: tl.constexpr, COPIED: tl.constexpr,
-    SWIZZLE: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    x, weight, x_tiles, more_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
-    EVEN: K is a multiple of BK. FULL: rows past the end are read, not masked. SEGMENTED: one program goes through all
-    of K, and a segment is `segment` inputs of it. COPIED: tiles come by descriptors, zeros past the end; else those are
-    not looked at.
+    EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, and a segment is `segment` inputs of it.
+    COPIED: tiles come by descriptors, zeros past the end; else those are not looked at. MORE: rows that follow the BM,
+    whose product takes the same tile of the weight; with COPIED and SWAP alone.
     """
-    tile_m, tile_n = place(rows, outputs, BM, BN, SWIZZLE)
-    m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    tile_m, tile_n = place(rows, outputs, BM + MORE, BN, SWIZZLE)
+    first_m, n, k = tile_m * (BM + MORE), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    m = first_m + tl.arange(0, BM)
     first, last = 0, inputs
     if not SEGMENTED:
         first, last = tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
-    begin_product(weight, n, first, rows, outputs, inputs, BM, EARLY, LINES)
-    # An output past the end reads the last one: what it computes is not stored. So may rows, but where they are few,
-    # for all of them would ask for one line of memory at once.
-    m_read = tl.minimum(m, rows - 1) if FULL else m
-    at_x = x + m_read.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
+    begin_product(weight, n, first, rows, outputs, inputs, BM + MORE, EARLY, LINES)
+    # An output past the end reads the last one: what it computes is not stored. Rows are masked: where few are, all of
+    # the others would ask for one line of memory at once.
+    at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
     nothing = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
     sums, total = nothing, nothing
+    if MORE:
+        more = tl.zeros((BN, MORE), tl.float32)
+        more_total = more
     for start in range(first, last, BK):
+        if MORE:
+            more_MK = more_tiles.load([first_m + BM, start])
         if COPIED:
-            x_MK = x_tiles.load([tile_m * BM, start])
+            x_MK = x_tiles.load([first_m, start])
             w_NK = weight_tiles.load([tile_n * BN, start])
         elif EVEN:
-            x_MK = tl.load(at_x) if FULL else tl.load(at_x, mask=(m < rows)[:, None], other=0.0)
+            x_MK = tl.load(at_x, mask=(m < rows)[:, None], other=0.0)
             w_NK = tl.load(at_w)
         else:
             x_MK = tl.load(at_x, mask=(m < rows)[:, None] & (start + k < inputs)[None, :], other=0.0)
@@ -191,19 +208,21 @@ def _product_kernel(
             sums = tl.dot(w_NK, tl.trans(x_MK), sums, input_precision="ieee")
         else:
             sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
+        if MORE:
+            more = tl.dot(w_NK, tl.trans(more_MK), more)
         at_x += BK
         at_w += BK
         if SEGMENTED:  # noqa: SIM102  the first is known when compiling
             if (start + BK) % segment == 0:
                 total += sums
                 sums = nothing
-    if SEGMENTED:
-        sums = total
-    if SWAP:
-        sums = tl.trans(sums)
-    if BIAS:
-        sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    store_tile(out, sums, m, n, rows, outputs)
+                if MORE:
+                    more_total += more
+                    more = tl.zeros((BN, MORE), tl.float32)
+    store_tile(out, total if SEGMENTED else sums, bias, m, n, rows, outputs, SWAP, BIAS)
+    if MORE:
+        m = first_m + BM + tl.arange(0, MORE)
+        store_tile(out, more_total if SEGMENTED else more, bias, m, n, rows, outputs, SWAP, BIAS)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["bias"])
@@ -251,61 +270,62 @@ def early_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
     return power_of_two(max(4, lines) + 1) // 2
 
 
-class OrderedForm:
-    """x [T, K] -> [T, N] through one tile, any T."""
+class InParts:
+    """x [T, K] -> [T, N] by a product that leaves the sums of segments apart, fp32 [S, T, N]."""
 
-    def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
-        self._tile, self._weight_NK, self._bias_N = tile, dense(weight_NK), bias_N
-        self._out_dtype = out_dtype
-        outputs, inputs = weight_NK.shape
-        self._segments = num_segments(outputs, inputs, weight_NK.dtype)
-        self._parts = self._segments if tile.parts else 1
-        # the engine wants rows that start at multiples of 16 bytes
-        self._copied = tile.copied and inputs * weight_NK.itemsize % ALIGNMENT == 0
-        self._lines = early_lines(tile, weight_NK, self._parts)
+    def __init__(self, product: Form, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
+        self._product, self._bias_N, self._out_dtype = product, bias_N, out_dtype
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if self._parts > 1 and len(x_TK):
-            return add_parts(self._in_parts(dense(x_TK)), self._bias_N, self._out_dtype)
-        out_TN = x_TK.new_empty((len(x_TK), len(self._weight_NK)), dtype=self._out_dtype)
-        if len(x_TK):
-            self._run(dense(x_TK), self._bias_N, out_TN)
-        return out_TN
+        return add_parts(self._product(x_TK), self._bias_N, self._out_dtype)
 
     def apart(self, x_TK: Tensor) -> Tensor:
         """See `products.apart`."""
-        if self._parts == 1 or self._bias_N is not None or not len(x_TK):
-            return self(x_TK)
-        return self._in_parts(dense(x_TK))
+        return self._product(x_TK) if self._bias_N is None else self(x_TK)
 
-    def _in_parts(self, x_TK: Tensor) -> Tensor:
-        shape = (self._parts, len(x_TK), len(self._weight_NK))
-        parts_STN = x_TK.new_empty(shape, dtype=torch.float32)
-        self._run(x_TK, None, parts_STN)
-        return parts_STN
 
-    def _run(self, x_TK: Tensor, bias_N: Tensor | None, out: Tensor) -> None:
-        tile, weight, rows = self._tile, self._weight_NK, x_TK.shape[0]
+class OrderedForm:
+    """x [T, K] -> [T, N] through one tile, any T; [S, T, N] if the tile leaves segments apart."""
+
+    def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
+        outputs, inputs = weight_NK.shape
+        self._weight_NK, self._bias_N, self._out_dtype = dense(weight_NK), bias_N, out_dtype
+        # the engine wants rows that start at multiples of 16 bytes
+        copied = tile.copied and inputs * weight_NK.itemsize % ALIGNMENT == 0
+        self._tile = replace(tile, rows=tile.rows if copied else tile.pieces[0], copied=copied)
+        self._segments = num_segments(outputs, inputs, weight_NK.dtype)
+        self._parts = self._segments if tile.parts else 1
+        self._lines = early_lines(tile, weight_NK, self._parts)
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        size = (len(x_TK), len(self._weight_NK))
+        out = x_TK.new_empty((self._parts, *size) if self._parts > 1 else size, dtype=self._out_dtype)
+        if len(x_TK):
+            self._run(dense(x_TK), out)
+        return out
+
+    def _run(self, x_TK: Tensor, out: Tensor) -> None:
+        tile, weight, bias_N, rows = self._tile, self._weight_NK, self._bias_N, x_TK.shape[0]
         outputs, inputs = weight.shape
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-        segmented = self._segments > self._parts
-        tiles: tuple[object, object] = (x_TK, weight)
-        if self._copied:
-            tiles = (_tiles(x_TK, tile.rows, tile.inputs), _tiles(weight, tile.outputs, tile.inputs))
+        segmented, (first, more) = self._segments > self._parts, tile.pieces
+        tiles: tuple[object, ...] = (x_TK, x_TK, weight)
+        if tile.copied:
+            sizes = ((x_TK, first), (x_TK, more or first), (weight, tile.outputs))
+            tiles = tuple(_tiles(x_RK, size, tile.inputs) for x_RK, size in sizes)
         with on(x_TK):
             _product_kernel[(programs, self._parts)](
                 *(x_TK, weight, *tiles, weight if bias_N is None else bias_N, out),
                 *(rows, outputs, inputs, inputs // (self._segments if segmented else self._parts)),
-                BM=tile.rows,
+                BM=first,
+                MORE=more,
                 BN=tile.outputs,
                 BK=tile.inputs,
                 SWAP=tile.swap,
                 BIAS=bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
-                FULL=not self._copied and rows >= tile.rows >= 64,
                 SEGMENTED=segmented,
-                COPIED=self._copied,
-                SWIZZLE=SWIZZLE,
+                COPIED=tile.copied,
                 LINES=self._lines,
                 **early(x_TK),
                 num_stages=tile.stages,
@@ -318,8 +338,11 @@ def _tiles(x_RK: Tensor, rows: int, inputs: int) -> TensorDescriptor:
     return TensorDescriptor(x_RK, [*x_RK.shape], [x_RK.shape[1], 1], [rows, inputs])
 
 
-def _ordered(tile: Tile) -> Way:
-    return Way(tile.name, lambda w, b, out: OrderedForm(tile, w, b, out), any_rows=True)
+def ordered(tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+    """The product through one tile."""
+    if tile.parts and num_segments(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype) > 1:
+        return InParts(OrderedForm(tile, weight_NK, None, torch.float32), bias_N, out_dtype)
+    return OrderedForm(replace(tile, parts=False), weight_NK, bias_N, out_dtype)
 
 
 def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
@@ -335,39 +358,6 @@ def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
     return run
 
 
-class CublasInParts:
-    """torch's product of each segment; their sum is in order."""
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
-        outputs, inputs = weight_NK.shape
-        self._outputs, self._bias_N, self._out_dtype = outputs, bias_N, out_dtype
-        segments = num_segments(outputs, inputs, weight_NK.dtype)
-        self._weights_KN = [part_NK.t() for part_NK in weight_NK.chunk(segments, dim=1)]
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        return add_parts(self._in_parts(x_TK), self._bias_N, self._out_dtype)
-
-    def apart(self, x_TK: Tensor) -> Tensor:
-        """See `products.apart`."""
-        return self._in_parts(x_TK) if self._bias_N is None else self(x_TK)
-
-    def _in_parts(self, x_TK: Tensor) -> Tensor:
-        segments = len(self._weights_KN)
-        parts_STN = x_TK.new_empty((segments, len(x_TK), self._outputs), dtype=torch.float32)
-        for part_TN, x_TS, weight_KN in zip(
-            parts_STN, x_TK.chunk(segments, dim=1), self._weights_KN, strict=True
-        ):
-            torch.mm(x_TS, weight_KN, out_dtype=torch.float32, out=part_TN)
-        return parts_STN
-
-
-def cublas_in_parts(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
-    """Of a weight that has but one segment it is `cublas`."""
-    outputs, inputs = weight_NK.shape
-    make = CublasInParts if num_segments(outputs, inputs, weight_NK.dtype) > 1 else cublas
-    return make(weight_NK, bias_N, out_dtype)
-
-
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *COPIED, *OLDER)
 
@@ -376,7 +366,7 @@ def suits(way: str, shape: Shape, rows: int) -> bool:
     """Whether the way of that name is worth a try at so many rows."""
     segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
     tile = next((tile for tile in tiles(shape.dtype) if tile.name == way), None)
-    return tile.suits(rows, segments) if tile is not None else segments > 1 or way != CUBLAS_IN_PARTS
+    return tile is None or tile.suits(rows, segments)
 
 
 def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
@@ -386,5 +376,5 @@ def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     fitting = [tile for tile in tiles(dtype) if tile.fits(dtype, device)]
     unwanted = OLDER if {*COPIED} <= {*fitting} else ()
-    ordered = [_ordered(tile) for tile in fitting if tile not in unwanted]
-    return [*ordered, Way(CUBLAS_IN_PARTS, cublas_in_parts), Way("cublas", cublas)]
+    found = [Way(t.name, functools.partial(ordered, t), True) for t in fitting if t not in unwanted]
+    return [*found, Way("cublas", cublas)]

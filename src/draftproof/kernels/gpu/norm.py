@@ -69,9 +69,8 @@ def _launch(
     if rows == 0:
         return
     block, weight_dense_H = power_of_two(width), dense(weight_H)
-    soon = (
-        early(x_TH) if weight_dense_H is weight_H else {"EARLY": False}
-    )  # a copy is made by the kernel ahead
+    # A copy is made by the kernel ahead.
+    soon = early(x_TH) if weight_dense_H is weight_H else {"EARLY": False}
     with on(x_TH):
         _norm_kernel[(rows,)](
             *(x_TH, x_TH if residual_TH is None else residual_TH, weight_dense_H, out_TH, total_TH, eps),

@@ -19,13 +19,13 @@ from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.launch import dense, early, num_processors, on, shared_bytes
 from draftproof.kernels.gpu.linear import Tile, begin_product, early_lines, place, store_tile
 
-LEAST_STEPS = 4  # of a part
+LEAST_STEPS = 8  # of a part
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """One compiled form of the kernel. Rows have a scale for each of them and of the tile's `inputs`. `programs`: K is
-    cut for about so many a multiprocessor, and a second kernel adds; 0: never."""
+    cut for so many a multiprocessor at most, and a second kernel adds; 0: never."""
 
     tile: Tile
     programs: int = 0
@@ -38,7 +38,7 @@ class Cut:
         """(how many, the inputs of each but perhaps the last, a multiple of the tile's)."""
         steps, tile = triton.cdiv(inputs, self.tile.inputs), self.tile
         tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
-        wanted = min(round(self.programs * processors / tiles), steps // LEAST_STEPS)
+        wanted = min(self.programs * processors // tiles, steps // LEAST_STEPS)
         each = triton.cdiv(steps, max(wanted, 1))
         return triton.cdiv(steps, each), each * self.tile.inputs
 
@@ -125,9 +125,7 @@ def _scaled_product_kernel(
     if SWAP:
         sums = tl.trans(sums)
     sums *= tl.load(scale + n, mask=mask_n, other=0.0)[None, :]
-    if BIAS:
-        sums += tl.load(bias + n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    store_tile(out, sums, m, n, rows, outputs)
+    store_tile(out, sums, bias, m, n, rows, outputs, False, BIAS)
 
 
 def product(
