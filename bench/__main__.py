@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats: a smoke test, no figures")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     given = parser.parse_args()
+    unknown = [section for section in given.only.split(",") if section not in cpu.SECTIONS]
+    if unknown:
+        parser.error(f"--only: {unknown[0]!r}: choose from {', '.join(cpu.SECTIONS)}")
     root = given.models or assets.path("tiny").parent
     names = [n for n in ("tiny", "small") if (root / n).is_dir()]
     print(

@@ -85,3 +85,11 @@ class TestVerify:
     def test_needs_a_drafter(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["verify", "--model", str(assets.path("tiny"))]) == 2
         assert "name the drafter" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flag", ["--batch-sizes", "--chunk-sizes"])
+    def test_a_number_that_is_too_small_is_told_with_its_flag(
+        self, engines: Engines, flag: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([*self.SHORT, flag, "2,0"]) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert f"'{flag}': '2,0': 0 is less than 1" in told

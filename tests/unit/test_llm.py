@@ -146,7 +146,7 @@ def test_chat_applies_the_template(llm: LLM) -> None:
         "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert len(llm.chat([[message], [message]], GREEDY, use_tqdm=False)) == 2
-    with pytest.raises(ValueError, match="messages: the chat template"):
+    with pytest.raises(ValueError, match=r"messages\[0\]='h': must be a mapping"):
         llm.chat("hi", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 
@@ -200,8 +200,9 @@ def test_a_bad_prompt_is_refused_with_the_reason(llm: LLM, prompt: Any, message:
 
 
 def test_a_bad_prompt_among_others_does_not_stop_them(llm: LLM) -> None:
-    outputs = generate(llm, [PROMPT, [1, 9999], "import os"])
-    assert [o.error is None for o in outputs] == [True, False, True]
+    outputs = generate(llm, [PROMPT, [1, 9999], "import os", [1, 9998]])
+    assert [o.error is None for o in outputs] == [True, False, True, False]
+    assert len({o.request_id for o in outputs}) == 4
     assert "9999" in str(outputs[1].error) and outputs[1].outputs[0].finish_reason == "error"
     assert outputs[0].outputs[0].token_ids and outputs[2].outputs[0].token_ids
 

@@ -103,6 +103,11 @@ class TestTokenizer:
         with pytest.raises(ValueError, match="roles must alternate"):
             TINY.chat([{"role": "user", "content": "x"}], chat_template=template)
 
+    @pytest.mark.parametrize("wrong", [{"content": "x"}, {"role": 3, "content": "x"}, "x"])
+    def test_a_message_without_a_role_is_named(self, wrong: Any) -> None:
+        with pytest.raises(ValueError, match=r"messages\[1\]=.*role"):
+            TINY.chat([{"role": "user", "content": "x"}, wrong])
+
     def test_missing_chat_template_is_a_value_error(self, other: Tokenizer) -> None:
         with pytest.raises(ValueError, match="chat template"):
             other.chat([{"role": "user", "content": "x"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import typing
@@ -162,20 +163,23 @@ class DrafterType(JsonType):
 
 
 class NumbersType(click.ParamType[Any]):
-    """Numbers separated by commas."""
+    """Numbers separated by commas, none below `least`."""
 
     name = "n,n,..."
 
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self.kind = kind
+    def __init__(self, kind: type[int] | type[float], least: float = -math.inf) -> None:
+        self.kind, self.least = kind, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return [self.kind(part) for part in value.split(",")]
+            numbers = [self.kind(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r}: must be numbers separated by commas, such as 1,8", param, ctx)
+        if min(numbers) < self.least:
+            self.fail(f"{value!r}: {min(numbers)} is less than {self.least:g}", param, ctx)
+        return numbers
 
 
 SPECIAL: dict[str, click.ParamType[Any]] = {"speculative_config": DrafterType(), "logit_bias": JsonType()}

@@ -87,7 +87,7 @@ class LLM:
         bar = _bar(len(listed)) if use_tqdm else None
         try:
             for prompt, given in zip(listed, params, strict=True):
-                entries.append(self._admit(prompt, given, alone=len(listed) == 1))
+                entries.append(self._admit(prompt, given, None if len(listed) == 1 else len(entries)))
             self._run([e for e in entries if isinstance(e, Request)], bar)
             return [self._frontend.output(e) if isinstance(e, Request) else e for e in entries]
         finally:
@@ -160,13 +160,14 @@ class LLM:
         sequence = self._frontend.detached([*token_ids, next_token], greedy)
         return draft(self._frontend.loaded.engine, sequence, k)
 
-    def _admit(self, prompt: Prompt, params: SamplingParams, *, alone: bool) -> Request | RequestOutput:
+    def _admit(self, prompt: Prompt, params: SamplingParams, number: int | None) -> Request | RequestOutput:
+        """`number` among several prompts, which go on without this one; None: it is the only one."""
         try:
             return self._frontend.add(prompt, params)
         except ValueError as error:
-            if alone:
+            if number is None:
                 raise
-            return _refused(prompt, str(error))
+            return _refused(prompt, number, str(error))
 
     def _run(self, requests: list[Request], bar: Any) -> None:
         left = requests
@@ -194,9 +195,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [listed] if listed and all(isinstance(p, int) for p in listed) else listed
 
 
-def _refused(prompt: Prompt, error: str) -> RequestOutput:
+def _refused(prompt: Prompt, number: int, error: str) -> RequestOutput:
     return RequestOutput(
-        request_id="refused",
+        request_id=f"refused-{number}",
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=[],
         outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],

@@ -60,10 +60,16 @@ class Tokenizer:
 
         `options` are those of transformers' `apply_chat_template` (tools, chat_template, continue_final_message) and
         variables of the template. `add_generation_prompt` is on unless the last message is to be continued.
-        Raises ValueError where there is no template, or the template refuses the messages.
+        Raises ValueError for a message without a role, and where there is no template, or it refuses the messages.
         """
         import jinja2
 
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f'messages[{i}]={message!r:.80}: must be a mapping with a role, such as {{"role": "user", '
+                    f'"content": "Hi"}}'
+                )
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
             text = self._hugging_face().apply_chat_template(list(messages), tokenize=False, **options)

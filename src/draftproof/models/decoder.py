@@ -161,7 +161,7 @@ class Decoder:
         if wrong:
             raise ValueError(
                 f"tapped layer id {wrong[0]} of {list(taps)} is out of range: this model has num_layers={last}, so ids "
-                f"run from 0 to {last}; the draft head belongs to another model"
+                f"run from 0 to {last}; is the drafter one for another model?"
             )
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
