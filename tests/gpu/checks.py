@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, norm, products, rope, rows, sample
-from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels import activation, grouped, logits, norm, rope, rows, sample
+from draftproof.kernels.certify import Shape
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
 from draftproof.kernels.gpu import experts as gpu_experts
 from draftproof.kernels.gpu import grouped as gpu_grouped
-from draftproof.kernels.gpu import linear as gpu_linear
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import norm as gpu_norm
 from draftproof.kernels.gpu import rope as gpu_rope
@@ -39,13 +38,10 @@ from tests.gpu.attention_checks import (
     check_attention_to_broken_values,
     check_attention_weighs_alike_whatever_kernel_adds,
 )
+from tests.gpu.product_checks import check_products, randn
 from tests.gpu.quantized_cases import check_quantized
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -261,37 +257,6 @@ def check_sample(device: torch.device, dtype: torch.dtype) -> None:
     ties[:, [4097, 13]] = 1.0
     given = draw_inputs(2, device, temperature=0.0)
     assert gpu_sample.sample(ties, *given, None).tolist() == [13, 13]
-
-
-def check_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
-    too, which programs add up or a kernel of its own."""
-    long = [(40, 8192, True), (40, 4096, False)] if dtype != torch.float32 else []
-    for outputs, inputs, bias in ((50, 200, True), (20, 100, True), (64, 512, False), *long):
-        for out_dtype in {dtype, torch.float32}:
-            shape = Shape(outputs, inputs, dtype, out_dtype, bias)
-            rows = 18 if long and device.type == "cpu" else 110
-            x, weight = (t.to(device) for t in cancelling(rows, shape, seed=3))
-            offset = randn(outputs, device=device, dtype=dtype) if bias else None
-            tiles = gpu_linear.tiles(dtype)
-            forms = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
-            for form in forms:  # what is left in parts is what is added up
-                if not bias and out_dtype == dtype:
-                    found, whole = products.apart(form)(x[:17]), form(x[:17])
-                    assert (found.dim() == 3) == isinstance(form, gpu_linear.InParts)
-                    found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
-                    assert torch.equal(found, whole)
-            expected = products.SLOW.make(weight, offset, out_dtype)(x)
-            reference = forms[0](x)
-            torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
-            in_pieces = [form for form, tile in zip(forms, tiles, strict=True) if tile.pieces[1]]
-            for form in [*forms[::4], *in_pieces[:1]] if device.type == "cpu" else forms:
-                if device.type == "cpu":  # the interpreter's product is numpy's, whose order nobody promises
-                    torch.testing.assert_close(form(x), reference, atol=0.05, rtol=0.05)
-                    continue
-                for rows in (1, 6, 17, 70, 110):
-                    assert torch.equal(form(x[:rows]), reference[:rows])
-                assert torch.equal(form(x[13:20].clone()), reference[13:20])
 
 
 def check_step(device: torch.device, dtype: torch.dtype) -> None:

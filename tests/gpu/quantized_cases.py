@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftproof.kernels import quantized
 from draftproof.kernels.gpu import quantized as gpu_quantized
+from draftproof.kernels.gpu.launch import num_processors
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.quantized import Cut
 
@@ -35,11 +36,11 @@ def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes % 128 != 127].to(device).view(2, 127).view(quantized.FP8)  # without NaN
     eye, one = torch.eye(127, device=device, dtype=dtype), torch.ones(2, device=device)
-    small, all_cuts = device.type == "cpu", cuts(dtype)
+    small, all_cuts, met = device.type == "cpu", cuts(dtype), set[bool]()
     for cut in all_cuts:
         found = gpu_quantized.product(eye, codes, one, None, torch.float32, cut)
         assert torch.equal(found, codes.float().t()), cut
-    for outputs, inputs, bias in ((50, 200, True), (33, 101, False), (64, 512, True), (130, 1536, False)):
+    for outputs, inputs, bias in ((50, 200, True), (33, 101, False), (64, 512, True), (130, 3200, False)):
         weight = randn(outputs, inputs, like=eye)
         weight *= torch.logspace(-3, 1, outputs, device=device).to(dtype)[:, None]
         weight[3], weight[4] = 0.0, weight[4] * (torch.arange(inputs, device=device) == 7)
@@ -60,5 +61,7 @@ def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
                     bound = max(TOLERANCE[out_dtype], 0.0 if small else 5e-3)
                     found = gpu_quantized.product(x, *args, None if cut is used else cut)
                     assert found.dtype == out_dtype
+                    met.add(cut.parts(rows, outputs, inputs, num_processors(device))[0] > 1)
                     torch.testing.assert_close(found / size_N, expected, atol=bound, rtol=bound)
         assert gpu_quantized.product(x[:0], *made, None, dtype).shape == (0, outputs)
+    assert met == {True, False}, "some K is cut, and some is not"

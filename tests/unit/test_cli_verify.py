@@ -92,4 +92,4 @@ class TestVerify:
     ) -> None:
         assert main([*self.SHORT, flag, "2,0"]) == 2
         told = " ".join(capsys.readouterr().err.split())
-        assert f"'{flag}': '2,0': 0 is less than 1" in told
+        assert f"'{flag}': '2,0': 0 is no number of at least 1" in told

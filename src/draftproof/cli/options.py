@@ -177,8 +177,9 @@ class NumbersType(click.ParamType[Any]):
             numbers = [self.kind(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r}: must be numbers separated by commas, such as 1,8", param, ctx)
-        if min(numbers) < self.least:
-            self.fail(f"{value!r}: {min(numbers)} is less than {self.least:g}", param, ctx)
+        wrong = [number for number in numbers if number < self.least or math.isnan(number)]
+        if wrong:
+            self.fail(f"{value!r}: {wrong[0]} is no number of at least {self.least:g}", param, ctx)
         return numbers
 
 

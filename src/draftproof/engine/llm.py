@@ -79,7 +79,7 @@ class LLM:
         """Outputs in the order of the prompts: text, a list of token ids, `{"prompt_token_ids": [...]}`, or several.
 
         A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
-        why, and the others go on.
+        why, with the id "refused-" and its place among them, and the others go on.
         """
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))

@@ -64,6 +64,7 @@ class Tokenizer:
         """
         import jinja2
 
+        messages = list(messages)
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(
@@ -72,7 +73,7 @@ class Tokenizer:
                 )
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
-            text = self._hugging_face().apply_chat_template(list(messages), tokenize=False, **options)
+            text = self._hugging_face().apply_chat_template(messages, tokenize=False, **options)
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"messages: the chat template of {self.directory} failed: {error}") from error
         return self.encode(text, add_special_tokens=False)

@@ -209,7 +209,7 @@ def _product_kernel(
         else:
             sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
         if MORE:
-            more = tl.dot(w_NK, tl.trans(more_MK), more)
+            more = tl.dot(w_NK, tl.trans(more_MK), more, input_precision="ieee")
         at_x += BK
         at_w += BK
         if SEGMENTED:  # noqa: SIM102  the first is known when compiling
@@ -295,6 +295,9 @@ class OrderedForm:
         self._tile = replace(tile, rows=tile.rows if copied else tile.pieces[0], copied=copied)
         self._segments = num_segments(outputs, inputs, weight_NK.dtype)
         self._parts = self._segments if tile.parts else 1
+        assert self._parts == 1 or (bias_N is None and out_dtype == torch.float32), (
+            "parts are rounded once added"
+        )
         self._lines = early_lines(tile, weight_NK, self._parts)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -311,8 +314,8 @@ class OrderedForm:
         segmented, (first, more) = self._segments > self._parts, tile.pieces
         tiles: tuple[object, ...] = (x_TK, x_TK, weight)
         if tile.copied:
-            sizes = ((x_TK, first), (x_TK, more or first), (weight, tile.outputs))
-            tiles = tuple(_tiles(x_RK, size, tile.inputs) for x_RK, size in sizes)
+            sizes = ((x_TK, first), (x_TK, more), (weight, tile.outputs))
+            tiles = tuple(_tiles(x_RK, size, tile.inputs) if size else x_RK for x_RK, size in sizes)
         with on(x_TK):
             _product_kernel[(programs, self._parts)](
                 *(x_TK, weight, *tiles, weight if bias_N is None else bias_N, out),

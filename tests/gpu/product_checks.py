@@ -1,0 +1,62 @@
+"""Products in Triton: every tile gives one row the same bits, and the right number.
+
+Shapes: K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import norm, products
+from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels.gpu import linear as gpu_linear
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def check_products(device: torch.device, dtype: torch.dtype) -> None:
+    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
+    too, which programs add up or a kernel of its own. On other data it is right."""
+    small = device.type == "cpu"
+    long = [(40, 8192, True), (40, 4096, False)] if dtype != torch.float32 else []
+    for outputs, inputs, bias in ((50, 200, True), (20, 100, True), (140, 512, False), *long):
+        for out_dtype in {dtype, torch.float32}:
+            shape = Shape(outputs, inputs, dtype, out_dtype, bias)
+            x, weight = (t.to(device) for t in cancelling(18 if long and small else 110, shape, seed=3))
+            offset = randn(outputs, device=device, dtype=dtype) if bias else None
+            tiles = gpu_linear.tiles(dtype)
+            forms = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
+            assert any(isinstance(f, gpu_linear.InParts) for f in forms) == (inputs >= 4096)
+            for form in forms:  # what is left in parts is what is added up
+                if not bias and out_dtype == dtype:
+                    found, whole = products.apart(form)(x[:17]), form(x[:17])
+                    assert (found.dim() == 3) == isinstance(form, gpu_linear.InParts)
+                    found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
+                    assert torch.equal(found, whole)
+            reference = forms[0](x)
+            in_pieces = [form for form, tile in zip(forms, tiles, strict=True) if tile.pieces[1]]
+            for form in [*forms[::4], *in_pieces] if small else forms:
+                if small:  # the interpreter's product is numpy's, whose order nobody promises
+                    torch.testing.assert_close(form(x[:18]), reference[:18], atol=0.05, rtol=0.05)
+                    continue
+                for count in (1, 6, 17, 70, 110):
+                    assert torch.equal(form(x[:count]), reference[:count])
+                assert torch.equal(form(x[13:20].clone()), reference[13:20])
+        _check_sums(device, dtype, outputs, inputs, bias=bias)
+
+
+def _check_sums(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, *, bias: bool) -> None:
+    """Products of ordinary numbers, of as many rows as tiles have and a few more."""
+    x = randn(110, inputs, device=device, dtype=dtype)
+    weight = randn(outputs, inputs, device=device, dtype=dtype, seed=1) / 4
+    offset = randn(outputs, device=device, dtype=dtype) if bias else None
+    expected = x.double() @ weight.double().t() + (offset.double() if offset is not None else 0.0)
+    size = inputs**0.5
+    for tile in gpu_linear.tiles(dtype):
+        form = gpu_linear.ordered(tile, weight, offset, torch.float32)
+        for count in (18,) if device.type == "cpu" and not tile.pieces[1] else (65, 110):
+            error = (form(x[:count]).double() - expected[:count]).abs().max().item() / size
+            assert error < 1e-4, f"{tile.name}, {count} rows: {error:.1e}"
