@@ -108,6 +108,12 @@ class TestTokenizer:
         with pytest.raises(ValueError, match=r"messages\[1\]=.*role"):
             TINY.chat([{"role": "user", "content": "x"}, wrong])
 
+    def test_messages_may_be_any_iterable_but_nothing_else(self) -> None:
+        message = {"role": "user", "content": "x"}
+        assert TINY.chat(iter([message])) == TINY.chat([message])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="messages=3: must be a list"):
+            TINY.chat(3)  # type: ignore[arg-type]
+
     def test_missing_chat_template_is_a_value_error(self, other: Tokenizer) -> None:
         with pytest.raises(ValueError, match="chat template"):
             other.chat([{"role": "user", "content": "x"}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class Tokenizer:
         """
         import jinja2
 
+        if not isinstance(messages, Iterable):
+            raise ValueError(f"messages={messages!r:.80}: must be a list of messages")
         messages = list(messages)
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
