@@ -293,6 +293,10 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
         r"drafters\[1\]='ngram': must be a dict",
     ),
     (
+        {"speculative_config": {"method": "chain", "drafters": [{"method": "ngram"}, {"method": "ngam"}]}},
+        r"speculative_config: drafters\[1\]: method='ngam': did you mean 'ngram'",
+    ),
+    (
         {"speculative_config": {"method": "chain", "drafters": [{"method": "ngram"}], "polcy": "fixed"}},
         "did you mean 'policy'",
     ),

@@ -112,7 +112,10 @@ def _members(
                 )
         if num_drafts is not None and member.num_speculative_tokens is None:
             member = replace(member, num_speculative_tokens=num_drafts)
-        found += draft_plans(member, weights, target)
+        try:
+            found += draft_plans(member, weights, target)
+        except ValueError as error:  # says which of them it is, where it speaks of a setting
+            raise ValueError(str(error).replace("speculative_config:", f"{where}:", 1)) from error
     return found
 
 
