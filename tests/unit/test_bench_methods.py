@@ -198,7 +198,10 @@ def test_what_was_measured_before_an_interruption_stays(
 @pytest.mark.parametrize(
     ("drafter", "said"),
     [
-        ('b={"method": "chain", "drafters": [{"method": "nope"}]}', "b: speculative_config: method='nope'"),
+        (
+            'b={"method": "chain", "drafters": [{"method": "nope"}]}',
+            r"b: speculative_config: drafters\[0\]: method='nope'",
+        ),
         (
             'b={"method": "suffix", "suffix_decoding_max_tre_depth": 3}',
             "did you mean 'suffix_decoding_max_tree",
