@@ -58,10 +58,10 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], where: str = "speculative_config") -> SpeculativeConfig:
-        """Keys that are no field become `options`. `where`: what an error calls it."""
+    def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
+        """Keys that are no field become `options`."""
         if not isinstance(raw, Mapping):
-            raise ValueError(f"{where}={raw!r}: must be a dict such as {{'method': 'ngram'}}")
+            raise ValueError(f"speculative_config={raw!r}: must be a dict such as {{'method': 'ngram'}}")
         names = {f.name for f in dataclasses.fields(cls)} - {"options"}
         known = {k: v for k, v in raw.items() if k in names}
         if "drafters" in known:

@@ -57,7 +57,7 @@ def throughput(given: dict[str, Any], engine: dict[str, Any]) -> int:
 @click.option(
     "--request-rate",
     "rates",
-    type=options.NumbersType(float),
+    type=options.NumbersType(float, positive=True),
     default="4",
     show_default=True,
     help="Requests a second; inf: at once.",

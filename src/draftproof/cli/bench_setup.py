@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from draftproof.models.config import ModelConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
-NUMBERS, SHARES = options.NumbersType(int), options.NumbersType(float)
+NUMBERS, SHARES = options.NumbersType(int, positive=True), options.NumbersType(float)
 RECORDINGS = "recordings.json"  # plain outputs, for replayed drafts
 PROMPTS_PER_SLOT = 4  # random ones, where requests follow one another
 
@@ -183,13 +183,11 @@ def make_settings(
 def check(given: Mapping[str, Any], engine: Mapping[str, Any], rates: Sequence[float]) -> None:
     if "max_num_seqs" in engine:
         raise ValueError("--max-num-seqs: use --batch-sizes here")
-    for name, numbers, low in (
-        ("batch-sizes", given["batch_sizes"], 1),
-        ("num-drafts", given["num_drafts"] or [1], 1),
-        ("request-rate", rates, 1e-9),
+    for name, numbers in (
+        ("batch-sizes", given["batch_sizes"]),
+        ("num-drafts", given["num_drafts"] or [1]),
+        ("request-rate", rates),
     ):
-        if any(not number >= low for number in numbers):
-            raise ValueError(f"--{name} {','.join(f'{n:g}' for n in numbers)}: must be above 0")
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"--{name} {','.join(f'{n:g}' for n in numbers)}: names a number twice")
     if any(not 0 <= rate <= 1 for rate in given["replay_acceptance"] or ()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import sys
 import typing
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from draftproof.engine.llm import LLM
 
 EMBEDDED_DRAFTER = "tiny-eagle3"
+LEAST = 1e-9  # that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE_HELP = {
@@ -163,12 +163,12 @@ class DrafterType(JsonType):
 
 
 class NumbersType(click.ParamType[Any]):
-    """Numbers separated by commas, none below `least`."""
+    """Numbers separated by commas; `positive`: all above 0."""
 
     name = "n,n,..."
 
-    def __init__(self, kind: type[int] | type[float], least: float = -math.inf) -> None:
-        self.kind, self.least = kind, least
+    def __init__(self, kind: type[int] | type[float], *, positive: bool = False) -> None:
+        self.kind, self.positive = kind, positive
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -177,9 +177,9 @@ class NumbersType(click.ParamType[Any]):
             numbers = [self.kind(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r}: must be numbers separated by commas, such as 1,8", param, ctx)
-        wrong = [number for number in numbers if number < self.least or math.isnan(number)]
-        if wrong:
-            self.fail(f"{value!r}: {wrong[0]} is no number of at least {self.least:g}", param, ctx)
+        if self.positive and not all(number >= LEAST for number in numbers):
+            assert param is not None, "only flags have this type"
+            raise ValueError(f"{param.opts[0]} {value}: must be above 0")
         return numbers
 
 

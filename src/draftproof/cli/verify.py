@@ -61,9 +61,11 @@ class Row:
 @click.option("--prompt-file", help="Prompts as for generate. [default: 16 that come with draftproof]")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first prompts.")
 @click.option("--chat", is_flag=True, help="Ask raw prompts under the chat template.")
-@click.option("--batch-sizes", type=options.NumbersType(int, least=1), default="1,8", show_default=True)
-@click.option("--chunk-sizes", type=options.NumbersType(int, least=1), default="2048,48", show_default=True)
-@click.option("--temperatures", type=options.NumbersType(float, least=0), default="0,0.8", show_default=True)
+@click.option("--batch-sizes", type=options.NumbersType(int, positive=True), default="1,8", show_default=True)
+@click.option(
+    "--chunk-sizes", type=options.NumbersType(int, positive=True), default="2048,48", show_default=True
+)
+@click.option("--temperatures", type=options.NumbersType(float), default="0,0.8", show_default=True)
 @partial(options.sampling_flags, own={**dict.fromkeys(INSTEAD), **DEFAULTS})
 @partial(options.engine_flags, own=dict.fromkeys(INSTEAD))
 def command(

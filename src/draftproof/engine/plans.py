@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from draftproof.checkpoints import detect, native
 from draftproof.config import ENGINE_WIDE, SpeculativeConfig, reject_unknown_keys
@@ -102,21 +105,25 @@ def _members(
     """`num_drafts`: K of members that have none of their own."""
     found: list[DraftPlan] = []
     for i, raw in enumerate(settings.drafters):
-        where = f"speculative_config: drafters[{i}]"
-        member = SpeculativeConfig.from_dict(raw, where)
-        for key in ENGINE_WIDE:
-            if key in raw:
-                raise ValueError(
-                    f"{where}: {key}={raw[key]!r}: holds for all drafters together; give it "
-                    "beside 'drafters', not in one of them"
-                )
-        if num_drafts is not None and member.num_speculative_tokens is None:
-            member = replace(member, num_speculative_tokens=num_drafts)
         try:
-            found += draft_plans(member, weights, target)
-        except ValueError as error:  # says which of them it is, where it speaks of a setting
-            raise ValueError(str(error).replace("speculative_config:", f"{where}:", 1)) from error
+            found += draft_plans(_member(raw, num_drafts), weights, target)
+        except ValueError as error:  # where it speaks of a setting it says whose
+            own = f"speculative_config: drafters[{i}]"
+            raise ValueError(re.sub("^speculative_config", own, str(error))) from error
     return found
+
+
+def _member(raw: Mapping[str, Any], num_drafts: int | None) -> SpeculativeConfig:
+    member = SpeculativeConfig.from_dict(raw)
+    for key in ENGINE_WIDE:
+        if key in raw:
+            raise ValueError(
+                f"speculative_config: {key}={raw[key]!r}: holds for all drafters together; give it "
+                "beside 'drafters', not in one of them"
+            )
+    if num_drafts is not None and member.num_speculative_tokens is None:
+        return replace(member, num_speculative_tokens=num_drafts)
+    return member
 
 
 def _is_target(model: str | None, target: Path) -> bool:

@@ -72,6 +72,7 @@ class _Shape:
     window: int
     tile: int  # rows times heads
     alike: bool  # a tile has one row
+    per_tile: int  # rows
     tiles: int  # that so many rows make, but for a few more where requests end within one
     cut: Cut
     chunk: int
@@ -173,6 +174,7 @@ class AttentionPass:
             window=window,
             tile=tile,
             alike=together == 1,
+            per_tile=per_tile,
             tiles=triton.cdiv(rows, together) * triton.cdiv(together, per_tile),
             cut=cut,
             chunk=self._tiling.chunk,
@@ -185,16 +187,15 @@ class AttentionPass:
 
     def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
         """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
-        per_tile = 1 if shape.alike else shape.tile // shape.group2
         runs = self._num_runs(shape, slots_T.device) if shape.split else 0
-        key = (per_tile, shape.window, runs)
+        key = (shape.per_tile, shape.window, runs)
         plan = self._plans.get(key)
         if plan is None:
             plan = slots_T.new_empty(3 * shape.rows + 4 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
                 *(slots_T, ends_T, plan, shape.rows, shape.window),
                 CHUNK=shape.chunk,
-                ROWS=per_tile,
+                ROWS=shape.per_tile,
                 WINDOWED=bool(shape.window),
                 SPLIT=shape.split,
                 RUNS=runs,
