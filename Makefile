@@ -12,7 +12,7 @@ EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
 PYTEST_ARGS ?= -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev demo test lint format bench structure clean
+.PHONY: help venv dev demo test lint format bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,13 +23,12 @@ demo: $(RUN_STAMP) ## install, then decode the embedded model plainly and specul
 test: $(DEV_STAMP) lint ## install, lint, run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(DEV_STAMP) ## format, lint, types, import direction, sizes
+lint: $(DEV_STAMP) ## format, lint, types, import direction, length of functions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
-	$(BIN)/python tools/structure.py --check
 
 format: $(DEV_STAMP) ## format the code, fix what ruff can fix
 	$(BIN)/ruff format .
@@ -37,9 +36,6 @@ format: $(DEV_STAMP) ## format the code, fix what ruff can fix
 
 bench: $(DEV_STAMP) ## figures of docs/benchmarks.md, on this machine
 	$(BIN)/python -m bench $(BENCH_ARGS)
-
-structure: $(DEV_STAMP) ## rewrite docs/structure.md
-	$(BIN)/python tools/structure.py
 
 venv: $(RUN_STAMP) ## install only what running needs
 dev: $(DEV_STAMP) ## install, with the tools for development
