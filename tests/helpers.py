@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pool import KVShape, allocate
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 class Paged:
     """A paged cache for `num_slots` requests of up to `max_len` tokens; a slot's blocks lie scattered in memory.
 
-    `library` None: torch operators, and the attention backend that goes with them.
+    `library` None: torch operators, and attention that is exact everywhere.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class Paged:
         table_SB = (order + 1).view(num_slots, per_slot).int()
         self.cache = allocate(list(kv), table_SB, num_slots * per_slot + 1, block_size, dtype, CPU)
         self.ops = select(CPU, library)
-        self.backend = backend or registry.select(CPU, library)
+        # without a library the one that needs no certificate: what else there is may be inexact on some machine
+        self.backend = backend or (registry.select(CPU, library) if library else ChunkedAttention(TREES))
 
     def attention(self, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor | None = None) -> PagedAttention:
         """For one pass; `ends_T` None: causal. Position -1 is padding."""

@@ -80,7 +80,7 @@ class EngineConfig:
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
     `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
     and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
-    torch operators (slower, as exact); `enforce_eager=True` runs every pass afresh instead of recording it.
+    torch operators (slower); `enforce_eager=True` runs every pass afresh instead of recording it.
     """
 
     model: str | None = None

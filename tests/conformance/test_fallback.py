@@ -1,11 +1,11 @@
-"""Without the compiled operators (no compiler, or another processor) the engine is slower, and as exact."""
+"""Without the compiled operators (no compiler, or another processor) the engine is slower, and output stays the same."""
 
 from __future__ import annotations
 
 import pytest
 
 from draftproof import SamplingParams
-from draftproof.attention.sdpa import sdpa_attention
+from draftproof.attention.compiled import CompiledAttention
 from draftproof.bench.compare import compare
 from draftproof.kernels import linear, ops, products
 from draftproof.kernels.graphs import EAGER
@@ -19,7 +19,7 @@ REQUESTS = Requests(
 HEAD = {"model": EAGLE3, "num_speculative_tokens": 4, "policy": "fixed"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_torch_operators_are_as_exact(dtype: str) -> None:
     settings = {"dtype": dtype, "native": False}
     plain, _ = run(REQUESTS, **settings, max_num_seqs=1, enable_prefix_caching=False)
@@ -28,7 +28,8 @@ def test_torch_operators_are_as_exact(dtype: str) -> None:
         assert not compare(plain, outputs)
         assert llm.stats.speculation.num_accepted_tokens > 0
     parts = llm._frontend.loaded.engine.parts
-    assert parts.ops is ops.TORCH and parts.backend is sdpa_attention and parts.graphs is EAGER
+    assert parts.ops is ops.TORCH and parts.graphs is EAGER
+    assert not isinstance(parts.backend, CompiledAttention)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

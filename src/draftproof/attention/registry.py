@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from draftproof.attention.base import AttentionBackend
+from draftproof.attention.chunked import PRODUCTS, TREES, ChunkedAttention
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.attention.sdpa import sdpa_attention
@@ -44,6 +45,8 @@ def _triton(library: Library | None) -> AttentionBackend:
 BACKENDS: dict[str, Entry] = {
     "compiled": Entry(_compiled, ("cpu",), needs_library=True),
     "sdpa": Entry(lambda _: sdpa_attention, ("cpu",)),
+    "chunked": Entry(lambda _: ChunkedAttention(PRODUCTS), ("cpu",)),
+    "elementwise": Entry(lambda _: ChunkedAttention(TREES), ("cpu",)),
     "triton": Entry(_triton, ("cuda",), needs_triton=True),
     "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
 }
@@ -64,9 +67,16 @@ def check_sizes(device: torch.device, name: str | None, heads: int, shapes: Sequ
 
 
 def select(device: torch.device, library: Library | None, name: str | None = None) -> AttentionBackend:
-    """The backend `name`, or the first of the table that `device` and `library` allow.
+    """The backend `name`, or the first of the table that `device` and `library` allow; see `versions`."""
+    return next(iter(versions(device, library, name).values()))
 
-    Two backends give different bits, so a process chooses once. Raises ValueError for a name that cannot run here.
+
+def versions(
+    device: torch.device, library: Library | None, name: str | None = None
+) -> dict[str, AttentionBackend]:
+    """The backends that run on `device` with `library`, in order of speed; only `name` where one is asked for.
+
+    They give different bits, so an engine chooses once. Raises ValueError for a name that cannot run here.
     """
     usable = [
         key
@@ -76,14 +86,14 @@ def select(device: torch.device, library: Library | None, name: str | None = Non
         and (gpu.available(device) or not entry.needs_triton)
     ]
     if name is None:
-        name = usable[0]
-    elif name not in BACKENDS:
+        return {key: BACKENDS[key].build(library) for key in usable}
+    if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BACKENDS)}"
         raise ValueError(f"attention_backend={name!r}: unknown: {hint}")
-    elif name not in usable:
+    if name not in usable:
         raise ValueError(
             f"attention_backend={name!r}: cannot run on {device.type}"
             f"{' without a C++ compiler' if library is None else ''}; usable here: {', '.join(usable)}"
         )
-    return BACKENDS[name].build(library)
+    return {name: BACKENDS[name].build(library)}

@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "Decode plainly and speculatively, compare every token, show the speed.",
     "generate": "Complete one prompt, streaming, or a file of them.",
     "verify": "Prove that output is the same with and without a drafter, on your model and prompts.",
+    "certify": "Show which operators and products are exact on this machine, and which are used.",
     "bench": "Measure plain decoding beside speculation: latency, throughput, requests at a rate, methods.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }

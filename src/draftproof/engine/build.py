@@ -25,7 +25,7 @@ from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
-from draftproof.engine import memory
+from draftproof.engine import memory, operators
 from draftproof.engine.engine import Engine, Parts
 from draftproof.engine.plans import DraftPlan, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
@@ -33,7 +33,6 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
-from draftproof.kernels import ops as operators
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
@@ -41,6 +40,7 @@ from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, kv_shapes
 from draftproof.models.layers import Build
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
+from draftproof.models.operators import Where
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -149,16 +149,19 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
     model = read_config(directory)
     device = memory.pick_device(config.device)
     backends.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
+    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
     library = native.load(progress) if config.native and device.type == "cpu" else None
+    where = Where(device=device, dtype=dtype, block_size=config.block_size)
+    ops, backend = operators.select(config, model, where, library, progress)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
         config=config,
         directory=directory,
         model=model,
         device=device,
-        dtype=memory.pick_dtype(config.dtype, model.dtype, device),
-        ops=operators.select(device, library),
-        backend=backends.select(device, library, config.attention_backend),
+        dtype=dtype,
+        ops=ops,
+        backend=backend,
         planner=LinearPlanner(
             device,
             exact=config.exact,
@@ -314,6 +317,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         num_drafts=num_drafts,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
         num_ahead=int(on_device),
+        num_threads=torch.get_num_threads(),
     )
 
 

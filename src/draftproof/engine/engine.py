@@ -7,11 +7,13 @@ Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.state import Size, State
+from draftproof.kernels.certify import threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.transfer import download, upload
@@ -34,6 +37,9 @@ from draftproof.metrics import EngineStats
 from draftproof.models.decoder import Decoder
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verdict, Verifier
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MOST_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 
@@ -60,6 +66,7 @@ class Parts:
     num_drafts: int  # the most that are asked for; 0 without a drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
     num_ahead: int = 0  # passes that may be in flight when a step ends
+    num_threads: int = 1  # that certificates were made with: torch's setting around each pass
     stats: EngineStats = field(default_factory=EngineStats)
 
 
@@ -72,6 +79,19 @@ class Checked:
     draft_count_R: Tensor
     logits_MV: Tensor
     hidden_TH: Tensor
+
+
+def _at_certified_threads(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of Engine that runs at the certified number of threads, whatever a caller set for himself."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        engine = args[0]
+        assert isinstance(engine, Engine)
+        with threads(engine.parts.num_threads):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -92,6 +112,7 @@ class Engine:
         return bool(scheduler.running or scheduler.waiting or self._flights)
 
     @torch.inference_mode(False)  # buffers outlive the call, so they must not take on a caller's mode
+    @_at_certified_threads
     def step(self) -> list[Emission]:
         """One pass over what the scheduler plans; what the passes that came back added to their sequences."""
         try:
@@ -120,6 +141,7 @@ class Engine:
         return emissions
 
     @torch.inference_mode(False)
+    @_at_certified_threads
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Capture the passes in which everybody decodes, largest first, with nobody taking part.
 
@@ -135,6 +157,7 @@ class Engine:
             progress(len(sizes), len(sizes))
 
     @torch.inference_mode(False)
+    @_at_certified_threads
     def rehearse(self) -> None:
         """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
         p = self.parts
@@ -146,6 +169,7 @@ class Engine:
             self._step_tensors(size, p.state.idle(size))
 
     @torch.inference_mode(False)
+    @_at_certified_threads
     def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p = self.parts

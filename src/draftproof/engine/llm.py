@@ -33,7 +33,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         with must_fit(self.config):
-            loaded = build(self.config, progress or _show_progress)
+            loaded = build(self.config, progress or show_progress)
         self._defaults = read_generation_config(loaded.directory)
         self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
         self.max_model_len = loaded.max_model_len
@@ -207,7 +207,7 @@ def _refused(prompt: Prompt, number: int, error: str) -> RequestOutput:
     )
 
 
-def _show_progress(what: str, done: int, total: int) -> None:
+def show_progress(what: str, done: int, total: int) -> None:
     """A line on standard error while something is done that takes its time."""
     if sys.stderr.isatty():
         print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -19,6 +19,8 @@ from draftproof.kernels.products import Form, Way
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
+WIDE, MAX_WIDE_ROWS = 1 << 15, 64  # outputs of a head, which sees the sampled rows only
+SAMPLED_BUCKETS = (1, 2, 3, 5, 8, 10, 16, 24, 48, 64, 128)  # for versions that are exact by construction
 REFERENCE_ROWS = (8, 64)
 SEEDS = (11, 12)
 LARGE = 1 << 26  # weight elements from which on one seed has to do
@@ -47,9 +49,15 @@ class Shape:
         return f"{self.outputs}x{self.inputs} {names[0]}>{names[1]}{' bias' if self.bias else ''}"
 
 
-def buckets_up_to(max_rows: int, device: torch.device) -> tuple[int, ...]:
-    """The numbers of rows worth a certificate; the last covers `max_rows` if the table reaches that far."""
-    table = BUCKETS if device.type == "cpu" else (*BUCKETS, *PROMPT_BUCKETS)
+def bucket_table(shape: Shape, max_rows: int, device: torch.device) -> tuple[int, ...]:
+    """The numbers of rows worth a certificate; more rows than the last are split.
+
+    On a CPU the shape alone decides, so that no setting can: another table might leave another reference. On a GPU the
+    reference has the same bits at any number of rows, so the table may end where `max_rows` (a setting) is covered.
+    """
+    if device.type == "cpu":
+        return tuple(rows for rows in BUCKETS if rows <= MAX_WIDE_ROWS or shape.outputs <= WIDE)
+    table = (*BUCKETS, *PROMPT_BUCKETS)
     kept = [rows for rows in table if rows < max_rows]
     return (*kept, *[rows for rows in table if rows >= max_rows][:1])
 
@@ -97,48 +105,82 @@ def _in_order(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     return total_TN
 
 
+class Reference:
+    """The bits that rows of the test data must have: those of one version, a fixed number of rows a call, at 1 thread.
+
+    Which number of rows is the machine's own: the first that agrees with the version itself in most buckets, at 1
+    thread too, so that processes with other numbers of threads come to the same reference.
+    """
+
+    def __init__(self, shape: Shape, way: Way, buckets: Sequence[int], device: torch.device) -> None:
+        self._shape, self._buckets, self._device = shape, tuple(buckets), device
+        seeds = SEEDS if shape.outputs * shape.inputs < LARGE else SEEDS[:1]
+        for seed in seeds:
+            prove_power(shape, seed)
+        most = max(buckets) + SHIFT
+        self._data = [tuple(t.to(device) for t in cancelling(most, shape, seed)) for seed in seeds]
+        self._bias_N = None
+        if shape.bias:
+            self._bias_N = torch.linspace(-1e-5, 1e-5, shape.outputs, device=device).to(shape.dtype)
+        with threads(1):
+            self._expected = self._choose_expected(way)
+
+    def buckets(self, way: Way) -> tuple[int, ...]:
+        """Where `way` gives the reference's bits, at torch's present number of threads."""
+        wanted = self.tried(way)
+        for (x_TK, weight_NK), expected_TN in zip(self._data, self._expected, strict=True):
+            if wanted:
+                form = self._form(way, weight_NK)
+                wanted = tuple(rows for rows in wanted if _matches(form, rows, x_TK, expected_TN))
+        return wanted
+
+    def tried(self, way: Way) -> tuple[int, ...]:
+        """The numbers of rows that a certificate for `way` looks at."""
+        if way.any_rows and self._device.type == "cpu":
+            return tuple(rows for rows in SAMPLED_BUCKETS if rows <= max(self._buckets))
+        return self._buckets
+
+    def certified(self, way: Way) -> tuple[int, ...]:
+        """The buckets that `way` may be called at: all or none where it claims to be exact by construction."""
+        found = self.buckets(way)
+        if way.any_rows:
+            return self._buckets if found == self.tried(way) else ()
+        return found
+
+    def _choose_expected(self, way: Way) -> list[Tensor]:
+        if way.any_rows:
+            return self._computed(way, REFERENCE_ROWS[0])
+        best: tuple[int, list[Tensor]] | None = None
+        for rows in REFERENCE_ROWS:
+            self._expected = self._computed(way, rows)
+            num_kept = len(self.buckets(way))
+            if best is None or num_kept > best[0]:
+                best = num_kept, self._expected
+        assert best is not None
+        return best[1]
+
+    def _computed(self, way: Way, num_rows: int) -> list[Tensor]:
+        """[T, N] for each seed, `num_rows` rows a call; the last rows are filled up with zeros."""
+        computed = []
+        for x_TK, weight_NK in self._data:
+            form, missing = self._form(way, weight_NK), -len(x_TK) % num_rows
+            padded_TK = torch.cat((x_TK, x_TK.new_zeros(missing, x_TK.shape[1])))
+            computed.append(
+                torch.cat([form(part.clone()) for part in padded_TK.split(num_rows)])[: len(x_TK)]
+            )
+        return computed
+
+    def _form(self, way: Way, weight_NK: Tensor) -> Form:
+        return way.make(weight_NK, self._bias_N, self._shape.out_dtype)
+
+
 def certify(
     shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
-    """The certified buckets of each way, by name. The first way is the reference, at 1 thread."""
-    buckets = buckets_up_to(max_rows, device)
-    best: dict[str, tuple[int, ...]] = {}
-    seeds = SEEDS if shape.outputs * shape.inputs < LARGE else SEEDS[:1]
-    for reference_rows in REFERENCE_ROWS[:1] if ways[0].any_rows else REFERENCE_ROWS:
-        found = {way.name: buckets for way in ways}
-        for seed in seeds:
-            found = _certify_seed(shape, ways, found, reference_rows, seed, device)
-        # The reference that leaves its own way most buckets (mostly the small ones) is kept; this is no race.
-        if not best or len(found[ways[0].name]) > len(best[ways[0].name]):
-            best = found
-    return best
-
-
-def _certify_seed(
-    shape: Shape,
-    ways: Sequence[Way],
-    candidates: dict[str, tuple[int, ...]],
-    reference_rows: int,
-    seed: int,
-    device: torch.device,
-) -> dict[str, tuple[int, ...]]:
-    """The buckets of `candidates` that give the reference's bits on the data of `seed`."""
-    prove_power(shape, seed)
-    most = max((max(b, default=0) for b in candidates.values()), default=0)
-    rows = -(-(most + SHIFT) // reference_rows) * reference_rows
-    x_TK, weight_NK = (t.to(device) for t in cancelling(rows, shape, seed))
-    bias_N = torch.linspace(-1e-5, 1e-5, shape.outputs, device=device).to(shape.dtype) if shape.bias else None
-    forms = {way.name: way.make(weight_NK, bias_N, shape.out_dtype) for way in ways if candidates[way.name]}
-    del weight_NK
-    reference = forms.get(ways[0].name)
-    if reference is None:
-        return candidates
-    with threads(1):
-        expected_TN = torch.cat([reference(part) for part in x_TK.split(reference_rows)])
-    return {
-        name: tuple(rows for rows in buckets if _matches(forms[name], rows, x_TK, expected_TN))
-        for name, buckets in candidates.items()
-    }
+    """The certified buckets of each way, by name. The first way is the reference."""
+    table = bucket_table(shape, max_rows, device)
+    reference = Reference(shape, ways[0], table, device)
+    return {way.name: reference.certified(way) for way in ways}
 
 
 def _matches(form: Form, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
@@ -153,8 +195,10 @@ def _matches(form: Form, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
 def threads(count: int) -> Iterator[None]:
     """torch and the library on `count` threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    if before != count:
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if before != count:
+            torch.set_num_threads(before)

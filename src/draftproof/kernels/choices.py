@@ -41,43 +41,71 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one way for a shape. `exact`: share of the buckets with the reference's bits; None: not asked,
+    since a faster way had its certificate. `microseconds`: at each of `rows`."""
+
+    way: str
+    exact: float | None
+    rows: tuple[int, ...]
+    microseconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
 
     `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
+    `verdicts`: of each way that was looked at, in which share of the buckets it is exact.
     """
 
     way: str
     buckets: tuple[int, ...]
     report: tuple[ReportRow, ...]
     by_bucket: tuple[str, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
 
 
-class Cache:
-    """Choices on disk, as JSON. Anything unreadable or unexpected in it counts as absent."""
+class Store:
+    """A JSON object on disk that processes add to. Anything unreadable in it counts as absent."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> dict[str, Choice]:
+    def read(self) -> dict[str, Any]:
         try:
             raw = json.loads(self._path.read_text())
-            return {key: _choice(value) for key, value in raw.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, RecursionError):
             return {}
+        return raw if isinstance(raw, dict) else {}
 
-    def write(self, choices: dict[str, Choice]) -> None:
-        """Add to what is there. Atomic; a folder that cannot be written only costs the next start its time."""
-        merged = {**self.read(), **choices}
-        raw = {key: dataclasses.asdict(choice) for key, choice in merged.items()}
+    def add(self, entries: Mapping[str, Any]) -> None:
+        """Atomic; a folder that cannot be written only costs the next start its time."""
         temporary = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(raw, indent=1))
+            temporary.write_text(json.dumps({**self.read(), **entries}, indent=1))
             os.replace(temporary, self._path)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+class Cache:
+    """Choices on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = Store(path)
+
+    def read(self) -> dict[str, Choice]:
+        try:
+            return {key: _choice(value) for key, value in self._store.read().items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+    def write(self, choices: Mapping[str, Choice]) -> None:
+        """Add to what is there."""
+        self._store.add({key: dataclasses.asdict(choice) for key, choice in choices.items()})
 
 
 def _choice(raw: dict[str, Any]) -> Choice:
@@ -89,7 +117,11 @@ def _choice(raw: dict[str, Any]) -> Choice:
     by_bucket = tuple(str(name) for name in raw.get("by_bucket", ()))
     if by_bucket and len(by_bucket) != len(buckets):
         raise ValueError("not a certificate")
-    return Choice(way, buckets, tuple(ReportRow(**line) for line in raw["report"]), by_bucket)
+    verdicts = [
+        Verdict(v["way"], v["exact"], tuple(v["rows"]), tuple(v["microseconds"])) for v in raw["verdicts"]
+    ]
+    report = tuple(ReportRow(**line) for line in raw["report"])
+    return Choice(way, buckets, report, by_bucket, tuple(verdicts))
 
 
 class BucketForm:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import gpu
-from draftproof.kernels.certify import Shape, cancelling
+from draftproof.kernels.certify import Shape, cancelling, prove_power, threads
 from draftproof.kernels.native import DTYPE_CODES, Library
 
 GroupedForm = Callable[[Tensor, Tensor], Tensor]
@@ -96,14 +96,19 @@ def find(device: torch.device, shape: Shape, library: Library | None) -> Make | 
 
 
 def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
-    """Whether a row gets the same bits alone and in every grouping, on data whose sums cancel."""
+    """Whether a row gets the bits that it has alone, at one thread, in every grouping, on data whose sums cancel.
+
+    Raises NoPowerError where the data would not show another order of sums.
+    """
     outputs = shape.outputs if shape.outputs <= WIDEST else WIDEST // 2 + shape.outputs % (WIDEST // 2)
     narrow = Shape(outputs, shape.inputs, shape.dtype, shape.out_dtype, False)
     most = max(map(sum, SPLITS))
+    prove_power(narrow, seed=13)
     x_PK, weight_NK = (t.to(device) for t in cancelling(most, narrow, seed=13))
     weights = [weight_NK, weight_NK.flip(0).contiguous(), -weight_NK]
     form = make(len(weights), weights, narrow)
-    alone = [_rows_alone(form, x_PK, expert, len(weights)) for expert in range(len(weights))]
+    with threads(1):
+        alone = [_rows_alone(form, x_PK, expert, len(weights)) for expert in range(len(weights))]
     for split in SPLITS:
         starts = torch.tensor([0, *split], device=device).cumsum(0)
         ends = starts.tolist()

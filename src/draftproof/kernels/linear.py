@@ -5,24 +5,17 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify, gpu, grouped, native, products, quantized
+from draftproof.kernels import cpu_planner, environment, gpu, grouped, native, products, quantized
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import BucketForm, Cache, Choice, ReportRow
+from draftproof.kernels.choices import Cache, Choice, ReportRow
 from draftproof.kernels.products import Form, Way
-
-TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
-TIMING_BUDGET = 0.01  # seconds a measurement
-CLEARLY_SLOWER = 1.15
 
 FindWays = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Way]]
 
@@ -61,6 +54,7 @@ class LinearPlanner:
     One way is kept per weight, so a weight is in memory once. Certificates hold for the number of threads they were
     made with; the reference runs at one thread, so they agree between processes. `exact=False`: no certificates, the
     way expected to be fastest at whatever number of rows comes. `cache_dir` None: `native.default_cache_dir()`.
+    `thorough`: every way is certified, for a report; what the disk knows is not believed.
     """
 
     def __init__(
@@ -73,8 +67,10 @@ class LinearPlanner:
         cache_dir: Path | None = None,
         progress: native.Progress | None = None,
         find_ways: FindWays = products.ways,
+        thorough: bool = False,
     ) -> None:
         self.exact = exact
+        self._thorough = thorough
         self.max_rows = max_rows
         self._device, self._library = device, library
         self._progress, self._find_ways = progress, find_ways
@@ -153,8 +149,9 @@ class LinearPlanner:
         Raises NoPowerError if the test data cannot see a changed order.
         """
         wanted = list(dict.fromkeys(linear.shape for linear, _, _ in self._pending))
-        cache = Cache(self._folder / f"certificates-{self._environment()}.json")
-        known = cache.read()
+        here = environment.key(self._device, self._library)
+        cache = Cache(self._folder / f"certificates-{here}.json")
+        known = {} if self._thorough else cache.read()
         self._choices.update({s: known[s.key()] for s in wanted if self._can_follow(s, known.get(s.key()))})
         missing = [shape for shape in wanted if shape not in self._choices]
         for number, shape in enumerate(missing):
@@ -168,6 +165,16 @@ class LinearPlanner:
         while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
             linear, weight_NK, bias_N = self._pending.pop()
             linear.use(self._make(linear.shape, weight_NK, bias_N))
+
+    @property
+    def choices(self) -> Mapping[Shape, Choice]:
+        """What was decided for each shape."""
+        return self._choices
+
+    @property
+    def grouped_shapes(self) -> Mapping[Shape, bool]:
+        """Shapes of experts' products, and whether one call for all experts is exact."""
+        return self._grouped
 
     def report(self) -> list[ReportRow]:
         """What was chosen and what exactness costs, a line per shape and number of rows timed."""
@@ -183,8 +190,7 @@ class LinearPlanner:
         if choice.by_bucket:
             return {*choice.by_bucket} - {""} <= {way.name for way in self._ways(shape)}
         return any(
-            way.name == choice.way and (way.any_rows or choice.buckets)
-            for way in [*self._ways(shape), products.SLOW]
+            way.name == choice.way and (way.any_rows or choice.buckets) for way in self._candidates(shape)
         )
 
     def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> Form:
@@ -194,63 +200,22 @@ class LinearPlanner:
 
             args = (weight_NK, bias_N, shape.out_dtype)
             return planner.make(self._ways(shape), choice.buckets, choice.by_bucket, *args)
-        way = next(way for way in [*self._ways(shape), products.SLOW] if way.name == choice.way)
-        return _planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets)
+        way = next(way for way in self._candidates(shape) if way.name == choice.way)
+        return cpu_planner.planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets)
 
     def _choose(self, shape: Shape) -> Choice:
-        """Certify, then time what was certified."""
+        """Certify and time."""
         ways = self._ways(shape)
         if gpu.available(self._device):
             from draftproof.kernels.gpu import planner
 
             return planner.plan(shape, ways, self.max_rows, self._device)
-        certified = certify.certify(shape, ways, self.max_rows, self._device)
-        usable = [way for way in ways if certified[way.name]] or [products.SLOW]
-        rows = [rows for rows in TIMED_ROWS if rows <= max(self.max_rows, 2)]
-        x_TK, weight_NK = (t.to(self._device) for t in certify.cancelling(max(rows), shape, seed=0))
-        exact_us: dict[str, list[float]] = {}
-        free_us: dict[str, list[float]] = {}
-        for way in {way.name: way for way in [*ways, *usable]}.values():
-            form = way.make(weight_NK, None, shape.out_dtype)
-            if way in usable:
-                planned = _planned(way, form, certified.get(way.name, ()))
-                exact_us[way.name] = [_microseconds(planned, x_TK[:t].clone()) for t in rows]
-            if way in ways and way.any_rows:
-                free_us[way.name] = exact_us[way.name]
-            elif way in ways:
-                free_us[way.name] = [_microseconds(form, x_TK[:t].clone()) for t in rows]
-        fastest = [min(times[i] for times in exact_us.values()) for i in range(len(rows))]
+        return cpu_planner.plan(shape, ways, thorough=self._thorough)
 
-        def relative(way: Way) -> float:
-            return sum(us / best_us for us, best_us in zip(exact_us[way.name], fastest, strict=True))
-
-        # An earlier way keeps its place unless it is clearly slower: a busy machine's timings are rough.
-        least = min(relative(way) for way in usable)
-        best = next(way for way in usable if relative(way) <= least * CLEARLY_SLOWER)
-        lines = []
-        for i, t in enumerate(rows):
-            free = min(free_us, key=lambda name: free_us[name][i])
-            lines.append(ReportRow(shape.key(), t, best.name, exact_us[best.name][i], free, free_us[free][i]))
-        return Choice(best.name, certified.get(best.name, ()), tuple(lines))
-
-    def _environment(self) -> str:
-        """Hash of all that a certificate depends on, but for the shape."""
-        here = Path(__file__).parent
-        sources = [
-            here / name for name in ("linear.py", "choices.py", "certify.py", "products.py", "norm.py")
-        ]
-        if gpu.available(self._device):
-            sources += sorted((here / "gpu").glob("*.py"))
-        code = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *native.source_files()]))
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else native.processor()
-        libraries = ("ONEDNN", "DNNL", "MKL", "ATEN", "OMP")
-        settings = sorted(item for item in os.environ.items() if item[0].startswith(libraries))
-        facts = (
-            *(name, torch.__version__, gpu.version(self._device), torch.get_num_threads()),
-            *(code.hexdigest(), settings),
-            *(certify.buckets_up_to(self.max_rows, self._device), self._library and self._library.build_key),
-        )
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+    def _candidates(self, shape: Shape) -> list[Way]:
+        """All that a choice may name."""
+        ways = self._ways(shape)
+        return ways if gpu.available(self._device) else [*ways, *cpu_planner.fallbacks(ways[0])]
 
     def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:
         slow = [shape for shape in shapes if self._choices[shape].way == products.SLOW.name]
@@ -265,23 +230,3 @@ class LinearPlanner:
     def _tell(self, what: str, done: int, total: int) -> None:
         if self._progress is not None:
             self._progress(what, done, total)
-
-
-def _planned(way: Way, form: Form, buckets: Sequence[int]) -> Form:
-    """`form` behind its certificate."""
-    if way.any_rows:
-        return form
-    return BucketForm({way.name: form}, {way.name: False}, buckets, [way.name] * len(buckets))
-
-
-def _microseconds(form: Form, x_TK: Tensor) -> float:
-    """Least time of a call: at least 5 calls, about TIMING_BUDGET seconds."""
-    form(x_TK)
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < TIMING_BUDGET and len(times) < 50):
-        start = time.perf_counter()
-        form(x_TK)
-        if x_TK.is_cuda:
-            torch.cuda.synchronize(x_TK.device)
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e6

@@ -138,7 +138,7 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
     compiler = find_compiler()
     if compiler is None:
         warnings.warn(
-            f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, slower and as exact; "
+            f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, which are slower; "
             "install g++ for the compiled ones",
             stacklevel=2,
         )

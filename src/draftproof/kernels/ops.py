@@ -162,11 +162,22 @@ TORCH = Ops(
 
 
 def select(device: torch.device, library: native.Library | None) -> Ops:
-    """The fastest exact operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
+    """The fastest operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
+    return next(iter(versions(device, library).values()))
+
+
+def versions(device: torch.device, library: native.Library | None) -> dict[str, Ops]:
+    """All that run on `device`, in order of speed. A GPU has none to fall back to: torch's reductions and sorts choose
+    their layout from the number of rows there."""
     if gpu.available(device):
-        return triton_ops()
+        return {"triton": triton_ops()}
     if device.type != "cpu" or library is None:
-        return TORCH
+        return {TORCH.name: TORCH}
+    return {"compiled": compiled_ops(library), TORCH.name: TORCH}
+
+
+def compiled_ops(library: native.Library) -> Ops:
+    """The operators in C++."""
     norms = norm.NormsCompiled(library)
     return Ops(
         name="compiled",

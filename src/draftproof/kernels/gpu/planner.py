@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.kernels import certify, products
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import BucketForm, Choice, ReportRow
+from draftproof.kernels.choices import BucketForm, Choice, ReportRow, Verdict
 from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.norm import add_rms_norm, rms_norm
 from draftproof.kernels.graphs import capture
@@ -133,7 +133,7 @@ def choose(
 def plan(shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device) -> Choice:
     """The certified way of each bucket of rows; the report says what would be the fastest without certificates."""
     max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
-    buckets = certify.buckets_up_to(max_rows, device)
+    buckets = certify.bucket_table(shape, max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
     with torch.no_grad():
         certified = certify.certify(shape, ways, max_rows, device)
@@ -148,7 +148,11 @@ def plan(shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device)
         if way:
             taken = microseconds[way][i], fastest, microseconds[fastest][i]
             lines.append(ReportRow(shape.key(), t, way, *taken))
-    return Choice("by rows", buckets, tuple(lines), chosen)
+    verdicts = [
+        Verdict(way.name, len(certified[way.name]) / len(buckets), tuple(rows), tuple(microseconds[way.name]))
+        for way in ways
+    ]
+    return Choice("by rows", buckets, tuple(lines), chosen, tuple(verdicts))
 
 
 def make(

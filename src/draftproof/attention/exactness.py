@@ -1,0 +1,197 @@
+"""Checks of attention for its certificate: rows over a paged cache, on data that shows a wrong order of sums.
+
+There are two sums, over the head size and over keys, so there are two kinds of data.
+Shapes: T rows, N kv heads, G query heads per kv head, S slots, B blocks per slot, D head size, L visible keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.chunked import tree_sum
+from draftproof.kernels.exactness import Bits, Check
+
+CONTEXTS = (
+    5,
+    64,
+    70,
+    192,
+    256,
+    330,
+)  # tokens of each slot: around chunks, and where libraries change their way
+VERIFIED = 6  # rows of each slot, the last of its context, as a verify pass has them
+SPREAD = 6  # cancelling numbers differ in size by up to 2^12
+SCORE_SCALE = 2.0**13  # turns what rounding leaves of a cancelling score into a number near 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Sizes of one layer's attention. window 0: a row sees everything before it. shared: keys are the values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int = 0
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """Rows over caches that are full: what lies past a row's end belongs to later rows."""
+
+    q_THD: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table_SB: Tensor
+    slots_T: Tensor
+    ends_T: Tensor
+    window: int
+    scale: float
+
+    def run(self, version: Any, rows_T: Tensor) -> Bits:
+        """`version` as a layer calls it: told how many neighbouring rows a slot has at most, where it asks."""
+        slots_T, ends_T = self.slots_T[rows_T], self.ends_T[rows_T]
+        begin = getattr(version, "begin", None)
+        attend = version if begin is None else begin(_most_neighbours(slots_T))
+        out_TX = attend(
+            self.q_THD[rows_T], self.k_cache, self.v_cache, self.block_table_SB, slots_T, ends_T,
+            self.window, self.scale,
+        )  # fmt: skip
+        return (out_TX,)
+
+
+def _most_neighbours(slots_T: Tensor) -> int:
+    """The longest run of rows of one slot: 3 for slots 0 0 1 1 1 0."""
+    return int(torch.unique_consecutive(slots_T, return_counts=True)[1].max())
+
+
+def scores_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Check:
+    """Scores that cancel over the head size, ordinary values."""
+    return _check(_cancelling_scores(shape), shape, block_size, dtype, device)
+
+
+def values_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Check:
+    """Weights of 1, values that cancel over the keys. Not for keys that are the values: they are ordinary here."""
+    assert not shape.shared
+    return _check(_cancelling_values(shape), shape, block_size, dtype, device)
+
+
+def _check(
+    made: tuple[Tensor, Tensor, Tensor, float],
+    shape: AttentionShape,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Check:
+    q_THD, k_SLND, v_SLND, scale = made
+    per_slot = -(-max(CONTEXTS) // block_size)
+    order = torch.randperm(len(CONTEXTS) * per_slot, generator=torch.Generator().manual_seed(1))
+    table_SB = (order + 1).view(len(CONTEXTS), per_slot).int()
+    k_cache = _paged(k_SLND, table_SB, block_size).to(device, dtype)
+    rows = [
+        (slot, end)
+        for slot, most in enumerate(CONTEXTS)
+        for end in range(max(1, most - VERIFIED + 1), most + 1)
+    ]
+    data = _Data(
+        q_THD=q_THD.to(device, dtype),
+        k_cache=k_cache,
+        v_cache=k_cache if shape.shared else _paged(v_SLND, table_SB, block_size).to(device, dtype),
+        block_table_SB=table_SB.to(device),
+        slots_T=torch.tensor([slot for slot, _ in rows], device=device),
+        ends_T=torch.tensor([end for _, end in rows], device=device),
+        window=shape.window,
+        scale=scale,
+    )
+    return Check(
+        num_rows=len(rows),
+        width=max(CONTEXTS) * shape.num_heads * 16,  # so that the largest call has a hundred rows or two
+        run=data.run,
+        wrong=split_by_the_batch,
+        device=device,
+    )
+
+
+def _paged(x_SLND: Tensor, table_SB: Tensor, block_size: int) -> Tensor:
+    """[S, L, N, D] in the blocks of a table: [1 + S * B, N, block_size, D]."""
+    num_slots, length, num_heads, head_dim = x_SLND.shape
+    padded = torch.zeros(num_slots, table_SB.shape[1] * block_size, num_heads, head_dim)
+    padded[:, :length] = x_SLND
+    blocks = padded.unflatten(1, (-1, block_size)).transpose(2, 3)  # [S, B, N, block_size, D]
+    cache = torch.zeros(1 + table_SB.numel(), *blocks.shape[2:])
+    cache[table_SB.flatten().long()] = blocks.flatten(0, 1)
+    return cache
+
+
+def _num_rows() -> int:
+    return sum(min(VERIFIED, most) for most in CONTEXTS)
+
+
+def _cancelling_scores(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q = (a, a) and k = (b, -b), scattered alike over D, of very different sizes: q . k is what rounding leaves."""
+    generator = torch.Generator().manual_seed(2)
+    dim, half = shape.head_dim, shape.head_dim // 2
+    size = (len(CONTEXTS), max(CONTEXTS), shape.num_kv_heads)
+    scale_D = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half,), generator=generator)
+    order_D = torch.randperm(dim, generator=generator)
+    first_D, second_D = order_D[:half], order_D[half : 2 * half]
+    a_THD = torch.randn(_num_rows(), shape.num_heads, half, generator=generator) * scale_D
+    b_SLND = torch.randn(*size, half, generator=generator)
+    q_THD, k_SLND = torch.zeros(_num_rows(), shape.num_heads, dim), torch.zeros(*size, dim)
+    q_THD[..., first_D], q_THD[..., second_D] = a_THD, a_THD
+    k_SLND[..., first_D], k_SLND[..., second_D] = b_SLND, -b_SLND
+    return q_THD, k_SLND, torch.randn(*size, dim, generator=generator), SCORE_SCALE
+
+
+def _cancelling_values(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Scores of 0, so weights of 1; values that cancel in pairs scattered over a slot's whole context."""
+    generator = torch.Generator().manual_seed(3)
+    size = (len(CONTEXTS), max(CONTEXTS), shape.num_kv_heads, shape.head_dim)
+    v_SLND = torch.zeros(size)
+    for v_LND, length in zip(v_SLND, CONTEXTS, strict=True):
+        seen = min(length, shape.window) if shape.window else length
+        half = seen // 2
+        order_L = length - seen + torch.randperm(seen, generator=generator)
+        scale_L = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half, 1, 1), generator=generator)
+        pairs_LND = torch.randn(half, *size[2:], generator=generator) * scale_L
+        v_LND[order_L[:half]], v_LND[order_L[half : 2 * half]] = pairs_LND, -pairs_LND
+    q_THD = torch.zeros(_num_rows(), shape.num_heads, shape.head_dim)
+    return q_THD, torch.randn(size, generator=generator), v_SLND, 1.0
+
+
+def split_by_the_batch(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_SB: Tensor,
+    slots_T: Tensor,
+    ends_T: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Wrong on purpose: where rows share the call, the sums over D and over keys are made in two halves."""
+    outs = []
+    for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), ends_T.tolist(), strict=True):
+        positions_L = torch.arange(max(0, end - window) if window else 0, end, device=q_THD.device)
+        blocks_L = block_table_SB[slot, positions_L // k_cache.shape[2]].long()
+        offsets_L = positions_L % k_cache.shape[2]
+        group = q_HD.shape[0] // k_cache.shape[1]
+        k_LHD, v_LHD = (
+            cache[blocks_L, :, offsets_L].float().repeat_interleave(group, 1) for cache in (k_cache, v_cache)
+        )
+        halves = 1 if len(q_THD) == 1 else 2
+        scores_LH = _sum_in_halves((q_HD * k_LHD).movedim(-1, 0), halves) * scale
+        weights_LH = torch.exp(scores_LH - scores_LH.amax(0))
+        summed_HD = _sum_in_halves(weights_LH[..., None] * v_LHD, halves)
+        outs.append((summed_HD / _sum_in_halves(weights_LH, halves)[:, None]).to(q_THD.dtype).flatten())
+    return torch.stack(outs)
+
+
+def _sum_in_halves(x: Tensor, halves: int) -> Tensor:
+    """Sum over the first dimension, in fp32: a tree of it, or the sum of a tree of each half."""
+    first, *others = (tree_sum(part, 0) for part in x.tensor_split(halves) if len(part))
+    return first + others[0] if others else first

@@ -1,0 +1,70 @@
+"""`draftproof certify`: what is exact on this machine, for one model: every operator and product, every version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from typing import Any
+
+import click
+
+from draftproof.cli import options
+
+EXAMPLES = """\b
+Examples:
+  draftproof certify
+  draftproof certify Qwen/Qwen3-0.6B --dtype float32
+  draftproof certify path/to/model --no-native --all
+"""
+
+
+UNUSED = ("speculative_config", "exact", "load_format")  # flags of an engine that mean nothing here
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target", required=False, metavar="[MODEL]")
+@click.option("--all", "show_all", is_flag=True, help="Also show the versions that are not used.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, every version.")
+@partial(options.engine_flags, own=dict.fromkeys(UNUSED))
+def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str, Any]) -> int:
+    """Certify every operator and product shape of MODEL on this machine, and time it.
+
+    A version passes if a row has the same bits alone and in every batch tried, on data that would show another order
+    of sums. Operators that only move bits, and those on integers, have nothing to round and are not listed. Weights are
+    random; of the model only config.json is read. Exit status 1 where something would run that is not exact.
+    """
+    from rich import box
+    from rich.table import Table
+
+    from draftproof.config import EngineConfig
+    from draftproof.engine.certificates import survey
+    from draftproof.engine.llm import show_progress
+
+    if target is not None and engine.get("model") not in (None, target):
+        raise click.UsageError(f"MODEL {target!r} and --model {engine['model']!r}: give one of them")
+    config = EngineConfig.from_kwargs(**{**engine, **({} if target is None else {"model": target})})
+    lines = survey(config, show_progress)
+    bad = [line for line in lines if line.used and line.exact < 1 and line.operator != "product"]
+    unserved = {(x.operator, x.shape) for x in lines} - {(x.operator, x.shape) for x in lines if x.used}
+    if as_json:
+        for line in lines:
+            print(json.dumps(dataclasses.asdict(line)))
+        return int(bool(bad or unserved))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("operator", "shape", "version", "exact"):
+        table.add_column(column)
+    table.add_column("us, 8 rows", justify="right")
+    table.add_column("used")
+    for line in lines:
+        if show_all or line.used:
+            exact = "yes" if line.exact == 1 else f"{line.exact:.0%} of row counts" if line.exact else "no"
+            used = "yes" if line.used else ""
+            table.add_row(line.operator, line.shape, line.version, exact, f"{line.microseconds:.0f}", used)
+    options.print_table(table)
+    for operator, shape in sorted(unserved):
+        print(f"no exact version here: {operator} {shape}")
+    shapes = {(line.operator, line.shape) for line in lines}
+    verdict = "NOT exact on this machine" if bad or unserved else "what is used is certified on this machine"
+    print(f"{len(shapes)} operators and shapes, {len(lines)} versions: {verdict}")
+    return int(bool(bad or unserved))

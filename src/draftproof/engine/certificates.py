@@ -1,0 +1,115 @@
+"""What is exact on this machine, for a model: every version of every operator and product, certified and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftproof.attention import registry
+from draftproof.config import EngineConfig
+from draftproof.engine import memory, operators
+from draftproof.engine.build import locate
+from draftproof.kernels import native
+from draftproof.kernels import ops as operator_tables
+from draftproof.kernels.choices import Choice
+from draftproof.kernels.exactness import Case, OperatorCertifier
+from draftproof.kernels.linear import LinearPlanner
+from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.decoder import Decoder
+from draftproof.models.loading import RandomWeights
+from draftproof.models.operators import Where, target_cases
+
+TIMED_ROWS = 8
+CALLS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One version of one operator or product at one shape. `exact`: share of the numbers of rows at which a row has
+    the bits that it has alone; 1.0 is exact, less is called at those numbers only, if at all. `microseconds`: a call
+    with TIMED_ROWS rows. `used`: by an engine of these settings."""
+
+    operator: str
+    shape: str
+    version: str
+    exact: float
+    microseconds: float
+    used: bool
+
+
+@torch.inference_mode(False)
+def survey(config: EngineConfig, progress: native.Progress | None = None) -> list[Line]:
+    """Certify everything anew for the target of `config`; its weights are random, only config.json is read.
+
+    Raises ValueError for settings that cannot run here.
+    """
+    config, directory = locate(config)
+    model, device = read_config(directory), memory.pick_device(config.device)
+    library = native.load(progress) if config.native and device.type == "cpu" else None
+    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
+    where = Where(device=device, dtype=dtype, block_size=config.block_size)
+    certifier = OperatorCertifier(device, library, fresh=True)
+    lines = list(_operator_lines(config, model, where, library, certifier))
+    planner = LinearPlanner(
+        device,
+        exact=True,
+        max_rows=config.max_num_batched_tokens,
+        library=library,
+        progress=progress,
+        thorough=True,
+    )
+    ops = operator_tables.select(device, library)
+    Decoder.load(RandomWeights(0, device, dtype), model, ops, planner, device, dtype, max_positions=64)
+    planner.certify()
+    for shape, choice in planner.choices.items():
+        lines += _product_lines(shape.key(), choice)
+    for shape, exact in planner.grouped_shapes.items():
+        lines.append(Line("experts' product", shape.key(), "grouped", float(exact), float("nan"), exact))
+    return lines
+
+
+def _operator_lines(
+    config: EngineConfig,
+    model: ModelConfig,
+    where: Where,
+    library: native.Library | None,
+    certifier: OperatorCertifier,
+) -> Iterator[Line]:
+    tables = operator_tables.versions(where.device, library)
+    backends = registry.versions(where.device, library, config.attention_backend)
+    for operator, cases in operators.by_operator(target_cases(model, where)).items():
+        versions = operators.versions_of(operator, tables, backends)
+        used = certifier.first_exact(cases, versions) if config.exact else next(iter(versions))
+        for case in cases:
+            for name, version in versions.items():
+                exact = certifier.verdict(case, name, version)
+                yield Line(operator, case.key, name, float(exact), _time(case, version), name == used)
+
+
+def _product_lines(shape: str, choice: Choice) -> list[Line]:
+    """Of each way; where buckets have ways of their own, those in use are named."""
+    used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.way}
+    lines = []
+    for verdict in choice.verdicts:
+        i = next(i for i, rows in enumerate(verdict.rows) if rows >= TIMED_ROWS)
+        exact = 0.0 if verdict.exact is None else verdict.exact
+        lines.append(Line("product", shape, verdict.way, exact, verdict.microseconds[i], verdict.way in used))
+    return lines
+
+
+def _time(case: Case, version: Any) -> float:
+    """Least microseconds of a call, the gathering of its test rows included."""
+    check = case.make()
+    rows_T = torch.arange(min(TIMED_ROWS, check.num_rows), device=check.device)
+    taken = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        check.run(version, rows_T)
+        if check.device.type == "cuda":
+            torch.cuda.synchronize(check.device)
+        taken.append(time.perf_counter() - start)
+    return min(taken) * 1e6

@@ -1,0 +1,81 @@
+"""The operators and the attention of an engine: of each the first version that is certified on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from draftproof.attention import registry
+from draftproof.attention.base import AttentionBackend
+from draftproof.config import EngineConfig
+from draftproof.kernels import native
+from draftproof.kernels import ops as operators
+from draftproof.kernels.exactness import Case, OperatorCertifier
+from draftproof.kernels.ops import Ops
+from draftproof.models.config import ModelConfig
+from draftproof.models.operators import Where, target_cases
+
+ATTENTION = "attention"
+
+
+def versions_of(
+    operator: str, tables: Mapping[str, Ops], backends: Mapping[str, AttentionBackend]
+) -> Mapping[str, Any]:
+    """The versions of one operator by name, in order of speed."""
+    if operator == ATTENTION:
+        return backends
+    return {name: getattr(table, operator) for name, table in tables.items()}
+
+
+def by_operator(cases: list[Case]) -> dict[str, list[Case]]:
+    grouped: dict[str, list[Case]] = {}
+    for case in cases:
+        grouped.setdefault(case.operator, []).append(case)
+    return grouped
+
+
+def select(
+    config: EngineConfig,
+    model: ModelConfig,
+    where: Where,
+    library: native.Library | None,
+    progress: native.Progress | None,
+) -> tuple[Ops, AttentionBackend]:
+    """Certified ones, or simply the fastest where `config.exact` is False.
+
+    Raises ValueError where an operator has no exact version here, or the attention backend that was asked for is not.
+    """
+    tables = operators.versions(where.device, library)
+    backends = registry.versions(where.device, library, config.attention_backend)
+    ops, backend = next(iter(tables.values())), next(iter(backends.values()))
+    if not config.exact:
+        return ops, backend
+    certifier, show = OperatorCertifier(where.device, library), progress or (lambda what, done, total: None)
+    changed: dict[str, Any] = {}
+    grouped = by_operator(target_cases(model, where))
+    for number, (operator, cases) in enumerate(grouped.items()):
+        usable = versions_of(operator, tables, backends)
+        if not certifier.knows(cases, usable):
+            show("certifying operators, once for this machine", number, len(grouped))
+        name = certifier.first_exact(cases, usable)
+        if name is None:
+            raise ValueError(_refusal(operator, cases, list(usable), config))
+        if operator == ATTENTION:
+            backend = backends[name]
+        elif usable[name] is not getattr(ops, operator):
+            changed[operator] = usable[name]
+    return (replace(ops, **changed) if changed else ops), backend
+
+
+def _refusal(operator: str, cases: list[Case], tried: list[str], config: EngineConfig) -> str:
+    where = f"{operator} ({cases[0].key})"
+    if operator == ATTENTION and config.attention_backend is not None:
+        return (
+            f"attention_backend={config.attention_backend!r}: a row's bits depend on its neighbours here, for {where}; "
+            f"leave it out, or give up the promise with exact=False"
+        )
+    return (
+        f"exact=True: no version of {where} gives a row the same bits in every batch on this machine (tried "
+        f"{', '.join(tried)}); exact=False runs without the promise"
+    )

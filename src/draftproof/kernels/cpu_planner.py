@@ -1,0 +1,182 @@
+"""Which way a CPU multiplies by weights of a shape: the fastest one that has the reference's bits.
+
+Ways do not share a weight on a CPU (each packs it), so a shape has one. Ways are timed first and certified in order of
+speed, until one has its certificate wherever it is timed: all have the same bits then, so the clock may decide.
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import products
+from draftproof.kernels.certify import Reference, Shape, bucket_table, cancelling, threads
+from draftproof.kernels.choices import BucketForm, Choice, ReportRow, Verdict
+from draftproof.kernels.products import Form, Way
+
+TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
+TIMING_BUDGET = 0.01  # seconds a measurement
+CLEARLY_SLOWER = (
+    1.15  # a busy machine's timings are rough: an earlier way keeps its place unless it is that much slower
+)
+CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A way and what is known of it. `raw_us` as it is, `planned_us` behind its certificate, both by TIMED_ROWS."""
+
+    way: Way
+    raw_us: list[float]
+    buckets: tuple[int, ...] | None = None  # None: not certified yet
+    planned_us: list[float] | None = None
+
+    @property
+    def us(self) -> list[float]:
+        return self.raw_us if self.planned_us is None else self.planned_us
+
+    @property
+    def is_whole(self) -> bool:
+        """Its certificate costs it nothing."""
+        return self.planned_us is not None and sum(self.planned_us) <= CLEARLY_SLOWER * sum(self.raw_us)
+
+
+def plan(shape: Shape, ways: Sequence[Way], *, thorough: bool = False) -> Choice:
+    """Time, then certify; `ways` in their fixed order, the first is the reference. `thorough`: certify every way."""
+    table = bucket_table(shape, 0, CPU)
+    rows = tuple(t for t in TIMED_ROWS if t <= table[-1])
+    x_TK, weight_NK = cancelling(max(rows), shape, seed=0)
+    candidates = [_Candidate(way, _times(_make(way, weight_NK, shape), x_TK, rows)) for way in ways]
+    reference = Reference(shape, ways[0], table, CPU)
+    left = list(candidates)
+    while left:
+        candidate = _fastest(left, [c.raw_us for c in candidates])
+        _certify(candidate, reference, weight_NK, x_TK, rows, shape)
+        left.remove(candidate)
+        if candidate.is_whole and not thorough:
+            break
+    usable = [c for c in candidates if c.buckets]
+    if not usable:
+        usable = [_fallback(ways[0], reference, weight_NK, x_TK, rows, shape)]
+    best = _fastest(usable, [c.us for c in usable])
+    return _choice(shape, best, [*candidates, *(c for c in usable if c not in candidates)], rows, len(table))
+
+
+def _fastest(candidates: Sequence[_Candidate], others: Sequence[Sequence[float]]) -> _Candidate:
+    """The first in the fixed order that no later one beats clearly; slowness is counted against `others`."""
+    slowness = [_relative(c.us, others) for c in candidates]
+    return next(
+        c for c, slow in zip(candidates, slowness, strict=True) if slow <= CLEARLY_SLOWER * min(slowness)
+    )
+
+
+def planned(way: Way, form: Form, buckets: Sequence[int]) -> Form:
+    """`form` behind its certificate."""
+    if way.any_rows:
+        return form
+    return BucketForm({way.name: form}, {way.name: False}, buckets, [way.name] * len(buckets))
+
+
+def fallbacks(reference: Way) -> list[Way]:
+    """What multiplies where no way has the reference's bits at this number of threads: the reference itself at one
+    thread, whose bits they are, then rows one by one."""
+    return [one_thread(reference), products.SLOW]
+
+
+def one_thread(way: Way) -> Way:
+    """`way` at one thread, whatever torch's setting."""
+
+    def make(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+        form = way.make(weight_NK, bias_N, out_dtype)
+
+        def run(x_TK: Tensor) -> Tensor:
+            with threads(1):
+                return form(x_TK)
+
+        return run
+
+    return Way(f"{way.name} at 1 thread", make, way.any_rows)
+
+
+def _fallback(
+    way: Way, reference: Reference, weight_NK: Tensor, x_TK: Tensor, rows: Sequence[int], shape: Shape
+) -> _Candidate:
+    """The first that has a certificate; the last needs none."""
+    for other in fallbacks(way):
+        found = _Candidate(other, [])
+        if other is products.SLOW:
+            found.buckets = tuple(bucket_table(shape, 0, CPU))
+            found.raw_us = found.planned_us = _times(_make(other, weight_NK, shape), x_TK, rows)
+            return found
+        found.raw_us = _times(_make(other, weight_NK, shape), x_TK, rows)
+        _certify(found, reference, weight_NK, x_TK, rows, shape)
+        if found.buckets:
+            return found
+    raise AssertionError("the last fallback always serves")
+
+
+def _certify(
+    candidate: _Candidate,
+    reference: Reference,
+    weight_NK: Tensor,
+    x_TK: Tensor,
+    rows: Sequence[int],
+    shape: Shape,
+) -> None:
+    candidate.buckets = reference.certified(candidate.way)
+    if candidate.way.any_rows and candidate.buckets:
+        candidate.planned_us = candidate.raw_us
+    elif candidate.buckets:
+        form = planned(candidate.way, _make(candidate.way, weight_NK, shape), candidate.buckets)
+        candidate.planned_us = _times(form, x_TK, rows)
+
+
+def _choice(
+    shape: Shape, best: _Candidate, candidates: Sequence[_Candidate], rows: Sequence[int], num_buckets: int
+) -> Choice:
+    assert best.planned_us is not None and best.buckets is not None
+    lines = []
+    for i, t in enumerate(rows):
+        free = min(candidates, key=lambda c: c.raw_us[i])
+        lines.append(
+            ReportRow(shape.key(), t, best.way.name, best.planned_us[i], free.way.name, free.raw_us[i])
+        )
+    verdicts = [
+        Verdict(
+            way=c.way.name,
+            exact=None if c.buckets is None else len(c.buckets) / num_buckets,
+            rows=tuple(rows),
+            microseconds=tuple(c.us),
+        )
+        for c in candidates
+    ]
+    return Choice(best.way.name, best.buckets, tuple(lines), (), tuple(verdicts))
+
+
+def _relative(times: Sequence[float], others: Sequence[Sequence[float]]) -> float:
+    """How slow, relative to the fastest at each number of rows, summed up."""
+    return sum(us / min(other[i] for other in others) for i, us in enumerate(times))
+
+
+def _make(way: Way, weight_NK: Tensor, shape: Shape) -> Form:
+    return way.make(weight_NK, None, shape.out_dtype)
+
+
+def _times(form: Form, x_TK: Tensor, rows: Sequence[int]) -> list[float]:
+    return [_microseconds(form, x_TK[:t].clone()) for t in rows]
+
+
+def _microseconds(form: Form, x_TK: Tensor) -> float:
+    """Least time of a call: at least 5 calls, about TIMING_BUDGET seconds."""
+    form(x_TK)
+    taken: list[float] = []
+    while len(taken) < 5 or (sum(taken) < TIMING_BUDGET and len(taken) < 50):
+        start = time.perf_counter()
+        form(x_TK)
+        taken.append(time.perf_counter() - start)
+    return min(taken) * 1e6

@@ -1,0 +1,162 @@
+"""Certificates of operators: on this machine a row alone has the bits that it has among others.
+
+A check runs an operator on data that shows a wrong order of sums, and proves it: its wrong twin, whose order depends
+on the number of rows by its own code, must fail. If the twin passes, the data sees nothing and there is no certificate.
+Shapes: T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels import environment, native
+from draftproof.kernels.certify import NoPowerError, threads
+from draftproof.kernels.choices import Store
+
+Bits = tuple[Tensor, ...]  # outputs of an operator, rows first
+
+SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 33)  # numbers of rows, around the tiles of every kernel
+MANY_ROWS = 2111  # so many that work is split among threads
+MANY_NUMBERS = 1 << 21  # of an input, at most
+THREADS = (1, 2, 3)  # beside the engine's own, so that the verdict is the machine's, not the setting's
+NUM_ROWS = 67
+
+
+def num_test_rows(width: int) -> int:
+    """Rows of test data for an operator on rows of `width` numbers."""
+    return max(9, min(NUM_ROWS, MANY_NUMBERS // max(1, width)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Test data of one operator at one shape.
+
+    run(version, rows_T): outputs of `version` for these rows of the data (int64 indices, repeats allowed), computed in
+    one call. wrong: the twin that must fail.
+    """
+
+    num_rows: int
+    width: int  # numbers of a row, roughly: bounds the largest call
+    run: Callable[[Any, Tensor], Bits]
+    wrong: Any
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What wants a certificate. `operator`: its field in `Ops`, or "attention"; `key`: sizes and dtypes, of which
+    nothing is left out; `make`: the check, whose data is only needed where there is no certificate yet."""
+
+    operator: str
+    key: str
+    make: Callable[[], Check]
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator} {self.key}"
+
+
+def is_exact(check: Check, version: Any, num_threads: int) -> bool:
+    """Whether every row has the bits that it has alone, at one thread, in groups of other sizes, orders and threads.
+
+    Raises NoPowerError where the check's data cannot show a wrong order of sums.
+    """
+    _prove_power(check)
+    alone = _alone(check, version)
+    for count in sorted({*THREADS, num_threads}):
+        with threads(count):
+            groups = list(_groups(check)) if count == num_threads else [_many(check)]
+            if not all(_equal(check.run(version, rows_T), alone, rows_T) for rows_T in groups):
+                return False
+    return True
+
+
+class OperatorCertifier:
+    """Finds for each operator the first version that is exact on this machine, and keeps the verdicts on disk.
+
+    The order of the versions decides, never the clock: versions may differ in their bits, and a machine must always
+    come to the same one. Certificates hold for torch's number of threads when this object is made. `fresh`: what the
+    disk knows is not believed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        library: native.Library | None,
+        *,
+        cache_dir: Path | None = None,
+        fresh: bool = False,
+    ) -> None:
+        folder = cache_dir or native.default_cache_dir()
+        self._store = Store(folder / f"operators-{environment.key(device, library)}.json")
+        self._known = {} if fresh else self._store.read()
+        self._num_threads = torch.get_num_threads()
+
+    def knows(self, cases: Sequence[Case], versions: Iterable[str]) -> bool:
+        """Whether nothing has to be computed to find the first exact version."""
+        for name in versions:
+            known = [self._known.get(f"{name}: {case.name}") for case in cases]
+            if False not in known:
+                return None not in known
+        return False
+
+    def verdict(self, case: Case, name: str, version: Any) -> bool:
+        """Whether `version`, called `name`, is exact; from the disk where it knows."""
+        key = f"{name}: {case.name}"
+        if not isinstance(self._known.get(key), bool):
+            try:
+                self._known[key] = is_exact(case.make(), version, self._num_threads)
+            except NoPowerError as error:
+                raise NoPowerError(f"{case.name}: {error}") from None
+            self._store.add({key: self._known[key]})
+        return bool(self._known[key])
+
+    def first_exact(self, cases: Sequence[Case], versions: Mapping[str, Any]) -> str | None:
+        """The first version that passes all cases; None if none does."""
+        for name, version in versions.items():
+            if all(self.verdict(case, name, version) for case in cases):
+                return name
+        return None
+
+
+def _prove_power(check: Check) -> None:
+    everything_T = torch.arange(check.num_rows, device=check.device)
+    with threads(1):
+        together = check.run(check.wrong, everything_T)
+    if _equal(together, _alone(check, check.wrong), everything_T):
+        raise NoPowerError("the data does not show a wrong order of sums")
+
+
+def _alone(check: Check, version: Any) -> Bits:
+    with threads(1):
+        each = [check.run(version, torch.tensor([row], device=check.device)) for row in range(check.num_rows)]
+    return tuple(torch.cat(outputs) for outputs in zip(*each, strict=True))
+
+
+def _groups(check: Check) -> Iterator[Tensor]:
+    """Rows that share a call, rows [T] each."""
+    count, device = check.num_rows, check.device
+    generator = torch.Generator().manual_seed(0)
+    yield torch.arange(count, device=device)
+    yield torch.arange(count, device=device).flip(0)
+    for number, size in enumerate(size for size in SIZES if size < count):
+        yield torch.randperm(count, generator=generator)[:size].to(device)
+        first = (number * 5) % (count - size)
+        yield torch.arange(first, first + size, device=device)
+    yield _many(check)
+
+
+def _many(check: Check) -> Tensor:
+    """The rows again and again, as many as a long prompt has."""
+    most = min(MANY_ROWS, MANY_NUMBERS // max(1, check.width))
+    return torch.arange(max(check.num_rows, most), device=check.device) % check.num_rows
+
+
+def _equal(found: Bits, alone: Bits, rows_T: Tensor) -> bool:
+    return all(torch.equal(x, each[rows_T]) for x, each in zip(found, alone, strict=True))

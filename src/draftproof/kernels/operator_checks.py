@@ -1,0 +1,346 @@
+"""Checks of the operators of `Ops` that compute: data that shows a wrong order of sums, and twins that must fail.
+
+Operators that only move bits (gather, pick, concat, swap) and those on integers (step) have nothing to round.
+Shapes: T rows, H width, I intermediate, V vocabulary, D head size, E experts, K experts a row, S parts of a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.activation import gelu_mul_torch, silu_mul_torch, soft_cap_torch
+from draftproof.kernels.exactness import Bits, Check, num_test_rows
+from draftproof.kernels.experts import Routing, TorchExperts
+from draftproof.kernels.logits import log_normalizer_torch
+from draftproof.kernels.norm import add_rms_norm_torch, rms_norm_torch
+from draftproof.kernels.rope import rope_store_torch
+from draftproof.kernels.sample import sample_torch
+
+SAMPLED_ROWS = 10  # two of each kind of parameters
+LARGE, SMALL = (
+    2.0**7,
+    2.0**-4,
+)  # of a norm's row: squares of the small ones are about one rounding of the large ones'
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def norm_rows(num_rows: int, width: int) -> tuple[Tensor, float]:
+    """(fp32 [T, H], eps) whose mean square nearly cancels with the negative eps, so that what is left is rounding.
+
+    Two entries of every row are LARGE, at places of its own: their squares are in every row's sum alike.
+    """
+    generator = _generator(3)
+    x_TH = SMALL * torch.randn(num_rows, width, generator=generator)
+    for row_H in x_TH:
+        row_H[torch.randperm(width, generator=generator)[:2]] = LARGE
+    return x_TH, -2 * LARGE**2 / width + 0.1 * SMALL**2
+
+
+def rms_norm_check(width: int, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype) -> Check:
+    x_TH, eps = norm_rows(num_test_rows(width), width)
+    x_TH = x_TH.to(device, dtype)
+    weight_H = torch.randn(width, generator=_generator(4)).to(device, weight_dtype)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        return (version(x_TH[rows_T], weight_H, eps),)
+
+    def wrong(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        if len(x_TH) == 1:
+            return rms_norm_torch(x_TH, weight_H, eps)
+        return rms_norm_torch(x_TH.flip(-1), weight_H.flip(-1), eps).flip(-1)
+
+    return Check(
+        num_rows=len(x_TH),
+        width=width,
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+def add_rms_norm_check(
+    width: int, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype, num_parts: int = 0
+) -> Check:
+    """`num_parts`: the first argument is so many fp32 parts of a sum over K; 0: it is whole."""
+    rows_TH, eps = norm_rows(num_test_rows(width), width)
+    residual_TH = (rows_TH / 2).to(device, dtype)
+    x = residual_TH
+    if num_parts:
+        parts_STH = torch.randn(num_parts, *rows_TH.shape, generator=_generator(5)).to(device)
+        parts_STH[1::2] = -parts_STH[0:-1:2] * (1 + 2.0**-12)
+        x, eps = parts_STH, 1e-6
+        residual_TH = residual_TH * 0
+    weight_H = torch.randn(width, generator=_generator(4)).to(device, weight_dtype)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        part = x[:, rows_T].contiguous() if num_parts else x[rows_T]
+        normed_TH, sum_TH = version(part, residual_TH[rows_T], weight_H, eps)
+        return normed_TH, sum_TH
+
+    def wrong(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if len(residual_TH) == 1:
+            return add_rms_norm_torch(x, residual_TH, weight_H, eps)
+        if x.dim() == 3:
+            order = torch.arange(len(x), device=x.device).roll(1)
+            return add_rms_norm_torch(x[order], residual_TH, weight_H, eps)
+        normed_TH, sum_TH = add_rms_norm_torch(x.flip(-1), residual_TH.flip(-1), weight_H.flip(-1), eps)
+        return normed_TH.flip(-1), sum_TH.flip(-1)
+
+    return Check(
+        num_rows=len(residual_TH),
+        width=width,
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeShape:
+    """Sizes of one layer's `rope_store`. num_kv_heads 0: queries alone; shared: keys are the values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    q_norm: bool
+    k_norm: bool
+    v_norm: bool = False
+    shared: bool = False
+
+
+@dataclass(slots=True)
+class _RopeData:
+    """Row t stands at position t of slot 0; a call starts with an empty cache."""
+
+    shape: RopeShape
+    block_size: int
+    qkv_TX: Tensor
+    cos_sin_PD: Tensor
+    norm_D: Tensor
+    eps: float
+
+    def run(self, version: Any, rows_T: Tensor) -> Bits:
+        shape, device = self.shape, self.qkv_TX.device
+        num_blocks = -(-len(self.qkv_TX) // self.block_size)
+        table_SB = torch.arange(1, num_blocks + 1, device=device, dtype=torch.int32).view(1, -1)
+        size = (num_blocks + 1, shape.num_kv_heads, self.block_size, shape.head_dim)
+        k_cache = self.qkv_TX.new_zeros(size)
+        v_cache = None if shape.shared else torch.zeros_like(k_cache)
+        q_THD = version(
+            self.qkv_TX[rows_T],
+            rows_T,
+            torch.zeros_like(rows_T),
+            self.cos_sin_PD,
+            self.norm_D if shape.q_norm else None,
+            self.norm_D if shape.k_norm else None,
+            self.eps,
+            k_cache,
+            v_cache,
+            table_SB,
+            self.norm_D if shape.v_norm else None,
+        )
+        blocks_T, offsets_T = rows_T // self.block_size + 1, rows_T % self.block_size
+        stored = [cache[blocks_T, :, offsets_T] for cache in (k_cache, v_cache) if cache is not None]
+        return (q_THD, *stored)
+
+
+def _wrong_rope(qkv_TX: Tensor, *arguments: Any) -> Tensor:
+    """Where rows share the call: a norm's sum is off by one rounding, or, without norms, angles are rounded."""
+    positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D, eps, *rest = arguments
+    if len(qkv_TX) > 1 and q_norm_D is None and k_norm_D is None:
+        cos_sin_PD = cos_sin_PD.bfloat16().float()
+    elif len(qkv_TX) > 1:
+        eps = eps * (1 - 2.0**-23)
+    return rope_store_torch(qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D, eps, *rest)
+
+
+def rope_store_check(
+    shape: RopeShape, block_size: int, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype
+) -> Check:
+    num_heads = shape.num_heads + shape.num_kv_heads * (1 if shape.shared else 2)
+    width = num_heads * shape.head_dim
+    num_rows = num_test_rows(width)
+    vectors, eps = norm_rows(num_rows * num_heads, shape.head_dim)
+    normed = shape.q_norm or shape.k_norm or shape.v_norm
+    if not normed:
+        vectors, eps = torch.randn(vectors.shape, generator=_generator(6)), 1e-6
+    angles = torch.rand(num_rows, shape.rotary_dim // 2, generator=_generator(7)) * 6
+    data = _RopeData(
+        shape,
+        block_size,
+        vectors.view(num_rows, width).to(device, dtype),
+        torch.cat((angles.cos(), angles.sin()), 1).to(device),
+        torch.randn(shape.head_dim, generator=_generator(8)).to(device, weight_dtype),
+        eps,
+    )
+    return Check(
+        num_rows=num_rows,
+        width=width,
+        run=data.run,
+        wrong=_wrong_rope,
+        device=device,
+    )
+
+
+def gate_mul_check(width: int, dtype: torch.dtype, device: torch.device, *, gelu: bool = False) -> Check:
+    """width: I, outputs of a row."""
+    right = gelu_mul_torch if gelu else silu_mul_torch
+    num_rows = num_test_rows(2 * width)
+    x_TI2 = (3 * torch.randn(num_rows, 2 * width, generator=_generator(9))).to(device, dtype)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        return (version(x_TI2[rows_T]),)
+
+    def wrong(gate_up_TI2: Tensor) -> Tensor:
+        """The activation, rounded before it is multiplied."""
+        if len(gate_up_TI2) == 1:
+            return right(gate_up_TI2)
+        gate_TI, up_TI = gate_up_TI2.float().chunk(2, -1)
+        activated_TI = right(torch.cat((gate_TI, torch.ones_like(up_TI)), -1)).bfloat16().float()
+        return (activated_TI * up_TI).to(gate_up_TI2.dtype)
+
+    return Check(
+        num_rows=num_rows,
+        width=2 * width,
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+def soft_cap_check(vocab_size: int, cap: float, device: torch.device) -> Check:
+    num_rows = num_test_rows(vocab_size)
+    logits_MV = (20 * torch.randn(num_rows, vocab_size, generator=_generator(10))).to(device)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        return (version(logits_MV[rows_T], cap),)
+
+    def wrong(logits_MV: Tensor, cap: float) -> Tensor:
+        return soft_cap_torch(logits_MV if len(logits_MV) == 1 else logits_MV.bfloat16().float(), cap)
+
+    return Check(
+        num_rows=num_rows,
+        width=vocab_size,
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
+    num_rows = num_test_rows(vocab_size)
+    logits_MV = torch.randn(num_rows, vocab_size, generator=_generator(11)) - float(
+        torch.tensor(vocab_size).log()
+    )
+    logits_MV = logits_MV.to(device)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        return (version(logits_MV[rows_T]),)
+
+    def wrong(logits_MV: Tensor) -> Tensor:
+        return log_normalizer_torch(logits_MV if len(logits_MV) == 1 else logits_MV.flip(-1))
+
+    return Check(
+        num_rows=num_rows,
+        width=vocab_size,
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+def sample_check(vocab_size: int, device: torch.device) -> Check:
+    """Greedy rows, sampled ones, and rows with each filter."""
+    num_rows = SAMPLED_ROWS
+    logits_MV = (2 * torch.randn(num_rows, vocab_size, generator=_generator(12))).to(device)
+    kind_M = torch.arange(num_rows, device=device) % 5
+    temperature_M = torch.where(kind_M == 0, 0.0, 0.9)
+    top_k_M = torch.where(kind_M == 2, 40, 0)
+    top_p_M = torch.where(kind_M == 3, 0.9, 1.0)
+    min_p_M = torch.where(kind_M == 4, 0.05, 0.0)
+    seeds_M = torch.arange(num_rows, device=device) * 7919 + 1
+    positions_M = torch.arange(num_rows, device=device) + 5
+    columns = (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        return (version(logits_MV[rows_T], *(column_M[rows_T] for column_M in columns), None),)
+
+    def wrong(logits_MV: Tensor, *given: Any) -> Tensor:
+        """Noise of the row's place in the batch."""
+        temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M, ids_V = given
+        place_M = torch.arange(len(logits_MV), device=device)
+        return sample_torch(
+            logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M + place_M, ids_V
+        )
+
+    return Check(
+        num_rows=num_rows,
+        width=16 * vocab_size,  # sorting costs more than adding
+        run=run,
+        wrong=wrong,
+        device=device,
+    )
+
+
+class _WrongExperts(TorchExperts):
+    """Weights are off by some roundings, sums rounded to bf16 on the way, where rows share the call."""
+
+    def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        experts_TK, weights_TK = super().route(logits_TE, bias_E, routing)
+        return experts_TK, weights_TK if len(logits_TE) == 1 else weights_TK * (1 + 2.0**-20)
+
+    def combine(
+        self, y_PH: Tensor, place_TK: Tensor, weights_TK: Tensor, base_TH: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        y_PH = y_PH if len(place_TK) == 1 else y_PH.bfloat16().float()
+        return super().combine(y_PH, place_TK, weights_TK, base_TH, dtype)
+
+
+def route_check(num_experts: int, routing: Routing, device: torch.device, *, biased: bool) -> Check:
+    num_rows = num_test_rows(num_experts)
+    logits_TE = (2 * torch.randn(num_rows, num_experts, generator=_generator(14))).to(device)
+    bias_E = (0.2 * torch.randn(num_experts, generator=_generator(15))).to(device) if biased else None
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        experts_TK, weights_TK = version.route(logits_TE[rows_T], bias_E, routing)
+        return experts_TK, weights_TK
+
+    return Check(
+        num_rows=num_rows,
+        width=num_experts,
+        run=run,
+        wrong=_WrongExperts(),
+        device=device,
+    )
+
+
+def combine_check(width: int, top_k: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Check:
+    """shared: a shared expert's output is added."""
+    num_rows = num_test_rows(width * top_k)
+    y_TKH = torch.randn(num_rows, top_k, width, generator=_generator(16))
+    y_TKH[:, 1::2] = -y_TKH[:, : 2 * (top_k // 2) : 2] * (1 + 2.0**-10)  # neighbours cancel
+    y_TKH = y_TKH.to(device)
+    weights_TK = torch.full((num_rows, top_k), 1 / 3, device=device)
+    base_TH = (1e-3 * torch.randn(num_rows, width, generator=_generator(17))).to(device, dtype)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        y_PH = y_TKH[rows_T].flatten(0, 1)
+        place_TK = torch.arange(len(y_PH), device=device).view(-1, top_k)
+        base = base_TH[rows_T] if shared else None
+        return (version.combine(y_PH, place_TK, weights_TK[rows_T], base, dtype),)
+
+    return Check(
+        num_rows=num_rows,
+        width=width * top_k,
+        run=run,
+        wrong=_WrongExperts(),
+        device=device,
+    )

@@ -1,0 +1,165 @@
+"""Which operators a target calls, and at which shapes: what has to be certified on the user's machine.
+
+Products are not in the list (the planner sees each weight), nor is what only moves bits or works on integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from draftproof.attention.exactness import AttentionShape, scores_check, values_check
+from draftproof.kernels import operator_checks as checks
+from draftproof.kernels.exactness import Case
+from draftproof.kernels.operator_checks import RopeShape
+from draftproof.models.config import ModelConfig
+
+SPLIT_K_PARTS = (1, 4)  # on a GPU a sum over K may come in so many parts, which the norm behind adds up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What the target runs on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int  # tokens of a cache block
+
+
+def target_cases(model: ModelConfig, where: Where) -> list[Case]:
+    """Each operator and shape once."""
+    found = [
+        *_norms(model, where),
+        *_attentions(model, where),
+        *_feed_forwards(model, where),
+        *_logits(model, where),
+    ]
+    return list({case.name: case for case in found}.values())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _weight_dtype(model: ModelConfig, where: Where) -> torch.dtype:
+    """Norms that add 1 to what is stored keep their weights in fp32."""
+    return torch.float32 if model.gemma is not None and model.gemma.norm_offset else where.dtype
+
+
+def _norms(model: ModelConfig, where: Where) -> Iterator[Case]:
+    widths, weight = {model.hidden_size}, _weight_dtype(model, where)
+    if model.mla is not None:
+        widths |= {model.mla.kv_rank, *([] if model.mla.q_rank is None else [model.mla.q_rank])}
+    if model.gemma is not None and model.gemma.per_layer_size:
+        widths.add(model.gemma.per_layer_size)
+    for width in sorted(widths):
+        key = f"{width} {_name(where.dtype)}, weight {_name(weight)}"
+        yield Case("rms_norm", key, partial(checks.rms_norm_check, width, where.dtype, where.device, weight))
+    hidden = model.hidden_size
+    for parts in (0, *(SPLIT_K_PARTS[1:] if where.device.type == "cuda" else ())):
+        key = f"{hidden} {_name(where.dtype)}, weight {_name(weight)}{f', {parts} parts' if parts else ''}"
+        make = partial(checks.add_rms_norm_check, hidden, where.dtype, where.device, weight, parts)
+        yield Case("add_rms_norm", key, make)
+
+
+def _attentions(model: ModelConfig, where: Where) -> Iterator[Case]:
+    weight = _weight_dtype(model, where)
+    for rope, attention in _attention_shapes(model):
+        block, dtype, device = where.block_size, where.dtype, where.device
+        heads = f"{rope.num_heads}/{rope.num_kv_heads} of {rope.head_dim}"
+        normed = "".join(
+            n for n, on in zip("qkv", (rope.q_norm, rope.k_norm, rope.v_norm), strict=True) if on
+        )
+        key = f"{heads} {_name(dtype)}, rotary {rope.rotary_dim}, norms {normed or '-'}, block {block}"
+        key += f", weight {_name(weight)}" if normed else ""
+        make = partial(checks.rope_store_check, rope, block, dtype, device, weight)
+        yield Case("rope_store", key + ", k is v" * rope.shared, make)
+        heads = f"{attention.num_heads}/{attention.num_kv_heads} of {attention.head_dim}"
+        key = f"{heads} {_name(dtype)}, window {attention.window or '-'}, block {block}"
+        shared = ", k is v" * attention.shared
+        yield Case(
+            "attention", f"{key}{shared}, scores", partial(scores_check, attention, block, dtype, device)
+        )
+        if not attention.shared:
+            yield Case("attention", f"{key}, values", partial(values_check, attention, block, dtype, device))
+
+
+def _attention_shapes(model: ModelConfig) -> Iterator[tuple[RopeShape, AttentionShape]]:
+    """Of each layer."""
+    heads = model.num_heads
+    if model.gemma is not None:
+        for layer in model.gemma.layers:
+            own = layer.num_kv_heads if layer.owns_cache else 0
+            yield (
+                RopeShape(
+                    num_heads=heads,
+                    num_kv_heads=own,
+                    head_dim=layer.head_dim,
+                    rotary_dim=layer.rope.rotary_dim,
+                    q_norm=True,
+                    k_norm=layer.owns_cache,
+                    v_norm=layer.owns_cache and model.gemma.values_normed,
+                ),
+                AttentionShape(
+                    num_heads=heads,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    window=layer.window,
+                ),
+            )
+        return
+    latent = model.mla is not None
+    dim = model.mla.cached_dim if model.mla is not None else model.head_dim
+    kv_heads = 1 if latent else model.num_kv_heads
+    rope = RopeShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        rotary_dim=model.rope.rotary_dim,
+        q_norm=model.qk_norm,
+        k_norm=model.qk_norm,
+        shared=latent,
+    )
+    for window in sorted(set(model.windows)):
+        yield (
+            rope,
+            AttentionShape(
+                num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, window=window, shared=latent
+            ),
+        )
+
+
+def _feed_forwards(model: ModelConfig, where: Where) -> Iterator[Case]:
+    moe, device, dtype = model.moe, where.device, where.dtype
+    gelu, widths = model.gemma is not None, {model.intermediate_size}
+    if model.gemma is not None:
+        widths = {layer.intermediate_size for layer in model.gemma.layers}
+        widths |= {model.gemma.per_layer_size} - {0}
+    if moe is not None:
+        widths = {moe.width, *({moe.shared_width} - {0})}
+        if moe.dense_layers:
+            widths.add(model.intermediate_size)
+        key = f"route {moe.routing.top_k} of {moe.num_experts}, {moe.routing}, bias {moe.biased}"
+        route = partial(checks.route_check, moe.num_experts, moe.routing, device, biased=moe.biased)
+        yield Case("experts", key, route)
+        shared = bool(moe.shared_width)
+        key = f"combine {moe.routing.top_k} of {model.hidden_size} {_name(dtype)}, shared {shared}"
+        combine = partial(
+            checks.combine_check, model.hidden_size, moe.routing.top_k, dtype, device, shared=shared
+        )
+        yield Case("experts", key, combine)
+    for width in sorted(widths):
+        make = partial(checks.gate_mul_check, width, dtype, device, gelu=gelu)
+        yield Case("gelu_mul" if gelu else "silu_mul", f"{width} {_name(dtype)}", make)
+
+
+def _logits(model: ModelConfig, where: Where) -> Iterator[Case]:
+    vocab, device = model.vocab_size, where.device
+    if model.gemma is not None and model.gemma.final_cap:
+        cap = model.gemma.final_cap
+        yield Case("soft_cap", f"{vocab} at {cap:g}", partial(checks.soft_cap_check, vocab, cap, device))
+    yield Case("log_normalizer", str(vocab), partial(checks.log_normalizer_check, vocab, device))
+    yield Case("sample", str(vocab), partial(checks.sample_check, vocab, device))

@@ -1,0 +1,171 @@
+"""Certificates of operators: right versions pass, each check's wrong twin fails, and verdicts are kept.
+
+Shapes: T rows, H width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.attention import registry
+from draftproof.attention.exactness import AttentionShape, scores_check, split_by_the_batch, values_check
+from draftproof.kernels import certify, exactness, native, ops
+from draftproof.kernels import operator_checks as checks
+from draftproof.kernels.exactness import Case, Check, OperatorCertifier, is_exact
+from draftproof.kernels.experts import Routing
+from draftproof.kernels.norm import rms_norm_torch
+from draftproof.kernels.operator_checks import RopeShape
+
+CPU = torch.device("cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
+NORMED = RopeShape(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64, q_norm=True, k_norm=True)
+PLAIN = RopeShape(num_heads=3, num_kv_heads=1, head_dim=20, rotary_dim=12, q_norm=False, k_norm=False)
+QUERIES = RopeShape(num_heads=4, num_kv_heads=0, head_dim=64, rotary_dim=64, q_norm=True, k_norm=False)
+SHARED = RopeShape(
+    num_heads=2, num_kv_heads=1, head_dim=48, rotary_dim=16, q_norm=False, k_norm=False, shared=True
+)
+GROUPS = Routing(top_k=8, sigmoid=True, scale=2.5, groups=8, top_groups=4)
+
+# operator, how its check is made for a dtype
+MADE: dict[str, tuple[str, Callable[[torch.dtype], Check]]] = {
+    "norm": ("rms_norm", lambda d: checks.rms_norm_check(256, d, CPU, d)),
+    "narrow norm": ("rms_norm", lambda d: checks.rms_norm_check(20, d, CPU, d)),
+    "wide norm": ("rms_norm", lambda d: checks.rms_norm_check(3000, d, CPU, FP32)),
+    "norm of a sum": ("add_rms_norm", lambda d: checks.add_rms_norm_check(256, d, CPU, d)),
+    "norm of parts": ("add_rms_norm", lambda d: checks.add_rms_norm_check(256, d, CPU, d, 4)),
+    "normed rope": ("rope_store", lambda d: checks.rope_store_check(NORMED, 16, d, CPU, d)),
+    "rope": ("rope_store", lambda d: checks.rope_store_check(PLAIN, 7, d, CPU, d)),
+    "rope of queries": ("rope_store", lambda d: checks.rope_store_check(QUERIES, 16, d, CPU, FP32)),
+    "rope, shared": ("rope_store", lambda d: checks.rope_store_check(SHARED, 16, d, CPU, d)),
+    "silu": ("silu_mul", lambda d: checks.gate_mul_check(70, d, CPU)),
+    "gelu": ("gelu_mul", lambda d: checks.gate_mul_check(70, d, CPU, gelu=True)),
+    "soft cap": ("soft_cap", lambda d: checks.soft_cap_check(999, 30.0, CPU)),
+    "log normalizer": ("log_normalizer", lambda d: checks.log_normalizer_check(999, CPU)),
+    "sample": ("sample", lambda d: checks.sample_check(999, CPU)),
+    "route": ("experts", lambda d: checks.route_check(8, Routing(top_k=2), CPU, biased=False)),
+    "route to one": ("experts", lambda d: checks.route_check(1, Routing(top_k=1), CPU, biased=False)),
+    "route in groups": ("experts", lambda d: checks.route_check(256, GROUPS, CPU, biased=True)),
+    "combine": ("experts", lambda d: checks.combine_check(64, 4, d, CPU, shared=True)),
+    "combine one": ("experts", lambda d: checks.combine_check(64, 1, d, CPU, shared=False)),
+}
+ATTENTION = {
+    "few heads": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64),
+    "one kv head": AttentionShape(num_heads=8, num_kv_heads=1, head_dim=64),
+    "window": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40),
+    "odd": AttentionShape(num_heads=3, num_kv_heads=3, head_dim=20),
+    "shared": AttentionShape(num_heads=4, num_kv_heads=1, head_dim=96, shared=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("kind", list(MADE))
+def test_operators_of_both_tables_are_certified(table: ops.Ops, kind: str, dtype: torch.dtype) -> None:
+    """Which proves for each check that its wrong twin fails, too."""
+    operator, make = MADE[kind]
+    assert is_exact(make(dtype), getattr(table, operator), 2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("name", list(ATTENTION))
+@pytest.mark.parametrize("backend", ["compiled", "elementwise", "reference"])
+def test_attention_that_is_exact_by_construction_is_certified(
+    library: native.Library, backend: str, name: str, dtype: torch.dtype
+) -> None:
+    version, shape = registry.BACKENDS[backend].build(library), ATTENTION[name]
+    assert is_exact(scores_check(shape, 16, dtype, CPU), version, 2)
+    if not shape.shared:
+        assert is_exact(values_check(shape, 16, dtype, CPU), version, 2)
+
+
+def test_a_wrong_twin_that_passes_voids_the_certificate() -> None:
+    check = checks.rms_norm_check(64, BF16, CPU, BF16)
+    toothless = dataclasses.replace(check, wrong=rms_norm_torch)
+    with pytest.raises(certify.NoPowerError, match="does not show"):
+        is_exact(toothless, rms_norm_torch, 1)
+
+
+def test_ordinary_data_would_see_nothing_in_half_precision() -> None:
+    """Why the data is made as it is: on plain random rows the wrong norm passes."""
+    check = checks.rms_norm_check(64, BF16, CPU, BF16)
+    x_TH = torch.randn(67, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ones_H = torch.ones(64).bfloat16()
+
+    def run(version: Any, rows_T: Tensor) -> tuple[Tensor]:
+        return (version(x_TH[rows_T], ones_H, 1e-6),)
+
+    with pytest.raises(certify.NoPowerError):
+        is_exact(dataclasses.replace(check, run=run), rms_norm_torch, 1)
+
+
+@pytest.mark.parametrize("kind", ["scores", "values"])
+def test_attention_split_by_the_batch_is_refused_on_either_data(kind: str) -> None:
+    make = scores_check if kind == "scores" else values_check
+    assert not is_exact(make(ATTENTION["few heads"], 16, BF16, CPU), split_by_the_batch, 1)
+
+
+def slow_from(rows: int) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Right below `rows` rows; sums backwards from there on."""
+
+    def norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        if len(x_TH) < rows:
+            return rms_norm_torch(x_TH, weight_H, eps)
+        return rms_norm_torch(x_TH.flip(-1), weight_H.flip(-1), eps).flip(-1)
+
+    return norm
+
+
+@pytest.mark.parametrize("rows", [2, 3, 33, 60, 2000])
+def test_an_order_that_changes_with_the_number_of_rows_is_seen(rows: int) -> None:
+    assert not is_exact(checks.rms_norm_check(64, BF16, CPU, BF16), slow_from(rows), 1)
+
+
+def test_an_order_that_changes_with_the_threads_is_seen() -> None:
+    def norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        return slow_from(0 if torch.get_num_threads() == 3 else 10**9)(x_TH, weight_H, eps)
+
+    check = checks.rms_norm_check(64, BF16, CPU, BF16)
+    assert not is_exact(check, norm, 3)
+    assert not is_exact(check, norm, 1)  # the verdict is the machine's, not the setting's
+
+
+def test_the_first_exact_version_is_taken_and_remembered(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def make() -> Check:
+        made.append("made")
+        return checks.rms_norm_check(64, BF16, CPU, BF16)
+
+    case = Case("rms_norm", "64", make)
+    versions = {"fast": slow_from(5), "slow": rms_norm_torch, "slower": rms_norm_torch}
+    certifier = OperatorCertifier(CPU, None, cache_dir=tmp_path)
+    assert not certifier.knows([case], versions)
+    assert certifier.first_exact([case], versions) == "slow" and len(made) == 2
+    again = OperatorCertifier(CPU, None, cache_dir=tmp_path)
+    assert again.knows([case], versions)
+    assert again.first_exact([case], versions) == "slow" and len(made) == 2
+    fresh = OperatorCertifier(CPU, None, cache_dir=tmp_path, fresh=True)
+    assert fresh.first_exact([case], versions) == "slow" and len(made) == 4
+    assert fresh.first_exact([case], {"fast": slow_from(5)}) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"fast: rms_norm 64": 3}', "\x00", '{"a":' * 10_000])
+def test_a_spoilt_file_of_verdicts_is_made_anew(tmp_path: Path, text: str) -> None:
+    case = Case("rms_norm", "64", lambda: checks.rms_norm_check(64, BF16, CPU, BF16))
+    OperatorCertifier(CPU, None, cache_dir=tmp_path).verdict(case, "fast", rms_norm_torch)
+    (path,) = tmp_path.glob("operators-*.json")
+    path.write_text(text)
+    assert OperatorCertifier(CPU, None, cache_dir=tmp_path).verdict(case, "fast", rms_norm_torch)
+    assert OperatorCertifier(CPU, None, cache_dir=tmp_path).knows([case], ["fast"])
+
+
+def test_groups_cover_single_rows_many_rows_and_other_orders() -> None:
+    check = checks.rms_norm_check(64, BF16, CPU, BF16)
+    sizes = [len(rows_T) for rows_T in exactness._groups(check)]
+    assert max(sizes) == exactness.MANY_ROWS and {*exactness.SIZES} <= {*sizes}
