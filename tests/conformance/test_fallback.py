@@ -1,4 +1,4 @@
-"""Without the compiled operators (no compiler, or another processor) the engine is slower, and output stays the same."""
+"""Without the compiled operators (no compiler, or another processor) the engine is slower; output stays the same."""
 
 from __future__ import annotations
 

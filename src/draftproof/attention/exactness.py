@@ -24,8 +24,9 @@ CONTEXTS = (
     330,
 )  # tokens of each slot: around chunks, and where libraries change their way
 VERIFIED = 6  # rows of each slot, the last of its context, as a verify pass has them
-SPREAD = 6  # cancelling numbers differ in size by up to 2^12
-SCORE_SCALE = 2.0**13  # turns what rounding leaves of a cancelling score into a number near 1
+SHORT = 16  # numbers: a sum of fewer may round alike in any order
+SPREAD = 9  # cancelling numbers differ in size by up to 2^18, so that sums of bf16 numbers round in fp32 too
+SCORE_SCALE = 2.0**11  # turns what rounding leaves of a cancelling score into a number near 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ def _check(
         width=max(CONTEXTS) * shape.num_heads * 16,  # so that the largest call has a hundred rows or two
         run=data.run,
         wrong=split_by_the_batch,
+        too_short=min(shape.head_dim, shape.window or SHORT) < SHORT,
         device=device,
     )
 

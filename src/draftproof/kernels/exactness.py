@@ -46,6 +46,7 @@ class Check:
     run: Callable[[Any, Tensor], Bits]
     wrong: Any
     device: torch.device
+    too_short: bool = False  # sums of so few numbers that no order need show: the twin is not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class OperatorCertifier:
 
 
 def _prove_power(check: Check) -> None:
+    if check.too_short:
+        return
     everything_T = torch.arange(check.num_rows, device=check.device)
     with threads(1):
         together = check.run(check.wrong, everything_T)
