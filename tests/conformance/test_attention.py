@@ -243,13 +243,6 @@ def test_no_rows_give_no_rows(backend: AttentionBackend) -> None:
     assert make_pass(Shape(), [], [], torch.float32).run(backend).shape == (0, 128)
 
 
-def test_half_precision_takes_some_exact_path(backend: AttentionBackend) -> None:
-    rows = make_pass(Shape(), [3, 64, 65], [0, 1, 2], torch.float16)
-    check_equals_reference(backend, rows)
-    if by_construction(backend) or is_certified(backend, Shape(), torch.float16):
-        check_rows_are_independent(backend, rows)
-
-
 def attention_with_chunks_of_the_batch(
     q_THD: Tensor,
     k_cache: Tensor,

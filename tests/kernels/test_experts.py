@@ -98,19 +98,20 @@ def test_rows_of_nonsense_still_name_experts_that_exist(table: ops.Ops, bad: flo
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_is_routed_and_summed_alike_in_any_batch(
-    table: ops.Ops, threads: Threads, routed: tuple[int, Tensor | None, Routing]
+    table: ops.Ops, threads: Threads, routed: tuple[int, Tensor | None, Routing], dtype: torch.dtype
 ) -> None:
     num_experts, bias, routing = routed
     rows, width = 300, 200
-    logits, base = 2 * randn(rows, num_experts), randn(rows, width, seed=2).bfloat16()
+    logits, base = 2 * randn(rows, num_experts), randn(rows, width, seed=2).to(dtype)
     outputs = randn(num_experts, width, seed=3)  # of each expert, the same for every row
 
     def run(i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, weights = table.experts.route(logits[i], bias, routing)
         _, place, starts = table.experts.group(experts, num_experts)
         sorted_P = torch.repeat_interleave(torch.arange(num_experts), starts.diff())
-        summed = table.experts.combine(outputs[sorted_P], place, weights, base[i], torch.bfloat16)
+        summed = table.experts.combine(outputs[sorted_P], place, weights, base[i], dtype)
         return experts, weights, summed
 
     every = torch.arange(rows)
@@ -134,7 +135,7 @@ def test_pairs_are_sorted_by_expert_and_found_again(table: ops.Ops) -> None:
     assert len(source) == place.numel() == 0 and starts.tolist() == [0] * 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_agree_with_the_formula(table: ops.Ops, dtype: torch.dtype) -> None:
     for width in (1, 16, 77):
         y, weights = randn(12, width), randn(4, 3, seed=1)
@@ -154,6 +155,8 @@ SHAPES = [
 ]
 SHAPES += [
     Shape(288, 64, torch.bfloat16, torch.bfloat16, False),
+    Shape(50, 77, torch.float16, torch.float32, False),
+    Shape(288, 64, torch.float16, torch.float16, False),
     Shape(5, 3, torch.float32, torch.float32, False),
 ]
 

@@ -26,7 +26,7 @@ from draftproof.kernels.products import Form, Way
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_COUNTS = (*range(1, 71), 100, 129, 257, 513, 600)
 MAX_ROWS = 600
 INPUTS = 520  # more than one of everybody's blocks

@@ -20,7 +20,18 @@ from draftproof.kernels.certify import Shape
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TINY = 'extern "C" long long answer() { return 42; }\n'
+CONVERSIONS = """
+#include "{header}"
+extern "C" void widen(const dp::fp16* from, float* to, int64_t count) {{
+    for (int64_t i = 0; i < count; i += dp::LANES) dp::store(to + i, dp::load(from + i));
+}}
+extern "C" void narrow(const float* from, dp::fp16* to, int64_t count) {{
+    for (int64_t i = 0; i < count; i += dp::LANES) dp::store(to + i, dp::load(from + i));
+}}
+"""
+EVERY_FP16 = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.float16)
 
 
 @pytest.fixture
@@ -122,7 +133,7 @@ def test_a_flag_the_compiler_refuses_is_left_out(
     assert found is not None and found.function("answer", "", "i")() == 42
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: torch.dtype) -> None:
     table = ops.select(torch.device("cpu"), portable)
     generator = torch.Generator().manual_seed(0)
@@ -134,7 +145,7 @@ def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: t
     _close(table.log_normalizer(logits), logits.logsumexp(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_portable_attention_is_right_and_row_safe(portable: native.Library, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(12, 2, 16, 32, generator=generator).to(dtype) for _ in range(2))
@@ -150,11 +161,11 @@ def test_portable_attention_is_right_and_row_safe(portable: native.Library, dtyp
 
 
 def _close(actual: Tensor, expected: Tensor) -> None:
-    bound = 2e-2 if expected.dtype == torch.bfloat16 else 1e-5
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtype) -> None:
     x, weight = certify.cancelling(20, Shape(70, 130, dtype, dtype, False), seed=5)
     form = products.CompiledForm(portable, weight, None, torch.float32)
@@ -162,6 +173,63 @@ def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtyp
     assert torch.equal(torch.cat([form(row) for row in x.split(1)]), together)
     torch.testing.assert_close(together, x.double().matmul(weight.double().T).float(), atol=1e-2, rtol=1e-2)
     names = [way.name for way in products.ways(torch.device("cpu"), dtype, dtype, portable)]
-    assert "compiled" not in names  # oneDNN is faster there
+    # oneDNN is faster there, but has no fp16
+    assert ("compiled" in names) == (dtype == torch.float16)
     wide = products.ways(torch.device("cpu"), torch.bfloat16, torch.float32, portable)
     assert wide[0].name == "compiled"  # but cannot do this
+
+
+@pytest.mark.parametrize("build", ["portable", "library"])
+def test_a_product_takes_fp16_numbers_of_every_kind(request: pytest.FixtureRequest, build: str) -> None:
+    weight, one = EVERY_FP16[:, None], torch.ones(1, 1, dtype=torch.float16)
+    for out_dtype in (torch.float32, torch.float16):
+        found = products.CompiledForm(request.getfixturevalue(build), weight, None, out_dtype)(one)
+        torch.testing.assert_close(found[0], EVERY_FP16.to(out_dtype), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("flag", ["", "-march=x86-64-v3", "-march=native"])
+def test_fp16_is_widened_and_narrowed_as_torch_does_in_every_build(
+    library: native.Library, tmp_path: Path, flag: str
+) -> None:
+    """With wide vectors, with F16C and in plain C++; also where subnormal numbers of fp32 are flushed to zero."""
+    if flag == "-march=x86-64-v3" and not {"avx2", "f16c"} <= set(native.processor().split()):
+        pytest.skip("this processor has no F16C")
+    (tmp_path / "convert.cpp").write_text(CONVERSIONS.format(header=native.SOURCES / "common.h"))
+    compiler, flags = native.find_compiler(), (flag,) if flag else ()
+    assert compiler is not None
+    built = native.compile_library(compiler, flags, [tmp_path / "convert.cpp"], tmp_path, None)
+    widen, narrow = (native.Library(built, "").function(name, "ppi") for name in ("widen", "narrow"))
+    wide, numbers = EVERY_FP16.float(), _around_every_fp16()
+    expected = numbers.half()
+    for flush in (False, True):
+        found_wide, found = torch.empty_like(wide), torch.empty_like(expected)
+        torch.set_flush_denormal(flush)
+        try:
+            widen(EVERY_FP16.data_ptr(), found_wide.data_ptr(), wide.numel())
+            narrow(numbers.data_ptr(), found.data_ptr(), numbers.numel())
+        finally:
+            torch.set_flush_denormal(False)
+        _same_bits(found_wide, wide)
+        _same_bits(found, expected)
+
+
+def _around_every_fp16() -> Tensor:
+    """fp32 numbers: all of fp16, the middles between neighbours and what lies beside them, and random bits."""
+    numbers = EVERY_FP16.float().sort().values
+    numbers = numbers[numbers.isfinite()]
+    middles = torch.cat([(numbers[1:] + numbers[:-1]) / 2, torch.tensor([65520.0, -65520.0])])
+    up, down = torch.full_like(middles, torch.inf), torch.full_like(middles, -torch.inf)
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), generator=generator).to(torch.int32)
+    parts = [numbers, middles, middles.nextafter(up), middles.nextafter(down), bits.view(torch.float32)]
+    parts.append(torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40]))
+    every = torch.cat(parts)
+    return torch.nn.functional.pad(every, (0, -every.numel() % 16))
+
+
+def _same_bits(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit, but that any NaN will do for another."""
+    as_int = torch.int32 if found.dtype == torch.float32 else torch.int16
+    numbers = ~expected.isnan()
+    assert torch.equal(found.isnan(), ~numbers)
+    assert torch.equal(found.view(as_int)[numbers], expected.view(as_int)[numbers])

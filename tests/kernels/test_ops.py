@@ -18,8 +18,9 @@ from draftproof.kernels import native, ops
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
 ROWS = (0, 1, 2, 3, 7, 8, 9, 33)
-DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+HALVES = (torch.bfloat16, torch.float16)
 EPS = 1e-6
 
 
@@ -60,8 +61,9 @@ def _formula(x_TH: Tensor, weight_H: Tensor) -> Tensor:
     return (x * scale * weight_H.double()).to(x_TH.dtype)
 
 
-def test_norm_takes_weights_of_another_dtype(table: ops.Ops) -> None:
-    x, weight = data(3, 40, dtype=torch.bfloat16), data(40, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norm_takes_weights_of_another_dtype(table: ops.Ops, dtype: torch.dtype) -> None:
+    x, weight = data(3, 40, dtype=dtype), data(40, dtype=torch.float32)
     close(table.rms_norm(x, weight, EPS), _formula(x, weight))
 
 
@@ -244,11 +246,12 @@ def test_rope_store_leaves_padding_rows_and_other_blocks_alone(table: ops.Ops) -
         assert touched == written
 
 
-def test_rope_store_writes_a_cache_of_another_dtype(table: ops.Ops) -> None:
-    case = store_case(7, 32, 32, torch.float32, True, torch.bfloat16)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rope_store_writes_a_cache_of_another_dtype(table: ops.Ops, dtype: torch.dtype) -> None:
+    case = store_case(7, 32, 32, torch.float32, True, dtype)
     wide = store_case(7, 32, 32, torch.float32, True, torch.float32)
     (_, k_cache, v_cache), (_, k_wide, v_wide) = case.run(table), wide.run(table)
-    assert torch.equal(k_cache, k_wide.bfloat16()) and torch.equal(v_cache, v_wide.bfloat16())
+    assert torch.equal(k_cache, k_wide.to(dtype)) and torch.equal(v_cache, v_wide.to(dtype))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 14])

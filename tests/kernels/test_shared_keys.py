@@ -12,9 +12,10 @@ from draftproof.kernels import gpu, native, ops
 from draftproof.kernels.grouped import EqualGroups
 
 CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "parts", "width"), [(1, 1, 3), (4, 3, 5), (7, 2, 16), (0, 2, 4)])
 def test_parts_are_swapped_to_groups_and_back(
     table: ops.Ops, rows: int, parts: int, width: int, dtype: torch.dtype
@@ -35,7 +36,7 @@ def test_equal_groups_begin_where_the_one_before_ends() -> None:
     assert starts(11).tolist() == [0, 11, 22, 33]  # more than were foreseen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "dim", "rotary"), [(4, 32, 8), (2, 576, 64)])
 def test_keys_are_stored_without_values_and_attended_to_as_both(
     table: ops.Ops, heads: int, dim: int, rotary: int, dtype: torch.dtype
@@ -55,7 +56,7 @@ def test_keys_are_stored_without_values_and_attended_to_as_both(
     library = native.load() if table is not ops.TORCH else None
     out = registry.select(CPU, library)(q, layer.k, layer.v, blocks, slots, positions + 1, 0, 0.05)
     wanted = reference_attention(q, keys, keys, blocks, slots, positions + 1, 0, 0.05)
-    torch.testing.assert_close(out, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=1e-2)
 
 
 def test_shared_keys_take_half_the_memory() -> None:

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -25,9 +25,15 @@ struct bf16 {
     uint16_t bits;
 };
 
-enum Dtype : int64_t { FP32 = 0, BF16 = 1 };
+struct fp16 {  // kept and loaded only: arithmetic is fp32
+    uint16_t bits;
+};
+
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 inline vec splat(float x) { return x - vec{}; }
+
+inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
 inline vec load(const float* p) {
     vec v;
@@ -41,6 +47,53 @@ inline vec load(const bf16* p) {
     return (vec)(__builtin_convertvector(h, uvec) << 16);
 }
 
+// fp16 numbers in fp32: exact, subnormal ones too, whatever the floating-point unit does with its own.
+inline vec widen(hvec h) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    __m128i halves[2];
+    std::memcpy(halves, &h, sizeof h);
+    __m256 wide[2] = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+    return load((const float*)wide);
+#else
+    ivec bits = __builtin_convertvector(h, ivec);
+    ivec size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 for what is not finite
+    ivec not_finite = size >= 31 << 23;
+    vec normal = (vec)(size + (112 << 23) + (not_finite & (112 << 23)));
+    const float smallest_normal = 6.103515625e-5f;  // 2^-14, to which a subnormal number is added and taken off
+    vec subnormal = (vec)(size + (113 << 23)) - smallest_normal;
+    return (vec)((ivec)select(size < 1 << 23, subnormal, normal) | (bits & 0x8000) << 16);
+#endif
+}
+
+inline hvec narrow(vec v) {  // rounds to nearest even; from 65520 on infinity
+#if defined(__AVX512F__)
+    return (hvec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    __m256 wide[2];
+    std::memcpy(wide, &v, sizeof v);
+    __m128i halves[2] = {_mm256_cvtps_ph(wide[0], _MM_FROUND_TO_NEAREST_INT),
+                         _mm256_cvtps_ph(wide[1], _MM_FROUND_TO_NEAREST_INT)};
+    hvec h;
+    std::memcpy(&h, halves, sizeof h);
+    return h;
+#else
+    ivec bits = (ivec)v, size = bits & 0x7fffffff;
+    ivec normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    ivec subnormal = (ivec)((vec)size + 0.5f) - 0x3f000000;  // beside 0.5 the last bit of fp32 is fp16's smallest number
+    ivec small = size < 0x38800000, large = size >= 0x47800000, nan = size > 0x7f800000;  // 2^-14, 2^16
+    ivec rounded = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00) | (nan & 0x200);
+    return __builtin_convertvector(rounded | ((bits >> 16) & 0x8000), hvec);
+#endif
+}
+
+inline vec load(const fp16* p) {
+    hvec h;
+    std::memcpy(&h, p, sizeof h);
+    return widen(h);
+}
+
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
 inline void store(bf16* p, vec v) {  // rounds to nearest even, as torch does
@@ -48,6 +101,11 @@ inline void store(bf16* p, vec v) {  // rounds to nearest even, as torch does
     uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     uvec nan = (uvec)((u & 0x7fffffffu) > 0x7f800000u);
     hvec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
+    std::memcpy(p, &h, sizeof h);
+}
+
+inline void store(fp16* p, vec v) {
+    hvec h = narrow(v);
     std::memcpy(p, &h, sizeof h);
 }
 
@@ -81,8 +139,6 @@ inline vec madd(vec a, vec b, vec c) {  // a * b + c, fused where the machine ca
     return a * b + c;
 #endif
 }
-
-inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
 inline vec max(vec a, vec b) { return select(a > b, a, b); }
 
@@ -140,11 +196,14 @@ inline int64_t team(int64_t threads, int64_t elements) { return elements < 16384
 
 }  // namespace dp
 
-// Runs the statement with T = float or dp::bf16.
+// Runs the statement with T = float, dp::bf16 or dp::fp16.
 #define DP_DISPATCH(code, T, ...)             \
     do {                                      \
         if ((code) == dp::BF16) {             \
             using T = dp::bf16;               \
+            __VA_ARGS__;                      \
+        } else if ((code) == dp::FP16) {      \
+            using T = dp::fp16;               \
             __VA_ARGS__;                      \
         } else {                              \
             using T = float;                  \

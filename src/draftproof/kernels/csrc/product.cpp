@@ -1,10 +1,12 @@
-// x @ weight.T + bias, summed in fp32 and written as fp32 or bf16.
+// x @ weight.T + bias, summed in fp32 and written as fp32 or in the weight's dtype.
 //
 // Every output is one chain over K in order, whatever tile of rows or outputs it falls in: exact by construction. The
-// step of the chain is the machine's best: AMX tiles (32 inputs), a bf16 dot product (2), a multiply-add (1).
+// step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a multiply-add (1).
 // Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
-// bf16 inputs or one fp32 input; the words of a tile are padded with zeros to a multiple of 16.
+// bf16 inputs, one fp32 input or one fp16 input, which is widened as it is read; the words of a tile are padded with
+// zeros to a multiple of 16. A row's words are the same, but for fp16: they are widened first.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "amx.h"
@@ -19,7 +21,7 @@ constexpr int64_t ROWS = 8;  // rows that share one reading of a tile where ther
 
 struct Args {
     const void* x;
-    const uvec* weights;
+    const char* weights;
     const float* bias;  // null: none
     void* out;
     int64_t rows, outputs, inputs, dtype, out_dtype, threads;
@@ -27,23 +29,35 @@ struct Args {
 
 struct GroupedArgs {
     const void* x;
-    const uvec* weights;
+    const char* weights;
     const int64_t* starts;
     void* out;
     int64_t rows, experts, outputs, inputs, dtype, out_dtype, threads;
 };
 
+int64_t word_count(int64_t inputs, int64_t dtype) { return dtype == BF16 ? (inputs + 1) / 2 : inputs; }
+int64_t word_bytes(int64_t dtype) { return dtype == FP16 ? 2 : 4; }  // of a weight
+int64_t padded(int64_t words) { return (words + LANES - 1) / LANES * LANES; }
+
 struct Problem {
-    const uvec* weights;
+    const char* weights;
     const float* bias;
     const uint32_t* x;  // words, rows at a stride of `stride` words, zeros from `inputs` to the stride
-    int64_t rows, outputs, words, stride;
+    int64_t rows, outputs, words, stride, tile_bytes;
 
-    const uvec* tile(int64_t t) const { return weights + t * stride * 2; }
+    const char* tile(int64_t t) const { return weights + t * tile_bytes; }
 };
 
-int64_t word_count(int64_t inputs, int64_t dtype) { return dtype == BF16 ? (inputs + 1) / 2 : inputs; }
-int64_t padded(int64_t words) { return (words + LANES - 1) / LANES * LANES; }
+// The words of 16 outputs: those of a tile one after the other, two for each place along K.
+template <class T>
+inline uvec words_at(const char* tile, int64_t index) {
+    return ((const uvec*)tile)[index];
+}
+
+template <>
+inline uvec words_at<fp16>(const char* tile, int64_t index) {
+    return (uvec)load((const fp16*)tile + index * LANES);
+}
 
 inline vec as_float(uint32_t bits) {
     float x;
@@ -52,10 +66,7 @@ inline vec as_float(uint32_t bits) {
 }
 
 template <class T>
-inline vec step(vec acc, uvec weights, uint32_t word);
-
-template <>
-inline vec step<float>(vec acc, uvec weights, uint32_t word) {
+inline vec step(vec acc, uvec weights, uint32_t word) {
     return madd((vec)weights, as_float(word), acc);
 }
 
@@ -90,11 +101,11 @@ void write_tile_row(const Problem& p, O* out, int64_t row, int64_t t, vec first,
 
 template <class T, class O, int R>
 void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
-    const uvec* weights = p.tile(t);
+    const char* weights = p.tile(t);
     const uint32_t* x = p.x + row * p.stride;
     vec acc[R][2] = {};
     for (int64_t k = 0; k < p.words; k++) {
-        uvec w0 = weights[2 * k], w1 = weights[2 * k + 1];
+        uvec w0 = words_at<T>(weights, 2 * k), w1 = words_at<T>(weights, 2 * k + 1);
         for (int r = 0; r < R; r++) {
             uint32_t word = x[r * p.stride + k];
             acc[r][0] = step<T>(acc[r][0], w0, word);
@@ -130,7 +141,7 @@ void configure(int64_t rows) {
 
 template <class O>
 void amx_block(const Problem& p, O* out, int64_t row, int64_t rows, int64_t t) {
-    const uvec* weights = p.tile(t);
+    const uvec* weights = (const uvec*)p.tile(t);
     const uint32_t* x = p.x + row * p.stride;
     const int64_t x_bytes = p.stride * 4, w_bytes = 2 * sizeof(uvec);
     alignas(64) float sums[BLOCK][TILE];
@@ -182,7 +193,7 @@ void amx_tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 template <class T, class O>
 void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #if defined(DP_AMX)
-    if (sizeof(T) == 2 && amx_allowed()) return amx_tiles(p, out, from, to);
+    if (std::is_same<T, bf16>::value && amx_allowed()) return amx_tiles(p, out, from, to);
 #endif
     for (int64_t t = from; t < to; t++) vector_tile<T>(p, out, t);
 }
@@ -216,53 +227,68 @@ void run_grouped(const Problem& whole, const int64_t* starts, int64_t experts, O
     }
 }
 
-// Rows as words, zeros up to the stride; `copy` holds them where they do not lie like that already.
-const uint32_t* padded_rows(const void* x, int64_t rows, int64_t bytes, int64_t stride, std::vector<uint32_t>& copy) {
-    if (bytes == stride * 4) return (const uint32_t*)x;
-    copy.resize(rows * stride);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(copy.data() + r * stride, (const char*)x + r * bytes, bytes);
-    return copy.data();
+void widen_row(const fp16* x, float* out, int64_t width) {
+    for_row(
+        width, [&](int64_t i) { store(out + i, load(x + i)); },
+        [&](int64_t i, int64_t n) { store_n(out + i, load_n(x + i, n), n); });
+}
+
+// x as words, zeros up to the stride; `copy` holds them where they do not lie like that already.
+template <class A>
+Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
+    int64_t words = word_count(a.inputs, a.dtype), stride = padded(words);
+    int64_t row_bytes = a.inputs * (a.dtype == FP32 ? 4 : 2);
+    bool as_it_is = a.dtype != FP16 && row_bytes == stride * 4;
+    if (!as_it_is) copy.resize(a.rows * stride);
+    int64_t members = as_it_is ? 1 : team(a.threads, a.rows * a.inputs);
+#pragma omp parallel for num_threads(members) if (members > 1)
+    for (int64_t r = 0; r < (as_it_is ? 0 : a.rows); r++) {
+        const char* from = (const char*)a.x + r * row_bytes;
+        if (a.dtype == FP16)
+            widen_row((const fp16*)from, (float*)copy.data() + r * stride, a.inputs);
+        else
+            std::memcpy(copy.data() + r * stride, from, row_bytes);
+    }
+    const uint32_t* x = as_it_is ? (const uint32_t*)a.x : copy.data();
+    return {a.weights, bias, x, a.rows, a.outputs, words, stride, stride * TILE * word_bytes(a.dtype)};
 }
 
 }  // namespace
 
 // Bytes of the packed form of a weight [outputs, inputs].
 extern "C" int64_t dp_product_packed_bytes(int64_t outputs, int64_t inputs, int64_t dtype) {
-    return (outputs + TILE - 1) / TILE * padded(word_count(inputs, dtype)) * TILE * 4;
+    return (outputs + TILE - 1) / TILE * padded(word_count(inputs, dtype)) * TILE * word_bytes(dtype);
 }
 
 // weight [outputs, inputs], row-major; packed is 64-byte aligned and filled with zeros.
-extern "C" void dp_product_pack(const void* weight, uint32_t* packed, int64_t outputs, int64_t inputs, int64_t dtype,
+extern "C" void dp_product_pack(const char* weight, char* packed, int64_t outputs, int64_t inputs, int64_t dtype,
                                 int64_t threads) {
-    int64_t size = dtype == BF16 ? 2 : 4, words = word_count(inputs, dtype), stride = padded(words);
+    int64_t row_bytes = inputs * (dtype == FP32 ? 4 : 2), word = word_bytes(dtype);
+    int64_t words = word_count(inputs, dtype), stride = padded(words);
     int64_t tiles = (outputs + TILE - 1) / TILE;
 #pragma omp parallel for num_threads(threads) if (outputs * inputs > 65536)
     for (int64_t t = 0; t < tiles; t++)
         for (int64_t first = 0; first < words; first += LANES)
             for (int64_t row = t * TILE; row < std::min((t + 1) * TILE, outputs); row++) {
-                const char* from = (const char*)weight + row * inputs * size;
-                uint32_t* to = packed + t * stride * TILE + row % TILE;
+                const char* from = weight + row * row_bytes;
+                char* to = packed + (t * stride * TILE + row % TILE) * word;
                 for (int64_t k = first; k < std::min(first + LANES, words); k++)
-                    std::memcpy(to + k * TILE, from + k * 4, std::min<int64_t>(4, inputs * size - k * 4));
+                    std::memcpy(to + k * TILE * word, from + k * word, std::min(word, row_bytes - k * word));
             }
 }
 
-// x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32 or bf16.
+// x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32, bf16 or fp16.
 extern "C" void dp_product(const Args* a) {
-    int64_t size = a->dtype == BF16 ? 2 : 4, words = word_count(a->inputs, a->dtype);
     std::vector<uint32_t> copy;
-    const uint32_t* x = padded_rows(a->x, a->rows, a->inputs * size, padded(words), copy);
-    Problem p = {a->weights, a->bias, x, a->rows, a->outputs, words, padded(words)};
+    Problem p = problem_of(*a, a->bias, copy);
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->out_dtype, O, run<T>(p, (O*)a->out, a->threads)));
 }
 
 // x [rows, inputs], sorted by expert: those of expert e are starts[e] to starts[e + 1]; out [rows, outputs]. weights:
 // the packed forms one after the other.
 extern "C" void dp_grouped_product(const GroupedArgs* a) {
-    int64_t size = a->dtype == BF16 ? 2 : 4, words = word_count(a->inputs, a->dtype);
     std::vector<uint32_t> copy;
-    const uint32_t* x = padded_rows(a->x, a->rows, a->inputs * size, padded(words), copy);
-    Problem p = {a->weights, nullptr, x, a->rows, a->outputs, words, padded(words)};
+    Problem p = problem_of(*a, nullptr, copy);
     DP_DISPATCH(a->dtype, T,
                 DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
 }

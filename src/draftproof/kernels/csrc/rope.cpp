@@ -100,7 +100,7 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
 
 const float* widen(const void* norm, int64_t dtype, int64_t width, float* buffer) {
     if (!norm || dtype == FP32) return (const float*)norm;
-    to_float((const bf16*)norm, buffer, width);
+    DP_DISPATCH(dtype, T, to_float((const T*)norm, buffer, width));
     return buffer;
 }
 
