@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof.attention.compiled import CompiledAttention
 from draftproof.bench.compare import compare
 from draftproof.drafters import registry
+from draftproof.kernels import native
+from draftproof.kernels.graphs import Recorded
 from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
 
 DTYPES = ["float32", "bfloat16"]
@@ -80,9 +84,10 @@ def test_the_mixture_is_one(plain: Any) -> None:
     assert len({tuple(ids) for ids in repeats}) > 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", CONFIGS)
-@pytest.mark.parametrize("target", [None, *TARGETS])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [(None, "float16"), *itertools.product([None, *TARGETS], DTYPES)]
+)
 def test_plain_decoding_does_not_depend_on_the_batch(
     plain: Any, target: str | None, settings: str, dtype: str
 ) -> None:
@@ -102,6 +107,25 @@ def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dt
     block_size = CONFIGS[settings].get("block_size", 16)
     check(plain(dtype, block_size, CASES[method].target), outputs, llm)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+
+
+@pytest.mark.parametrize("settings", ["one batch", "chunks of 7", "preempted"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp/modules"])
+def test_output_in_fp16_equals_plain_decoding(plain: Any, method: str, settings: str) -> None:
+    outputs, llm = run(mixture(), dtype="float16", **drafting(method), **CONFIGS[settings])
+    check(plain("float16", target=CASES[method].target), outputs, llm)
+
+
+def test_fp16_runs_on_compiled_operators_alone() -> None:
+    """A pass in which torch computed anything could not have been recorded."""
+    if native.load() is None:
+        pytest.skip("no C++ compiler")
+    _, llm = run(mixture(), dtype="float16", **drafting("eagle3"))
+    parts = llm._frontend.loaded.engine.parts
+    assert isinstance(parts.backend, CompiledAttention) and isinstance(parts.graphs, Recorded)
+    entries = parts.graphs._entries
+    assert {key[0] for key in entries} == {"target", "draft"}
+    assert all(entry.program is not None for entry in entries.values())
 
 
 @pytest.mark.parametrize("method", CASES)

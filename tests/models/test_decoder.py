@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftproof import assets
+from draftproof.kernels import native
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import TORCH
 from draftproof.kernels.products import Way
@@ -39,12 +41,30 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> D
     return load_decoder(RandomWeights(3), config, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype) -> None:
     decoder = random_decoder(parse(RAW), dtype)
     whole = run_rows(decoder, Paged(decoder.kv, dtype=dtype), [(0, 0, TEXT)])
     paged = Paged(decoder.kv, dtype=dtype)
     assert torch.equal(logits_in_parts(decoder, paged, TEXT), decoder.logits(whole.hidden_TH))
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+def test_logits_in_fp16_are_those_of_fp32_within_its_rounding(compiled: bool) -> None:
+    """Three bits more than bf16's, so an eighth of its distance from fp32, on the model that comes along."""
+    given = native.load() if compiled else None
+    if compiled and given is None:
+        pytest.skip("no C++ compiler")
+
+    def logits(dtype: torch.dtype) -> torch.Tensor:
+        decoder = load_decoder(assets.path("tiny"), dtype=dtype, library=given)
+        paged = Paged(decoder.kv, dtype=dtype, library=given)
+        return decoder.logits(run_rows(decoder, paged, [(0, 0, TEXT)]).hidden_TH)
+
+    exact = logits(torch.float32)
+    bf16, fp16 = ((logits(dtype) - exact).square().mean().sqrt() for dtype in (torch.bfloat16, torch.float16))
+    assert fp16 < 2**-9 * exact.std()
+    assert bf16 / 12 < fp16 < bf16 / 5
 
 
 def test_a_window_hides_what_is_older_and_only_that() -> None:
