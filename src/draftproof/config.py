@@ -28,13 +28,19 @@ class SpeculativeConfig:
     that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
     drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
-    capability 8.9 or later, and a few other drafts. `options` are the method's own settings (every key that is not a
-    field lands there and is checked by the method).
+    capability 8.9 or later, and a few other drafts. `revision` and `load_format` are those of the draft checkpoint
+    (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
+    `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `options` are the
+    method's own settings (every key that is not a field lands there and is checked by the method).
     """
 
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
+    revision: str | None = None
+    load_format: Literal["auto", "dummy"] | None = None
+    max_model_len: int | None = None
+    parallel_drafting: bool | None = None
     policy: Literal["adaptive", "fixed"] = "adaptive"
     max_faults: int = 8
     time_limit: float | None = None
@@ -51,8 +57,13 @@ class SpeculativeConfig:
             )
         _check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
         _check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
+        _check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
+        _check_choice("speculative_config: parallel_drafting", self.parallel_drafting, (None, True, False))
         _check_at_least("speculative_config: max_faults", self.max_faults, 1)
-        for name, kinds in (("method", str), ("model", (str, os.PathLike)), ("time_limit", (int, float))):
+        if self.max_model_len is not None:
+            _check_at_least("speculative_config: max_model_len", self.max_model_len, 1)
+        texts = (("method", str), ("revision", str), ("model", (str, os.PathLike)))
+        for name, kinds in (*texts, ("time_limit", (int, float))):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")

@@ -61,6 +61,7 @@ class Pair:
             target_weights=weights,
             target_directory=directory,
             build=Build(checkpoint.weights, ops.TORCH, planner, CPU, torch.float32, exact=False),
+            max_model_len=256,
             max_positions=256,
         )
         drafter = registry.build(checkpoint.method, given)

@@ -173,14 +173,14 @@ def all_drafters(
 
 def _check(method: Method, engine: Mapping[str, Any]) -> None:
     """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
-    from draftproof.engine.plans import draft_plans
+    from draftproof.engine.plans import Files, draft_plans
     from draftproof.models.loading import RandomWeights
 
     if method.found or method.config is None:
         return
     try:
-        weights = RandomWeights() if engine.get("load_format") == "dummy" else None
-        draft_plans(SpeculativeConfig.from_dict(method.config), weights, _target(engine))
+        files = Files(_target(engine), RandomWeights(), engine.get("load_format", "auto"))
+        draft_plans(SpeculativeConfig.from_dict(method.config), files)
     except ValueError as error:
         raise ValueError(f"{method.name}: {error}") from error
 

@@ -40,6 +40,7 @@ class DraftCheckpoint:
 class DraftBuild:
     """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness.
 
+    `max_model_len`: the longest a text gets; `max_positions`: the positions that drafts beyond its end may take, too;
     `inner`: the drafter made of the config's `drafters`, for methods that run others.
     """
 
@@ -51,6 +52,7 @@ class DraftBuild:
     target_weights: WeightSource
     target_directory: Path
     build: Build
+    max_model_len: int
     max_positions: int
     inner: Drafter | None = None
 

@@ -14,18 +14,30 @@ from draftproof.drafters.build import DraftBuild
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramOptions:
-    """Longest and shortest suffix that is looked up, in tokens."""
+    """Longest and shortest suffix that is looked up, in tokens; one that is left out makes room for the other."""
 
-    prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 2
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.prompt_lookup_min, int) and isinstance(self.prompt_lookup_max, int)
-        if not whole or not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        given = [x for x in (self.prompt_lookup_min, self.prompt_lookup_max) if x is not None]
+        if not all(isinstance(x, int) for x in given) or not 1 <= self.shortest <= self.longest:
             raise ValueError(
                 f"speculative_config: prompt_lookup_min={self.prompt_lookup_min!r}, "
                 f"prompt_lookup_max={self.prompt_lookup_max!r}: must be integers with 1 <= min <= max"
             )
+
+    @property
+    def longest(self) -> int:
+        """5, or `prompt_lookup_min` if that is more."""
+        return (
+            max(5, self.prompt_lookup_min or 0) if self.prompt_lookup_max is None else self.prompt_lookup_max
+        )
+
+    @property
+    def shortest(self) -> int:
+        """2, or `prompt_lookup_max` if that is less."""
+        return min(2, self.longest) if self.prompt_lookup_min is None else self.prompt_lookup_min
 
 
 class NgramDrafter:
@@ -65,14 +77,14 @@ def lookup(history: np.ndarray, options: NgramOptions, num_drafts: int) -> np.nd
     ends = np.flatnonzero(history[:-1] == history[-1]) + 1
     length = 1
     longest = ends
-    while len(ends) and length < min(options.prompt_lookup_max, num - 1):
+    while len(ends) and length < min(options.longest, num - 1):
         ends = ends[ends > length]
         ends = ends[history[ends - 1 - length] == history[num - 1 - length]]
         if not len(ends):
             break
         length += 1
         longest = ends
-    if length < options.prompt_lookup_min or not len(longest):
+    if length < options.shortest or not len(longest):
         return history[:0]
     end = int(longest[-1])
     return history[end : end + num_drafts]

@@ -24,6 +24,7 @@ from draftproof.drafters import (
     peagle,
     replay,
     suffix,
+    vllm_names,
     xpress,
 )
 from draftproof.drafters.base import Drafter
@@ -38,14 +39,15 @@ class NoOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
-    `may_be_native`: it may be in the target's files; `runs_others`: it takes `drafters`; `default_drafts` where neither
-    user nor checkpoint says."""
+    `may_be_native`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
+    all tokens; `default_drafts` where neither user nor checkpoint says."""
 
     build: Callable[[DraftBuild], Drafter]
     options: type[Any] = NoOptions
     needs_model: bool = True
     may_be_native: bool = False
     runs_others: bool = False
+    parallel: bool = False
     default_drafts: int = 5
 
 
@@ -57,12 +59,12 @@ METHODS: dict[str, Method] = {
     "mtp": Method(build=mtp.build, may_be_native=True),
     "gemma4_mtp": Method(build=gemma4.build),
     "replay": Method(build=replay.build, options=replay.ReplayOptions, needs_model=False, runs_others=True),
-    "peagle": Method(build=peagle.build),
-    "pard": Method(build=pard.build),
-    "dflash": Method(build=dflash.build),
-    "dspark": Method(build=dspark.build, options=dspark.DSparkOptions),
-    "dflash2": Method(build=dflash2.build),
-    "xpress": Method(build=xpress.build),
+    "peagle": Method(build=peagle.build, parallel=True),
+    "pard": Method(build=pard.build, parallel=True),
+    "dflash": Method(build=dflash.build, parallel=True),
+    "dspark": Method(build=dspark.build, options=dspark.DSparkOptions, parallel=True),
+    "dflash2": Method(build=dflash2.build, parallel=True),
+    "xpress": Method(build=xpress.build, parallel=True),
     "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
@@ -85,15 +87,20 @@ def check(method: str) -> None:
     raise ValueError(f"speculative_config: method={method!r}: {hint}")
 
 
-def check_options(method: str, given: Mapping[str, Any]) -> None:
-    """ValueError for settings that the method does not have, or that make no sense. A user's class gets them as they
-    are."""
+def own_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method's own settings among `given`: vLLM's keys are dealt with. A user's class gets its own as they are.
+
+    ValueError for settings that the method does not have, or that make no sense.
+    """
     if is_custom(method):
-        return
-    kind = METHODS[method].options
-    names = [f.name for part in (kind, SpeculativeConfig) for f in dataclasses.fields(part)]
-    reject_unknown_keys("speculative_config", given, names)
-    parse_options("speculative_config", given, kind)
+        return vllm_names.read_options(given, None)
+    kind = METHODS[method].options if method in METHODS else NoOptions
+    own = [f.name for f in dataclasses.fields(kind)]
+    options = vllm_names.read_options(given, own)
+    fields = [f.name for f in dataclasses.fields(SpeculativeConfig) if f.name != "options"]
+    reject_unknown_keys("speculative_config", options, [*own, *fields])
+    parse_options("speculative_config", options, kind)
+    return options
 
 
 def build(method: str, given: DraftBuild) -> Drafter:

@@ -19,15 +19,16 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
 from draftproof.config import EngineConfig, SpeculativeConfig
-from draftproof.drafters import registry
+from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.base import Drafter, DraftSpec
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.short_texts import ShortTexts
 from draftproof.engine import memory, operators
 from draftproof.engine.engine import Engine, Parts
-from draftproof.engine.plans import DraftPlan, draft_plans
+from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
@@ -84,10 +85,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     config, directory = locate(config)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
-    drafts = RandomWeights(1, base.device, base.dtype) if config.load_format == "dummy" else None
-    plans = draft_plans(speculative, drafts, directory) if speculative else []
+    files = Files(directory, RandomWeights(1, base.device, base.dtype), config.load_format)
+    plans = draft_plans(speculative, files) if speculative else []
     num_drafts = max((plan.num_drafts for plan in plans), default=0)
-    target_weights = Weights.open(directory) if drafts is None else RandomWeights(0, base.device, base.dtype)
+    dummy = config.load_format == "dummy"
+    target_weights = RandomWeights(0, base.device, base.dtype) if dummy else Weights.open(directory)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
@@ -123,15 +125,15 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     directory = resolve(config.model, config.revision)
     if not detect.is_draft_head(directory):
         return config, directory
-    weights = RandomWeights() if config.load_format == "dummy" else None
-    head = detect.read(directory, weights)
-    target, given = detect.target_of(head), config.speculative_config or SpeculativeConfig()
+    given = vllm_names.named(config.speculative_config or SpeculativeConfig())
+    head = detect.read(directory, Files(directory, RandomWeights(), config.load_format).weights(given))
+    target = detect.target_of(head)
     if target is None:
         raise ValueError(
             f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
             "this folder as speculative_config['model']"
         )
-    if given.method not in (None, head.method):
+    if not vllm_names.accepts(given.method, head.method):
         raise ValueError(
             f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
             f"{given.method!r}: leave the method out, or give the target as model"
@@ -198,33 +200,40 @@ def _drafter(
     base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[DraftPlan], num_drafts: int
 ) -> Drafter:
     """num_drafts: the most that any drafter of the engine proposes."""
-    built = [
-        registry.build(
-            plan.method,
-            DraftBuild(
-                config=base.config,
-                options=plan.settings.options,
-                num_drafts=plan.num_drafts,
-                checkpoint=plan.checkpoint,
-                target=target,
-                target_weights=target_weights,
-                target_directory=base.directory,
-                build=Build(
-                    plan.checkpoint.weights if plan.checkpoint else target_weights,
-                    base.ops,
-                    base.planner,
-                    base.device,
-                    base.dtype,
-                    exact=False,
-                    fp8=plan.settings.quantization == "fp8",
-                ),
-                max_positions=base.max_model_len + num_drafts + 1,
-                inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
-            ),
-        )
-        for plan in plans
-    ]
+    built = [_one_drafter(base, target, target_weights, plan, num_drafts) for plan in plans]
     return built[0] if len(built) == 1 else ChainDrafter(built, [plan.num_drafts for plan in plans])
+
+
+def _one_drafter(
+    base: _Base, target: Decoder, target_weights: WeightSource, plan: DraftPlan, num_drafts: int
+) -> Drafter:
+    """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone."""
+    settings = plan.settings
+    drafter = registry.build(
+        plan.method,
+        DraftBuild(
+            config=base.config,
+            options=settings.options,
+            num_drafts=plan.num_drafts,
+            checkpoint=plan.checkpoint,
+            target=target,
+            target_weights=target_weights,
+            target_directory=base.directory,
+            build=Build(
+                plan.checkpoint.weights if plan.checkpoint else target_weights,
+                base.ops,
+                base.planner,
+                base.device,
+                base.dtype,
+                exact=False,
+                fp8=settings.quantization == "fp8",
+            ),
+            max_model_len=base.max_model_len,
+            max_positions=base.max_model_len + num_drafts + 1,
+            inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
+        ),
+    )
+    return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftproof.checkpoints import detect, native
-from draftproof.config import ENGINE_WIDE, SpeculativeConfig, reject_unknown_keys
-from draftproof.drafters import registry
+from draftproof.config import ENGINE_WIDE, SpeculativeConfig
+from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.loading import WeightSource, resolve
+
+_OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,27 @@ class DraftPlan:
     inner: tuple[DraftPlan, ...] = ()
 
 
-def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
-    """`weights`: given to draft checkpoints instead of their files; `target`: its folder.
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What draft checkpoints are read from. `target`: the target's folder; `random`: weights given to draft checkpoints
+    in place of their files where `load_format` is "dummy": their own, or else this one, the engine's."""
 
-    A plan's K is the user's for this drafter, else the checkpoint's, else the method's; a chain's own K is the most
+    target: Path
+    random: WeightSource
+    load_format: Literal["auto", "dummy"] = "auto"
+
+    def weights(self, settings: SpeculativeConfig) -> WeightSource | None:
+        """None: those of the checkpoint's files."""
+        return self.random if (settings.load_format or self.load_format) == "dummy" else None
+
+
+def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
+    """A plan's K is the user's for this drafter, else the checkpoint's, else the method's; a chain's own K is the most
     that any of its members proposes. ValueError for what makes no sense.
     """
+    settings = vllm_names.named(settings)
     if settings.method == registry.CHAIN:
-        return _chain(settings, weights, target)
+        return _chain(settings, files)
     if settings.method is not None:
         registry.check(settings.method)
     method = registry.METHODS.get(settings.method or "")
@@ -47,11 +61,11 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
         if method is not None:
             _refuse_model(settings)
         # what is run for its cost alone costs what as many drafts cost
-        members = tuple(_members(settings, weights, target, settings.num_speculative_tokens))
+        members = tuple(_members(settings, files, settings.num_speculative_tokens))
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
-    if method and method.may_be_native and _is_target(settings.model, target):
-        checkpoint = native.read(target, weights)
+    if method and method.may_be_native and _is_target(settings, files.target):
+        checkpoint = native.read(files.target, files.weights(settings))
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
         raise ValueError(
@@ -59,8 +73,8 @@ def draft_plans(settings: SpeculativeConfig, weights: WeightSource | None, targe
             if settings.method
             else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
         )
-    checkpoint = detect.read(resolve(settings.model, field="speculative_config: model"), weights)
-    if settings.method not in (None, checkpoint.method):
+    checkpoint = detect.read(_folder(settings), files.weights(settings))
+    if not vllm_names.accepts(settings.method, checkpoint.method):
         raise ValueError(
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "
             f"{checkpoint.method!r}; leave method out, or give another model"
@@ -75,38 +89,44 @@ def _plan(
     own: int | None,
     inner: tuple[DraftPlan, ...] = (),
 ) -> DraftPlan:
-    registry.check_options(method, settings.options)
+    options = registry.own_options(method, settings.options)
     if checkpoint is None:
-        _refuse_quantization(settings)
+        _refuse_settings_of_checkpoints(settings)
     row = registry.METHODS.get(method)
+    if settings.parallel_drafting and not (row and row.parallel):
+        raise ValueError(
+            f"speculative_config: parallel_drafting=True: method={method!r} drafts one token after another; leave it "
+            "out, or give a checkpoint that was trained with mask tokens"
+        )
     number = settings.num_speculative_tokens or own or (row.default_drafts if row else 5)
-    return DraftPlan(method, checkpoint, settings, number, inner)
+    return DraftPlan(method, checkpoint, replace(settings, options=options), number, inner)
 
 
-def _chain(settings: SpeculativeConfig, weights: WeightSource | None, target: Path) -> list[DraftPlan]:
+def _chain(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
     if not settings.drafters:
         raise ValueError(
             "speculative_config: method='chain' needs drafters=[{...}, {...}], tried in this order"
         )
     _refuse_model(settings)
-    _refuse_quantization(settings)
-    names = [f.name for f in dataclasses.fields(settings) if f.name != "options"]
-    reject_unknown_keys("speculative_config", settings.options, names)
-    most = settings.num_speculative_tokens
-    return [
-        m if most is None else replace(m, num_drafts=min(m.num_drafts, most))
-        for m in _members(settings, weights, target)
-    ]
+    _refuse_settings_of_checkpoints(settings)
+    registry.own_options(registry.CHAIN, settings.options)
+    return [_within(member, settings) for member in _members(settings, files)]
 
 
-def _members(
-    settings: SpeculativeConfig, weights: WeightSource | None, target: Path, num_drafts: int | None = None
-) -> list[DraftPlan]:
+def _within(member: DraftPlan, chain: SpeculativeConfig) -> DraftPlan:
+    """A member drafts no more, and for no longer requests, than its chain may."""
+    num_drafts = min(member.num_drafts, chain.num_speculative_tokens or member.num_drafts)
+    limits = [x for x in (member.settings.max_model_len, chain.max_model_len) if x is not None]
+    settings = replace(member.settings, max_model_len=min(limits, default=None))
+    return replace(member, num_drafts=num_drafts, settings=settings)
+
+
+def _members(settings: SpeculativeConfig, files: Files, num_drafts: int | None = None) -> list[DraftPlan]:
     """`num_drafts`: K of members that have none of their own."""
     found: list[DraftPlan] = []
     for i, raw in enumerate(settings.drafters):
         try:
-            found += draft_plans(_member(raw, num_drafts), weights, target)
+            found += draft_plans(_member(raw, num_drafts), files)
         except ValueError as error:  # where it speaks of a setting it says whose
             own = f"speculative_config: drafters[{i}]"
             raise ValueError(re.sub("^speculative_config", own, str(error))) from error
@@ -126,9 +146,15 @@ def _member(raw: Mapping[str, Any], num_drafts: int | None) -> SpeculativeConfig
     return member
 
 
-def _is_target(model: str | None, target: Path) -> bool:
+def _folder(settings: SpeculativeConfig) -> Path:
+    """Of the draft checkpoint."""
+    assert settings.model is not None
+    return resolve(settings.model, settings.revision, field="speculative_config: model")
+
+
+def _is_target(settings: SpeculativeConfig, target: Path) -> bool:
     """Whether a drafter's `model` is the target's folder; none given means that it is."""
-    return model is None or resolve(model, field="speculative_config: model").samefile(target)
+    return settings.model is None or _folder(settings).samefile(target)
 
 
 def _refuse_model(settings: SpeculativeConfig) -> None:
@@ -139,10 +165,12 @@ def _refuse_model(settings: SpeculativeConfig) -> None:
         )
 
 
-def _refuse_quantization(settings: SpeculativeConfig) -> None:
-    if settings.quantization is not None:
-        instead = ", or give it to those of its drafters that have" if settings.drafters else ""
-        raise ValueError(
-            f"speculative_config: quantization={settings.quantization!r}: method={settings.method!r} has no checkpoint "
-            f"whose weights could be rounded; leave it out{instead}"
-        )
+def _refuse_settings_of_checkpoints(settings: SpeculativeConfig) -> None:
+    for key in _OF_CHECKPOINTS:
+        value = getattr(settings, key)
+        if value is not None and value is not False:
+            instead = ", or give it to those of its drafters that have" if settings.drafters else ""
+            raise ValueError(
+                f"speculative_config: {key}={value!r}: method={settings.method!r} has no checkpoint; leave it "
+                f"out{instead}"
+            )

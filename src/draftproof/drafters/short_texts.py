@@ -1,0 +1,43 @@
+"""A drafter that drafts for short texts only: `max_model_len` of a speculative_config.
+
+Shapes: R requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from draftproof.drafters.base import Drafter, Proposal, Verified, tell
+from draftproof.drafters.head import DraftMemory
+
+
+class ShortTexts:
+    """Around any drafter: no draft stands at position `max_model_len` or later. The drafter sees every round all the
+    same, so its state stays in step."""
+
+    def __init__(self, drafter: Drafter, max_model_len: int) -> None:
+        self.spec = drafter.spec
+        self._drafter, self._max_model_len = drafter, max_model_len
+        self._host_looks = False
+
+    def bind(self, memory: DraftMemory) -> None:
+        self._host_looks = memory.host_looks
+        tell(self._drafter, "bind", memory)
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        tell(self._drafter, "admit", slot, tokens, num_cached)
+
+    def release(self, slot: int) -> None:
+        tell(self._drafter, "release", slot)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        last_R = verified.cu_R1[:-1] + verified.live_R - 1
+        num_known_R = verified.positions_T[last_R] + 2  # the rows' tokens, and the one that follows them
+        k_R = torch.minimum(verified.k_R, (self._max_model_len - num_known_R).clamp(min=0))
+        if self._host_looks:
+            num_drafts = int(k_R.max()) if len(k_R) else 0
+        proposal = self._drafter.propose(dataclasses.replace(verified, k_R=k_R), num_drafts)
+        return Proposal(proposal.tokens_RK, torch.minimum(proposal.count_R, k_R))
