@@ -117,6 +117,7 @@ CASES: dict[str, Case] = {
         repeatable=False,
     ),
     "custom": Case({"method": "tests.conformance.custom.Moody"}, forgets=False, repeatable=False),
+    "custom_vllm": Case({"method": "custom_class", "model": "tests.conformance.vllm_style.NgramProposer"}),
     "custom_head": Case({"method": "examples.custom_head.build"}),
 }
 

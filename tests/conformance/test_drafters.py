@@ -70,7 +70,7 @@ def check(
 
 def test_every_registered_method_has_a_case() -> None:
     named = {name.split("/")[0] for name in CASES}
-    assert named == {*registry.METHODS, registry.CHAIN, "custom", "custom_head"}
+    assert named == {*registry.METHODS, registry.CHAIN, "custom", "custom_vllm", "custom_head"}
 
 
 def test_the_mixture_is_one(plain: Any) -> None:

@@ -1,0 +1,137 @@
+"""Runs a class that was written as a custom proposer for vLLM: its config, its call, its lists.
+
+Shapes: R requests, S the most requests at once, L the longest text, K drafts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.vllm_names import defaults
+
+# How vLLM calls `propose`: so many arguments by position, these by name. A drafter of ours takes two.
+POSITIONAL = ("sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu")
+NAMED = ("slot_mappings",)
+
+
+def is_proposer(maker: object) -> bool:
+    """Whether it is a class whose `propose` can be called as vLLM does, and that has no `spec` as ours have."""
+    propose = getattr(maker, "propose", None)
+    if not isinstance(maker, type) or hasattr(maker, "spec") or not callable(propose):
+        return False
+    bound = isinstance(inspect.getattr_static(maker, "propose"), (staticmethod, classmethod))
+    try:
+        own = () if bound else (None,)  # self
+        inspect.signature(propose).bind(*own, *POSITIONAL, **dict.fromkeys(NAMED))
+    except (TypeError, ValueError):  # it takes other arguments, or is of a kind that does not tell
+        return False
+    return True
+
+
+def needs_vllm(error: BaseException) -> bool:
+    """Whether code failed because vLLM is not there."""
+    missing = error.name if isinstance(error, ImportError) else None
+    return missing is not None and missing.split(".")[0] == "vllm"
+
+
+def advice(name: str) -> str:
+    """The error for the class `name` where `needs_vllm`."""
+    return (
+        f"speculative_config: {name!r} imports vllm, which is not installed here, and is not needed to run a proposer: "
+        "put what it imports for annotations under `if TYPE_CHECKING:`, or remove it"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """As much of vLLM's config as is true here. `speculative_config` has all of vLLM's keys, `model_config` has
+    max_model_len, `scheduler_config` has max_num_seqs."""
+
+    speculative_config: SimpleNamespace
+    model_config: SimpleNamespace
+    scheduler_config: SimpleNamespace
+
+    @classmethod
+    def of(cls, name: str, given: DraftBuild) -> VllmConfig:
+        own: Mapping[str, Any] = {
+            "method": "custom_class",
+            "model": name,
+            "num_speculative_tokens": given.num_drafts,
+        }
+        return cls(
+            speculative_config=SimpleNamespace(**{**defaults(), **given.options, **own}),
+            model_config=SimpleNamespace(max_model_len=given.max_model_len),
+            scheduler_config=SimpleNamespace(max_num_seqs=given.config.max_num_seqs),
+        )
+
+
+class VllmProposer:
+    """A drafter around an object with vLLM's `propose`. It sees arrays of its own, and whatever it returns beyond what
+    was asked for is cut."""
+
+    spec = DraftSpec(host_tokens=True)
+
+    def __init__(self, proposer: Any, config: VllmConfig) -> None:
+        self._proposer = proposer
+        self._num_known: dict[int, int] = {}  # of a slot: tokens when it was looked at last
+        shape_SL = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+        self._tokens_SL = np.zeros(shape_SL, dtype=np.int32)
+        self._lengths_S = np.zeros(shape_SL[0], dtype=np.int32)
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        self._num_known[slot] = len(tokens)
+
+    def release(self, slot: int) -> None:
+        self._num_known.pop(slot, None)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        """A row of the arrays is a request of this round, in its order. A request whose prompt is not through has
+        sampled nothing."""
+        sampled = [self._look(r, verified) for r in range(verified.num_requests)]
+        lists: list[Any] = [[]] * len(sampled)
+        if any(sampled):
+            found = self._proposer.propose(sampled, self._lengths_S, self._tokens_SL, **dict.fromkeys(NAMED))
+            lists = found.tolist() if isinstance(found, (np.ndarray, torch.Tensor)) else found
+        if not isinstance(lists, (list, tuple)) or len(lists) != len(sampled):
+            raise TypeError(
+                f"propose returned {lists!r:.200}, not a list of token ids for each of {len(sampled)} requests"
+            )
+        return _proposal(lists, verified, num_drafts)
+
+    def _look(self, r: int, verified: Verified) -> list[int]:
+        """Write request r's row; the tokens that were sampled since its last one."""
+        slot, known = int(verified.slots_R[r]), np.asarray(verified.history(r))
+        start = self._num_known.get(slot, len(known))
+        if start == len(known) and verified.k_R[r] > 0:  # asked about a text that is given, not sampled
+            start -= 1
+        self._num_known[slot] = len(known)
+        self._tokens_SL[r, : len(known)] = known
+        self._lengths_S[r] = len(known)
+        return known[start:].tolist()
+
+
+def _proposal(lists: Sequence[Sequence[int]], verified: Verified, num_drafts: int) -> Proposal:
+    tokens_RK = torch.zeros((len(lists), num_drafts), dtype=torch.int64)
+    wanted = verified.k_R.tolist()
+    kept = [[int(token) for token in ids[:k]] for ids, k in zip(lists, wanted, strict=True)]
+    for r, ids in enumerate(kept):
+        tokens_RK[r, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return Proposal(tokens_RK, torch.tensor([len(ids) for ids in kept]))
+
+
+def load(name: str, maker: Any, given: DraftBuild) -> VllmProposer:
+    """Make the object, and let it load its model if it has one. Raises whatever the class does."""
+    config = VllmConfig.of(name, given)
+    proposer = maker(config)
+    if hasattr(proposer, "load_model"):
+        proposer.load_model(None)  # vLLM gives its target, a module; ours is none
+    return VllmProposer(proposer, config)
