@@ -188,16 +188,23 @@ def test_a_value_that_does_not_exist_is_refused_with_those_that_do(key: str) -> 
 
 
 FULL = {  # all that can stand beside a head, as vLLM would take it
-    **{
-        "num_speculative_tokens": 3,
-        "draft_tensor_parallel_size": 1,
-        "quantization": None,
-        "max_model_len": 4096,
-    },
-    **{"revision": None, "enforce_eager": False, "moe_backend": "auto", "attention_backend": "FLASH_ATTN"},
-    **{"kv_cache_dtype": "auto", "disable_padded_drafter_batch": True, "rejection_sample_method": "standard"},
-    **{"draft_sample_method": "probabilistic", "use_local_argmax_reduction": True, "prompt_lookup_max": None},
-    **{"parallel_drafting": False, "tensor_parallel_size": None, "suffix_decoding_max_tree_depth": 24},
+    "num_speculative_tokens": 3,
+    "draft_tensor_parallel_size": 1,
+    "tensor_parallel_size": None,
+    "quantization": None,
+    "max_model_len": 4096,
+    "revision": None,
+    "enforce_eager": False,
+    "moe_backend": "auto",
+    "attention_backend": "FLASH_ATTN",
+    "kv_cache_dtype": "auto",
+    "disable_padded_drafter_batch": True,
+    "rejection_sample_method": "standard",
+    "draft_sample_method": "probabilistic",
+    "use_local_argmax_reduction": True,
+    "parallel_drafting": False,
+    "prompt_lookup_max": None,
+    "suffix_decoding_max_tree_depth": 24,
 }
 
 

@@ -195,8 +195,16 @@ class Ours:
 @pytest.mark.parametrize(
     ("maker", "is_one"),
     [
-        *((NgramProposer, True), (Recording, True), (Arrays, True), (OtherNames, True)),
-        *((Moody, False), (Ours, False), (OneMore, False), (NoMappings, False), (dict, False), (len, False)),
+        (NgramProposer, True),
+        (Recording, True),
+        (Arrays, True),
+        (OtherNames, True),
+        (Moody, False),
+        (Ours, False),
+        (OneMore, False),
+        (NoMappings, False),
+        (dict, False),
+        (len, False),
     ],
 )
 def test_it_is_told_by_how_propose_can_be_called(maker: Any, is_one: bool) -> None:

@@ -49,10 +49,32 @@ def _accepted(key: str, kinds: type | tuple[type, ...], why: str, default: objec
 
 
 _MTP_FAMILIES = (
-    *("deepseek", "dots3_note", "mimo", "mimo_v2", "glm4_moe", "glm4_moe_lite", "glm_ocr", "ernie"),
-    *("nemotron_h", "exaone_moe", "exaone4_5", "qwen3_next", "qwen4_exp", "qwen3_5", "longcat_flash"),
-    *("bailing_hybrid_v3", "minimax_m3", "bailing_hybrid", "kimi_k3", "pangu_ultra_moe", "step3p5", "step5"),
-    *("hy_v3", "hy_v4", "inkling", "glm5_next"),
+    "deepseek",
+    "dots3_note",
+    "mimo",
+    "mimo_v2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_ocr",
+    "ernie",
+    "nemotron_h",
+    "exaone_moe",
+    "exaone4_5",
+    "qwen3_next",
+    "qwen4_exp",
+    "qwen3_5",
+    "longcat_flash",
+    "bailing_hybrid_v3",
+    "minimax_m3",
+    "bailing_hybrid",
+    "kimi_k3",
+    "pangu_ultra_moe",
+    "step3p5",
+    "step5",
+    "hy_v3",
+    "hy_v4",
+    "inkling",
+    "glm5_next",
 )
 _MEASURING = "it makes up acceptance to measure speed, and so changes the output; use method='replay'"
 _FLY = "has a meaning with rejection_sample_method='fly' alone, which is not here"
