@@ -44,9 +44,11 @@ class Pair:
         reference: Path | None = None,
         num_drafts: int = 5,
         options: Mapping[str, Any] | None = None,
+        dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
     ) -> None:
         """`reference`: the folder of inputs and outputs, where it is not the head's own. A head in the folder of its
-        target is a native one."""
+        target is a native one. `dtype`, `fp8`: the head's."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
         weights = Weights.open(directory)
@@ -60,11 +62,13 @@ class Pair:
             target=self.target,
             target_weights=weights,
             target_directory=directory,
-            build=Build(checkpoint.weights, ops.TORCH, planner, CPU, torch.float32, exact=False),
+            build=Build(checkpoint.weights, ops.TORCH, planner, CPU, dtype, exact=False, fp8=fp8),
             max_model_len=256,
             max_positions=256,
         )
+        before = planner.weight_bytes
         drafter = registry.build(checkpoint.method, given)
+        self.num_bytes = planner.weight_bytes - before  # that the head's weights take beside the target's
         planner.certify()
         assert isinstance(drafter, (HeadDrafter, ModulesDrafter))
         self.drafter = drafter

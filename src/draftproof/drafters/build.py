@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.drafters.base import Drafter
@@ -62,13 +61,6 @@ class DraftBuild:
             raise ValueError("speculative_config: this method needs 'model': the folder of its checkpoint")
         assert isinstance(self.checkpoint.settings, kind), self.checkpoint.settings
         return self.checkpoint.settings
-
-    def own_or_target(self, name: str, target_name: str, shape: tuple[int, int]) -> Tensor:
-        """A tensor from the draft's file, else the target's of another name, in the draft's dtype."""
-        assert self.checkpoint is not None
-        if name in self.checkpoint.weights:
-            return self.build.tensor(name, shape)
-        return self.build.reading(self.target_weights).tensor(target_name, shape)
 
     @property
     def tokenizer_directory(self) -> Path:

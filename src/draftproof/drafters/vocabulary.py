@@ -1,5 +1,6 @@
 """The tables a draft head reads tokens with and makes logits with: its own, else its target's.
 
+A table of the target's is the target's storage, wherever the head can compute with it as it is.
 Shapes: H hidden, D draft vocabulary, V target vocabulary.
 """
 
@@ -12,32 +13,46 @@ from draftproof.drafters.build import DraftBuild
 from draftproof.models.config import ModelConfig
 from draftproof.models.layers import Linear
 
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
 
 def embedding(given: DraftBuild, layers: ModelConfig) -> Tensor:
-    """The head's own, else the target's."""
+    """[V, H]: the head's own, else the target's."""
+    assert given.checkpoint is not None
     shape = (layers.vocab_size, layers.hidden_size)
-    return given.own_or_target("embed_tokens.weight", given.target_embed_name, shape)
+    if _EMBED in given.checkpoint.weights:
+        return given.build.tensor(_EMBED, shape)
+    if given.build.dtype == given.target.embed_VH.dtype:
+        assert given.target.embed_VH.shape == shape
+        return given.target.embed_VH
+    return given.build.place(given.target_weights.get(given.target_embed_name, shape))
 
 
 def output_head(
     given: DraftBuild, layers: ModelConfig, draft_vocab_size: int
 ) -> tuple[Tensor | None, Linear]:
-    """(target id of each column or None, the product); the target's rows where the file has no head."""
-    ids_D, head_DH = _head_weight(given, layers, draft_vocab_size)
-    return ids_D, given.build.pack(head_DH, out_dtype=torch.float32)
+    """(target id of each column or None, the product); the target's rows where the file has no head.
 
-
-def _head_weight(given: DraftBuild, layers: ModelConfig, size: int) -> tuple[Tensor | None, Tensor]:
+    The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be rounded to fp8.
+    """
     assert given.checkpoint is not None
-    weights, vocab, hidden = given.checkpoint.weights, layers.vocab_size, layers.hidden_size
-    if size == vocab:
-        return None, given.own_or_target("lm_head.weight", given.target_head_name, (vocab, hidden))
-    ids_D = weights.get("d2t", (size,)).long() + torch.arange(size)
+    build, weights = given.build, given.checkpoint.weights
+    ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(given, draft_vocab_size)
+    if _HEAD in weights:
+        head_DH = build.tensor(_HEAD, (draft_vocab_size, layers.hidden_size))
+    elif ids_D is None and build.dtype == given.target.head.shape.dtype and not build.fp8:
+        return None, given.target.head
+    else:
+        full_VH = given.target_weights.get(given.target_head_name, (layers.vocab_size, layers.hidden_size))
+        head_DH = build.place(full_VH if ids_D is None else full_VH[ids_D])
+    return None if ids_D is None else ids_D.to(given.device), build.pack(head_DH, out_dtype=torch.float32)
+
+
+def _target_ids(given: DraftBuild, draft_vocab_size: int) -> Tensor:
+    """int64 [D], on the CPU. ValueError where the file names ids that the target has not."""
+    assert given.checkpoint is not None
+    vocab = given.target.config.vocab_size
+    ids_D = given.checkpoint.weights.get("d2t", (draft_vocab_size,)).long() + torch.arange(draft_vocab_size)
     if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab:
         raise ValueError(f"{given.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")
-    if "lm_head.weight" in weights:
-        head_DH = given.build.tensor("lm_head.weight", (size, hidden))
-    else:
-        full_VH = given.build.reading(given.target_weights).tensor(given.target_head_name, (vocab, hidden))
-        head_DH = full_VH[ids_D]
-    return ids_D.to(given.device), head_DH
+    return ids_D

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
-from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
 from draftproof.models import gemma
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import Build, DecoderLayer, Layer, Linear, Norm
+from draftproof.models.layers import Build, DecoderLayer, Layer, Norm
 from draftproof.models.loading import Weights, WeightSource, root_of
 from draftproof.models.rope import cos_sin_table
 
@@ -33,21 +33,23 @@ class TargetOutput:
 
 
 class Decoder:
-    """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture."""
+    """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture.
+
+    embed_VH: the rows that tokens are read with, before any scale; head: the product that makes logits, before any cap.
+    Drafters without such tables of their own read them here.
+    """
 
     __slots__ = (
         *(
             "_cap",
-            "_embed_VH",
             "_embed_scale",
             "_gather",
-            "_head",
             "_layer_inputs",
             "_layers",
             "_norms",
             "_soft_cap",
         ),
-        *("config", "kv", "rope_tables"),
+        *("config", "embed_VH", "head", "kv", "rope_tables"),
     )
 
     def __init__(
@@ -56,7 +58,7 @@ class Decoder:
         embed_VH: Tensor,
         layers: Sequence[Layer],
         final_norm: Norm,
-        head: Linear,
+        head: PackedLinear,
         rope_tables: gemma.Tables,
         ops: Ops,
         layer_inputs: gemma.LayerInputs | None = None,
@@ -69,12 +71,12 @@ class Decoder:
         self._cap = own.final_cap if own else 0.0
         self.rope_tables = rope_tables
         self.kv = kv_shapes(config)
-        self._embed_VH = embed_VH
+        self.embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
         self._norms = (*input_norms, final_norm)
         assert len(self._norms) == len(self._layers) + 1
-        self._head = head
+        self.head = head
 
     @classmethod
     def load(
@@ -127,7 +129,7 @@ class Decoder:
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """int64 ids in 0..V-1 -> [T, H]."""
-        embedded_TH = self._gather(self._embed_VH, tokens_T)
+        embedded_TH = self._gather(self.embed_VH, tokens_T)
         return embedded_TH if self._embed_scale == 1.0 else embedded_TH * self._embed_scale
 
     def __call__(
@@ -166,7 +168,7 @@ class Decoder:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """States after the final norm -> fp32 [M, V]."""
-        logits_MV = self._head(hidden_MH)
+        logits_MV = self.head(hidden_MH)
         return self._soft_cap(logits_MV, self._cap) if self._cap else logits_MV
 
 

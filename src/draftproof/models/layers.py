@@ -41,10 +41,14 @@ class Build:
         return replace(self, weights=weights)
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor of the weights, on the device and in the model's dtype."""
+        return self.place(self.weights.get(name, shape))
+
+    def place(self, stored: Tensor) -> Tensor:
         """A copy in the model's dtype: what is read may be a view of a mapped file, and not aligned."""
-        found = self.weights.get(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
-        self.planner.weight_bytes += found.nbytes
-        return found
+        placed = stored.to(device=self.device, dtype=self.dtype, copy=True)
+        self.planner.weight_bytes += placed.nbytes
+        return placed
 
     def linear(
         self,
