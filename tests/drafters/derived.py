@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,6 +57,72 @@ def peagle_from_eagle3(source: Path, folder: Path) -> Path:
     tensors["mask_hidden"] = _random((1, 1, tensors["fc.weight"].shape[1]), 0.3)
     raw = read_json(source / "config.json") | {"speculators_model_type": "peagle", "mask_token_id": 3}
     return _write(folder, raw, tensors)
+
+
+def flat_from_speculators(
+    source: Path, folder: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> Path:
+    """A head of the speculators format with a flat config, as others publish them; `folder`.
+
+    `keys`, `tensors`: what the flat form says of the head beside its layers, None of a key: it leaves it out.
+    """
+    raw = read_json(source / "config.json")
+    own = (
+        "draft_vocab_size",
+        "eagle_aux_hidden_state_layer_ids",
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+    )
+    flat = {**raw["transformer_layer_config"], **{key: raw[key] for key in own}, **keys}
+    found = {**load_file(source / "model.safetensors"), **(tensors or {})}
+    return _write(folder, {key: value for key, value in flat.items() if value is not None}, found)
+
+
+def eagle3_of_one_state(source: Path, folder: Path) -> Path:
+    """A flat EAGLE-3 head that reads the target's last state in place of fused ones, and since it was not trained for
+    that, hardly looks at it; `folder`."""
+    flat_from_speculators(source, folder, {"eagle_config": {"use_aux_hidden_state": False}})
+    raw, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
+    del raw["eagle_aux_hidden_state_layer_ids"], tensors["fc.weight"]
+    tensors["layers.0.hidden_norm.weight"] *= 0.03
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": True}
+    return _write(folder, raw | own, tensors)
+
+
+def compressed_fp8(source: Path, folder: Path, strategy: str, block: tuple[int, int] = (24, 40)) -> Path:
+    """A head or model with its products' weights in fp8, as compressed-tensors stores them; `folder`.
+
+    strategy: "tensor", "channel" or "block": what shares a scale.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor
+        kept = ("embed_tokens", "lm_head", "mask_hidden", "masked_embedding", "codebook")
+        if tensor.ndim != 2 or any(part in name for part in kept):
+            continue
+        rows, columns = tensor.shape
+        high, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": block}[strategy]
+        scale = torch.empty(-(-rows // high), -(-columns // wide))
+        stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                here = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+                scale[i, j] = tensor[here].abs().max() / 448
+                stored[here] = (tensor[here].float() / scale[i, j]).to(torch.float8_e4m3fn)
+        tensors[name] = stored
+        tensors[f"{name}_scale"] = scale[0] if strategy == "tensor" else scale
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    weights |= {"block_structure": list(block) if strategy == "block" else None, "observer": "minmax"}
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "kv_cache_scheme": None,
+    }
+    return _write(folder, {**read_json(source / "config.json"), "quantization_config": scheme}, tensors)
 
 
 def pard_from_model(source: Path, folder: Path) -> Path:

@@ -21,6 +21,7 @@ FLAGS = [
     ("safeailab_eagle1_a", "bias"),
     ("safeailab_eagle1_a", "qkv_bias"),
     ("safeailab_eagle3_a", "norm_before_fc"),
+    ("safeailab_eagle3_a", "norm_before_residual"),
     ("dflash", "sample_from_anchor"),
     ("dflash", "sliding_window_non_causal"),
     ("dspark", "enable_confidence_head"),
@@ -116,6 +117,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({IDS: [2, 3, 5]}, (2, 3, 5)),
         ({"eagle_config": {IDS: [1, 2, 4], "use_aux_hidden_state": True}}, (2, 3, 5)),
         ({"eagle_config": {"use_aux_hidden_state": True}}, None),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ()),
         ({"eagle_config": {IDS: [0, 1, 2]}, IDS: [2, 3, 5]}, (2, 3, 5)),
     ],
 )
@@ -129,8 +131,8 @@ def test_a_flat_head_may_name_the_layers_it_reads(tmp_path: Path, keys: dict[str
     ("nested", "message"),
     [
         (
-            {"use_aux_hidden_state": False},
-            "eagle_config: use_aux_hidden_state=False: not supported, only True",
+            {"use_last_layernorm": False},
+            "eagle_config: use_last_layernorm=False: not supported, only True",
         ),
         ({"use_aux_hidden_state": "no"}, "eagle_config: use_aux_hidden_state='no': must be true or false"),
         ({IDS: [1, "2"]}, "eagle_config: eagle_aux_hidden_state_layer_ids=.*must be a list"),

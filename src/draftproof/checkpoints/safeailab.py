@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftproof.checkpoints.masks import mask_token
 from draftproof.checkpoints.tensors import open_weights, tensor_names
 from draftproof.checkpoints.values import flag, ids, whole
 from draftproof.config import reject_unknown_keys
@@ -20,12 +22,13 @@ from draftproof.models.loading import WeightSource
 # keys of the flat form that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_OWN_KEYS |= {"qkv_bias", "bias", "eagle_config", _TAPS}
+_FUSES = "use_aux_hidden_state"  # of several layers; false: the head reads one state, without an `fc`
+_OWN_KEYS |= {"qkv_bias", "bias", "eagle_config", _TAPS, "norm_before_residual"}
+_OWN_KEYS |= {"mask_token_id", "pard_token", "ptd_token_id"}
 # of training frameworks, and of the target's config: without meaning for a head that has no windows
 _HARMLESS_KEYS = ("modal_type", "max_window_layers")
 # `eagle_config` spells out what the format always means; a head for which it says otherwise is another network
 _USUAL = {
-    "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -48,14 +51,37 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     layers = model_config.parse(flat, where=where, extra=_HARMLESS_KEYS)
     if flag(raw, "qkv_bias", where):
         layers = dataclasses.replace(layers, qkv_bias=True)
-    third = "draft_vocab_size" in raw or "eagle3" in _architecture(raw)
-    third = third or "layers.0.hidden_norm.weight" in map(_rename, tensor_names(directory))
+    names, architecture = frozenset(map(_rename, tensor_names(directory))), _architecture(raw)
+    weights = open_weights(directory).renamed(_rename) if weights is None else weights
+    mask = mask_token(raw, where)
+    parallel = "peagle" in architecture or "mask_hidden" in names or (not names and mask is not None)
+    third = parallel or "draft_vocab_size" in raw or "eagle3" in architecture
+    third = third or "layers.0.hidden_norm.weight" in names
+    settings = _eagle3(raw, layers, mask, where) if third else _eagle1(raw, layers, where)
+    if isinstance(settings, TappedSettings) and "lm_head.weight" not in weights:
+        _without_head(settings, directory)
     return DraftCheckpoint(
-        method="eagle3" if third else "eagle",
+        method="peagle" if parallel else "eagle3" if third else "eagle",
         where=where,
-        settings=_eagle3(raw, layers, where) if third else _eagle1(raw, layers, where),
-        weights=open_weights(directory).renamed(_rename) if weights is None else weights,
+        settings=settings,
+        weights=weights,
         directory=directory,
+    )
+
+
+def _without_head(settings: TappedSettings, directory: Path) -> None:
+    """The authors' code trains an output matrix with every head. Other trainers leave it out where it is the target's,
+    which can only be where the vocabulary is. ValueError where it is not."""
+    size, vocab = settings.draft_vocab_size, settings.layers.vocab_size
+    if size != vocab:
+        raise ValueError(
+            f"{directory}: lm_head.weight is missing: a head of draft_vocab_size={size} out of {vocab} has one of its "
+            "own; download the files again"
+        )
+    logging.getLogger(__name__).warning(
+        "%s: has no lm_head.weight: the target's is used. Heads made by SafeAILab's code have one of their own: if "
+        "few drafts are accepted, download the files again",
+        directory,
     )
 
 
@@ -63,26 +89,30 @@ def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Se
     return Eagle1Settings(layers=layers, fc_bias=flag(raw, "bias", where, True))
 
 
-def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSettings:
-    """The raw state is the residual; `bias` says nothing about this one's `fc`."""
+def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where: str) -> TappedSettings:
+    """The raw state is the residual, unless it says otherwise; `bias` says nothing about this one's `fc`."""
     return TappedSettings(
         layers=layers,
         draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
         taps=_taps(raw, where),
-        norm_before_residual=False,
+        norm_before_residual=flag(raw, "norm_before_residual", where),
         norm_before_fc=flag(raw, "norm_before_fc", where),
         fc_norm=flag(raw, "fc_norm", where),
         norm_output=flag(raw, "norm_output", where),
+        mask_token=mask,
     )
 
 
 def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """None: the usual ones. Nested ids count layers from their outputs: i is the state that enters layer i + 1."""
+    """None: the usual ones; empty: the state after the final norm. Nested ids count layers from their outputs: i is the
+    state that enters layer i + 1."""
     nested, within = raw.get("eagle_config") or {}, f"{where}: eagle_config"
-    reject_unknown_keys(within, nested, [_TAPS, *_USUAL])
+    reject_unknown_keys(within, nested, [_TAPS, _FUSES, *_USUAL])
     for key, usual in _USUAL.items():
         if flag(nested, key, within, usual) != usual:
             raise ValueError(f"{within}: {key}={nested[key]!r}: not supported, only {usual}")
+    if not flag(nested, _FUSES, within, True):
+        return ()
     if raw.get(_TAPS) is not None:
         return ids(raw, _TAPS, where)
     return None if nested.get(_TAPS) is None else tuple(i + 1 for i in ids(nested, _TAPS, within, -1))

@@ -14,7 +14,8 @@ from draftproof.models.loading import Weights, WeightSource
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    return _kind(raw) is not None
+    """The layers are described in a part of their own: flat heads may have the same architectures."""
+    return "speculators_model_type" in raw or ("transformer_layer_config" in raw and _kind(raw) is not None)
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:

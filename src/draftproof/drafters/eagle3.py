@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_leftovers
 from draftproof.drafters.head import HeadDrafter
@@ -12,7 +12,7 @@ from draftproof.models.decoder import kv_shapes
 
 def build(given: DraftBuild) -> HeadDrafter:
     spec = DraftSpec(
-        taps=Taps(layers=tapped(given)),
+        taps=tapped(given),
         layout=lambda _: InputLayout(context="all", shift=1),
         kv=kv_shapes(given.settings(TappedSettings).layers),
     )

@@ -67,14 +67,15 @@ def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) ->
     where, target = given.checkpoint.where, given.target.config
     check_vocabulary(given, layers.vocab_size)
     given.target.check_taps(taps)
-    shape = given.checkpoint.weights.shape("fc.weight")
+    shape = given.checkpoint.weights.shape("fc.weight") if taps else None
     if shape is not None and shape[1] != len(taps) * target.hidden_size:
         raise ValueError(
             f"{where}: fc.weight reads {shape[1]} features, but {len(taps)} tapped layers of the target's "
             f"hidden_size={target.hidden_size} are {len(taps) * target.hidden_size}; this draft head belongs to "
             "another target"
         )
-    if any(name not in given.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight")):
+    own = all(name in given.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight"))
+    if not (taps and own):
         check_hidden(given, layers.hidden_size)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_leftovers, checked_mask_token
 from draftproof.drafters.head import HeadDrafter
@@ -30,8 +30,7 @@ class PEagleHead:
         self.spec = spec
         self._network = TappedNetwork(given, spec)
         self.ids_V = self._network.ids_V
-        width = len(spec.taps.layers) * given.target.config.hidden_size
-        self._mask_1X = given.build.tensor("mask_hidden", (1, 1, width)).view(1, width)
+        self._mask_1X = _mask_state(given, (len(spec.taps.layers) or 1) * given.target.config.hidden_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         """[T + 1, F], the mask rows' last."""
@@ -49,10 +48,18 @@ class PEagleHead:
         return self._network.logits(hidden_MH)
 
 
+def _mask_state(given: DraftBuild, width: int) -> Tensor:
+    """[1, X]; files have one or two axes more than it needs, or none."""
+    assert given.checkpoint is not None
+    shape = given.checkpoint.weights.shape("mask_hidden") or (1, 1, width)
+    axes = (1,) * (min(len(shape), 3) - 1)
+    return given.build.tensor("mask_hidden", (*axes, width)).view(1, width)
+
+
 def build(given: DraftBuild) -> HeadDrafter:
     s = given.settings(TappedSettings)
     spec = DraftSpec(
-        taps=Taps(layers=tapped(given)),
+        taps=tapped(given),
         layout=lambda k: InputLayout(context="all", shift=1, masks=k - 1),
         kv=kv_shapes(s.layers),
         unroll="parallel",

@@ -1,5 +1,5 @@
 """The network that reads fused states of several target layers beside its tokens: `a = [input_layernorm(embed);
-hidden_norm(h)]` into the first layer, logits from `norm(x)`. One layer or more.
+hidden_norm(h)]` into the first layer, logits from `norm(x)`. One layer or more. Or of the target's last state alone.
 
 Shapes: T target rows, N draft rows, M read rows, F = H fused width.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_target
 from draftproof.drafters.vocabulary import embedding, output_head
@@ -22,7 +22,8 @@ from draftproof.models.rope import cos_sin_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TappedSettings:
-    """`layers` describes the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n layers."""
+    """`layers` describes the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n layers; empty:
+    h is the state after the target's final norm, and there is no fusion."""
 
     layers: ModelConfig
     draft_vocab_size: int
@@ -48,10 +49,13 @@ class TappedNetwork:
         def norm(name: str, size: int) -> Norm:
             return Norm.load(build, name, size, config.norm_eps)
 
-        num_taps, target_hidden = len(spec.taps.layers), given.target.config.hidden_size
-        self._input_norm = norm("input_norm", num_taps * target_hidden) if s.norm_before_fc else None
+        fused, num_taps = bool(spec.taps.layers), len(spec.taps.layers)
+        target_hidden = given.target.config.hidden_size
+        self._input_norm = (
+            norm("input_norm", num_taps * target_hidden) if s.norm_before_fc and fused else None
+        )
         self._fc_norms = [norm(f"fc_norm.{i}", target_hidden) for i in range(num_taps) if s.fc_norm]
-        self._fc = build.linear("fc", num_taps * target_hidden, hidden)
+        self._fc = build.linear("fc", num_taps * target_hidden, hidden) if fused else None
         table = cos_sin_table(config.rope, given.max_positions, build.device)
         self._layers = [
             DecoderLayer(build, f"layers.{i}", config, table, i, w, 2 * hidden if i == 0 else None)
@@ -63,6 +67,8 @@ class TappedNetwork:
         self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
+        if self._fc is None:
+            return taps[0]
         if self._fc_norms:
             taps = tuple(norm(tap) for norm, tap in zip(self._fc_norms, taps, strict=True))
         fused_TF = self.ops.concat(taps)
@@ -86,16 +92,16 @@ class TappedNetwork:
         return self._head(hidden_MH)
 
 
-def tapped(given: DraftBuild) -> tuple[int, ...]:
+def tapped(given: DraftBuild) -> Taps:
     """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
     assert given.checkpoint is not None
     taps, n = given.settings(TappedSettings).taps, given.target.config.num_layers
     if taps is not None:
-        return taps
+        return Taps(layers=taps, final=not taps)
     usual = (2, n // 2, n - 3)
     if n <= 6:
         raise ValueError(
             f"{given.checkpoint.where}: names no tapped layers, and the usual ones {list(usual)} make no sense for a "
             f"target of {n} layers; add eagle_aux_hidden_state_layer_ids to its config.json"
         )
-    return usual
+    return Taps(layers=usual)
