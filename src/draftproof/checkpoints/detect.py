@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from draftproof.checkpoints import gemma4_assistant, language_model, safeailab, speculators, zlab
+from draftproof.checkpoints import (
+    compressed,
+    gemma4_assistant,
+    language_model,
+    safeailab,
+    speculators,
+    zlab,
+)
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.config import read_json, reading
-from draftproof.models.loading import WeightSource
+from draftproof.models.loading import Weights, WeightSource
 
 _HEADS = (gemma4_assistant, zlab, speculators, safeailab)
 _READERS = (*_HEADS, language_model)  # the first that matches reads
@@ -21,8 +29,15 @@ def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoin
     raw = read_json(directory / "config.json")
     for reader in _READERS:
         with reading(directory / "config.json"):
-            if reader.matches(directory, raw):
+            if not reader.matches(directory, raw):
+                continue
+            if reader is language_model:
                 return reader.read(directory, raw, weights)
+            raw, scheme = compressed.split(raw, str(directory / "config.json"))
+            head = reader.read(directory, raw, weights)
+            if scheme is None or not isinstance(head.weights, Weights):
+                return head
+            return dataclasses.replace(head, weights=compressed.dequantized(head.weights, scheme))
     raise ValueError(
         f"{directory / 'config.json'}: no draft checkpoint that is known: neither speculators "
         "(speculators_model_type), nor z-lab's (dflash_config), nor Gemma's (gemma4_assistant), nor a flat EAGLE head "

@@ -1,0 +1,131 @@
+"""Heads whose weights are stored in fp8, as compressed-tensors writes them: read as the numbers that they stand for.
+
+A weight X is e4m3 with scales beside it, X_scale: one, one for each row, or one for each block. What a scheme says of
+activations is for engines that compute in fp8; drafts computed from exact rows are no worse.
+Shapes: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.models.loading import Weights
+
+_KEY = "quantization_config"
+_PARTS = ("transformer_layer_config", "text_config")  # configs within a head's own
+_FP8 = torch.float8_e4m3fn
+_STRATEGIES = ("tensor", "channel", "block")
+_SUPPORTED = "supported: compressed-tensors in format 'float-quantized'; or take the unquantised head"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`block`: rows and columns that share a scale, where the file has blocks."""
+
+    block: tuple[int, int] | None
+
+
+def split(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Scheme | None]:
+    """(a head's config without what it says of quantisation, the scheme or None). ValueError for other schemes."""
+    plain = {key: value for key, value in raw.items() if key != _KEY}
+    found = raw.get(_KEY)
+    for part in _PARTS:
+        inner = raw.get(part)
+        if isinstance(inner, Mapping):
+            plain[part] = {key: value for key, value in inner.items() if key != _KEY}
+            found = inner.get(_KEY) if found is None else found
+    return plain, None if found is None else _scheme(found, f"{where}: {_KEY}")
+
+
+def dequantized(stored: Weights, scheme: Scheme) -> Weights:
+    """fp32 where fp8 is stored. A scale without such a weight stays a tensor of its own, which has no place in a head."""
+
+    def read(name: str) -> Tensor:
+        tensor = stored.get(name)
+        if tensor.dtype != _FP8:
+            return tensor
+        scale = plain.get(f"{name}_scale")
+        try:
+            return tensor.float() * _spread(scale, tensor, scheme)
+        except ValueError as error:
+            raise ValueError(f"{stored.where}: {name}_scale {error}") from None
+
+    names = [name for name in stored.names() if not name.endswith(".input_scale")]
+    plain = Weights(stored.where, names, read)
+    return plain
+
+
+def _scheme(found: Any, where: str) -> Scheme:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}={found!r}: must be a dict")
+    for key, only in (("quant_method", "compressed-tensors"), ("format", "float-quantized")):
+        if found.get(key) != only:
+            raise ValueError(f"{where}: {key}={found.get(key)!r}: not supported; {_SUPPORTED}")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if found.get(key):
+            raise ValueError(f"{where}: {key}={found[key]!r}: not supported; {_SUPPORTED}")
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(f"{where}: config_groups={groups!r}: must be a dict of at least one group")
+    blocks = {_block(group, f"{where}: config_groups: {name}") for name, group in groups.items()} - {None}
+    if len(blocks) > 1:
+        raise ValueError(
+            f"{where}: config_groups: blocks of several sizes are not supported: {sorted(map(str, blocks))}"
+        )
+    return Scheme(next(iter(blocks), None))
+
+
+def _block(group: Any, where: str) -> tuple[int, int] | None:
+    """What shares a scale in one group of weights; None: not blocks. ValueError for other numbers than e4m3 and for
+    other strategies."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{where}: weights={weights!r}: must be a dict")
+    within = f"{where}: weights"
+    for key, only in (("type", "float"), ("num_bits", 8), ("symmetric", True), ("dynamic", False)):
+        if weights.get(key, only) != only:
+            raise ValueError(f"{within}: {key}={weights[key]!r}: not supported, only {only!r}")
+    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"{within}: strategy={strategy!r}: not supported, only {', '.join(_STRATEGIES)}")
+    if strategy != "block":
+        return None
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
+        raise ValueError(f"{within}: block_structure={block!r}: must be two numbers of at least 1")
+    return block[0], block[1]
+
+
+def _spread(scale: Tensor, weight: Tensor, scheme: Scheme) -> Tensor:
+    """fp32, of a shape that multiplies the weight. ValueError for what cannot be its scales."""
+    if weight.ndim != 2 or not scale.dtype.is_floating_point:
+        raise ValueError(
+            f"is of {scale.dtype} for a weight of shape {list(weight.shape)}: must be floats for a matrix"
+        )
+    scale = scale.float()
+    if not (scale.isfinite() & (scale >= 0)).all():
+        raise ValueError("holds a number that is no scale: each must be finite, 0 or greater")
+    num_rows, num_columns = weight.shape
+    if scale.numel() == 1:
+        return scale.view(1, 1)
+    if tuple(scale.shape) in ((num_rows,), (num_rows, 1)):
+        return scale.view(num_rows, 1)
+    allowed = f"1, [{num_rows}, 1]"
+    if scheme.block is not None:
+        high, wide = scheme.block
+        blocks = (-(-num_rows // high), -(-num_columns // wide))
+        if tuple(scale.shape) == blocks:
+            spread = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+            return spread[:num_rows, :num_columns]
+        allowed += f" or {list(blocks)}"
+    raise ValueError(
+        f"has shape {list(scale.shape)}: must have {allowed} for a weight of {list(weight.shape)}"
+    )
