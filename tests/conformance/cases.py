@@ -14,7 +14,9 @@ from tests.drafters import native
 from tests.drafters.derived import (
     dflash2_from_dflash,
     dspark_from_dflash,
+    eagle3_of_one_state,
     eagle_from_mtp,
+    flat_from_speculators,
     pard_from_model,
     peagle_from_eagle3,
     xpress_from_dflash,
@@ -31,15 +33,21 @@ TEMPORARY = tempfile.TemporaryDirectory()  # lives as long as the process
 MADE = Path(TEMPORARY.name)
 EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), MADE / "eagle1"))
 PEAGLE = str(peagle_from_eagle3(Path(EAGLE3), MADE / "peagle"))
+FLAT_PEAGLE = str(flat_from_speculators(Path(PEAGLE), MADE / "flat", {"pard_token": 3}))
+ONE_STATE = str(eagle3_of_one_state(Path(EAGLE3), MADE / "one_state"))
 PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
 DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
 DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
 XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
 GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS = map(str, gemma4_pair(assets.path("tiny"), MADE / "gemma4"))
+GEMMA4_MOE, GEMMA4_MOE_ASSISTANT, _ = map(
+    str, gemma4_pair(assets.path("tiny"), MADE / "gemma4_moe", experts=True)
+)
 TARGETS = {  # with modules of their own: latent attention, experts and two modules; ordinary attention and one
     "deepseek": str(native.deepseek(assets.path("tiny"), MADE / "deepseek")),
     "mimo": str(native.mimo(assets.path("tiny"), MADE / "mimo")),
     "gemma4": GEMMA4,  # layers that share keys, and assistants
+    "gemma4_experts": GEMMA4_MOE,
 }
 FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
@@ -83,6 +91,7 @@ CASES: dict[str, Case] = {
     "draft_model/table": Case({"model": FEWER_TOKENS}),
     "draft_model/text": Case({"model": OTHER_TOKENS}),
     "eagle3": Case({"model": EAGLE3}),
+    "eagle3/one_state": Case({"model": ONE_STATE}),
     "eagle3/fp8": Case({"model": EAGLE3, "quantization": "fp8"}),
     "chain": Case(
         {
@@ -99,8 +108,10 @@ CASES: dict[str, Case] = {
     "mtp/native": Case({"method": "mtp"}, target=TARGETS["mimo"]),
     "mtp/modules": Case({"method": "mtp"}, max_drafts=2, target=TARGETS["deepseek"]),
     "gemma4_mtp": Case({"model": GEMMA4_ASSISTANT}, target=GEMMA4),
+    "gemma4_mtp/experts": Case({"model": GEMMA4_MOE_ASSISTANT}, target=GEMMA4_MOE),
     "gemma4_mtp/centroids": Case({"model": GEMMA4_CENTROIDS}, target=GEMMA4),
     "peagle": Case({"model": PEAGLE}),
+    "peagle/flat": Case({"model": FLAT_PEAGLE}),
     "pard": Case({"model": PARD}),
     "dflash": Case({"model": DFLASH}, max_drafts=7),
     "dspark": Case({"model": DSPARK, "confidence_threshold": 0.3}, max_drafts=7),

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, INNER, HEADS, KV_HEADS, SMALL, LARGE, OWN_INPUT, CENTROIDS = 64, 96, 4, 2, 16, 32, 8, 16
+EXPERTS, EXPERT_WIDTH = 8, 24
 KINDS = ["sliding_attention", "full_attention"] * 2
 QUIET = 0.15  # how loud what an assistant lacks is
 
@@ -62,11 +63,25 @@ class Maker:
             self.add(f"model.layers.{i}.per_layer_projection.weight", HIDDEN, OWN_INPUT)
             self.add(f"model.layers.{i}.post_per_layer_input_norm.weight", HIDDEN, scale=QUIET)
 
+    def experts(self) -> None:
+        """Those beside each layer's MLP."""
+        for i in range(len(KINDS)):
+            prefix = f"model.layers.{i}"
+            self.add(f"{prefix}.router.proj.weight", EXPERTS, HIDDEN, scale=HIDDEN**0.5)
+            self.add(f"{prefix}.router.scale", HIDDEN)
+            self.add(f"{prefix}.router.per_expert_scale", EXPERTS)
+            self.add(f"{prefix}.experts.gate_up_proj", EXPERTS, 2 * EXPERT_WIDTH, HIDDEN)
+            self.add(f"{prefix}.experts.down_proj", EXPERTS, HIDDEN, EXPERT_WIDTH)
+            self.add(f"{prefix}.pre_feedforward_layernorm_2.weight", HIDDEN)
+            self.add(f"{prefix}.post_feedforward_layernorm_1.weight", HIDDEN)
+            self.add(f"{prefix}.post_feedforward_layernorm_2.weight", HIDDEN, scale=QUIET)
 
-def gemma4_pair(tokenizer: Path, folder: Path) -> tuple[Path, Path, Path]:
+
+def gemma4_pair(tokenizer: Path, folder: Path, *, experts: bool = False) -> tuple[Path, Path, Path]:
     """(target, assistant, one with centroids) in folders below `folder`; `tokenizer`: the model whose tokenizer it has.
 
-    The target's last two layers share the keys and values of its first two.
+    The target's last two layers share the keys and values of its first two. `experts`: it has some, and no inputs of
+    layers.
     """
     vocab = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     m = Maker()
@@ -75,13 +90,15 @@ def gemma4_pair(tokenizer: Path, folder: Path) -> tuple[Path, Path, Path]:
     for i, kind in enumerate(KINDS):
         m.layer(f"model.layers.{i}", SMALL if kind == "sliding_attention" else LARGE)
     common = dict(m.tensors)
-    m.inputs(vocab)
     text = _text(vocab)
-    own = {
-        "hidden_size_per_layer_input": OWN_INPUT,
-        "vocab_size_per_layer_input": vocab,
-        "num_kv_shared_layers": 2,
-    }
+    if experts:
+        m.experts()
+        own = {"enable_moe_block": True, "num_experts": EXPERTS, "top_k_experts": 3}
+        own |= {"moe_intermediate_size": EXPERT_WIDTH, "num_kv_shared_layers": 2}
+    else:
+        m.inputs(vocab)
+        own = {"hidden_size_per_layer_input": OWN_INPUT, "vocab_size_per_layer_input": vocab}
+        own |= {"num_kv_shared_layers": 2}
     raw = {**text, **own, "final_logit_softcapping": 30.0, "architectures": ["Gemma4ForCausalLM"]}
     read = {k: v for k, v in m.tensors.items() if not (k[13:14] in "23" and k.endswith(_KEYS))}
     target = _write(folder / "target", raw, read)

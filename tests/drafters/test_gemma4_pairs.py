@@ -56,6 +56,7 @@ def outer(**changes: Any) -> Edit:
         ),
         (text(num_kv_shared_layers=2), r"num_kv_shared_layers=2, but num_hidden_layers=4"),
         (text(hidden_size_per_layer_input=8), r"hidden_size_per_layer_input=8: must be 0"),
+        (text(enable_moe_block=True), r"enable_moe_block=True: must be false in an assistant"),
         (text(intermediate_size=100), r"gate_proj.weight' has shape \[96, 64\].*\[100, 64\]"),
         (text(attention_bias=True), r"q_proj.bias' is missing"),
         (text(warp=1), r"unknown key 'warp'=1"),

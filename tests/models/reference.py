@@ -45,6 +45,7 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 199,
 }
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24}
 _MLA = {
     **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24},
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
@@ -197,6 +198,21 @@ FORMS = {
     "gemma4-keys-are-values-sharded": Form(
         "Gemma4",
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": True},
+        shard_size="60KB",
+        config="Gemma4TextConfig",
+    ),
+    "gemma4-experts": Form(
+        "Gemma4",
+        {**_GEMMA4, **_GEMMA4_MOE, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True},
+        config="Gemma4TextConfig",
+    ),
+    "gemma4-experts-keys-are-values-sharded": Form(
+        "Gemma4",
+        {
+            **{**_GEMMA4, **_GEMMA4_MOE, "num_experts": 4, "top_k_experts": 1, "moe_intermediate_size": 20},
+            **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 8.0},
+            "tie_word_embeddings": True,
+        },
         shard_size="60KB",
         config="Gemma4TextConfig",
     ),

@@ -37,6 +37,7 @@ RAW4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40}
 RAW3: dict[str, Any] = {
     "model_type": "gemma3_text",
     "hidden_size": 64,
@@ -103,7 +104,10 @@ def test_what_released_files_leave_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enable_moe_block": True}, r"enable_moe_block=True: .*mixture of experts"),
+        ({"enable_moe_block": "yes"}, r"enable_moe_block='yes': must be true or false"),
+        ({"enable_moe_block": True}, r"num_experts=None: must be a whole number"),
+        ({**EXPERTS, "top_k_experts": 9}, r"top_k_experts=9: must be at most num_experts=8"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, r"moe_intermediate_size=0: must be a whole number"),
         ({"use_bidirectional_attention": "all"}, r"use_bidirectional_attention='all'"),
         ({"hidden_activation": "silu"}, r"hidden_activation='silu': only 'gelu_pytorch_tanh'"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),

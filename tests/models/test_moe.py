@@ -41,7 +41,21 @@ QWEN3 |= {"norm_topk_prob": True, "mlp_only_layers": [1], "max_window_layers": 3
 GLM4 = {**RAW, "model_type": "glm4_moe", "n_routed_experts": 12, "moe_intermediate_size": 40, "n_group": 3}
 GLM4 |= {"topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
 GLM4 |= {"routed_scaling_factor": 1.5, "use_qk_norm": True, "num_nextn_predict_layers": 1}
-RAWS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3, "glm4_moe": GLM4}
+GEMMA4 = {
+    **RAW,
+    "model_type": "gemma4_text",
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+}
+GEMMA4 |= {
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+}
+del GEMMA4["num_experts_per_tok"]
+RAWS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3, "glm4_moe": GLM4, "gemma4_text": GEMMA4}
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +98,10 @@ def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> No
     config = parse(raw)
     assert config.moe is not None
     decoder = load_decoder(RandomWeights(3), config)
-    moe = decoder._layers[2].mlp
+    layer: Any = decoder._layers[2]
+    moe = layer._experts if config.gemma is not None else layer.mlp
     seen: list[torch.Tensor] = []
-    plain = moe._ops  # type: ignore[union-attr]
+    plain = moe._ops
 
     class Spy:
         combine, group = plain.combine, plain.group
@@ -96,7 +111,7 @@ def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> No
             seen.append(experts)
             return experts, weights
 
-    moe._ops = Spy()  # type: ignore[union-attr, assignment]
+    moe._ops = Spy()
     run_rows(decoder, Paged(decoder.kv), [(0, 0, TEXT)])
     assert seen[0].unique().numel() == config.moe.num_experts
     assert seen[0].unique(dim=0).shape[0] > 8
@@ -190,8 +205,10 @@ def config_of(raw: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 def test_what_configs_say() -> None:
-    mixtral, qwen3, glm4 = (parse(raw).moe for raw in RAWS.values())
-    assert mixtral is not None and qwen3 is not None and glm4 is not None
+    mixtral, qwen3, glm4, gemma4 = (parse(raw).moe for raw in RAWS.values())
+    assert mixtral is not None and qwen3 is not None and glm4 is not None and gemma4 is not None
+    assert (gemma4.num_experts, gemma4.width, gemma4.routing.top_k, gemma4.shared_width) == (8, 40, 3, 96)
+    assert parse({**GEMMA4, "enable_moe_block": False}).moe is None
     assert (mixtral.num_experts, mixtral.width, mixtral.routing.top_k) == (5, 96, 3)
     assert mixtral.routing.normalize and not mixtral.biased and mixtral.dense_layers == frozenset()
     assert (qwen3.width, qwen3.dense_layers, qwen3.shared_width) == (40, frozenset({1}), 0)

@@ -29,6 +29,10 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     if text.get("hidden_size_per_layer_input"):
         size = text["hidden_size_per_layer_input"]
         raise ValueError(f"{where}: hidden_size_per_layer_input={size}: must be 0 in an assistant")
+    if text.get("enable_moe_block"):
+        raise ValueError(
+            f"{where}: enable_moe_block={text['enable_moe_block']!r}: must be false in an assistant"
+        )
     text |= {"num_kv_shared_layers": num_layers, "hidden_size_per_layer_input": 0}
     tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
     layers = model_config.parse({**text, "tie_word_embeddings": tied}, where=where)

@@ -155,6 +155,7 @@ def parse(
     """
     family = _family(raw, families, where)
     raw, gemma = read_gemma(raw, family.gemma, where) if family.gemma else (raw, None)
+    beside = gemma.moe if gemma is not None else None
     _check_keys(raw, family, where, extra)
     hidden, heads = _count(raw, "hidden_size", where), _count(raw, "num_attention_heads", where)
     kv_heads = _count(raw, "num_key_value_heads", where, heads)
@@ -184,7 +185,7 @@ def parse(
         mlp_bias=_switch(raw, family.mlp_bias, where),
         qk_norm=_switch(raw, family.qk_norm, where),
         mla=parse_mla(raw, where) if family.mla else None,
-        moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else None,
+        moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else beside,
         gemma=gemma,
         eos_token_ids=token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.models.config import ModelConfig
 from draftproof.models.gemma_config import GemmaConfig, GemmaLayerConfig
+from draftproof.models.gemma_experts import GemmaExperts
 from draftproof.models.layers import MLP, Build, Norm
 from draftproof.models.rope import RopeConfig, cos_sin_table
 
@@ -83,11 +84,14 @@ class LayerInput:
 
 
 class GemmaLayer:
-    """A `Layer` with norms before and after attention and MLP. Gemma 4 scales what leaves it."""
+    """A `Layer` with norms before and after attention and MLP. Gemma 4 may have experts beside the MLP, and scales what
+    leaves it."""
 
     __slots__ = (
         "_after_attention",
         "_after_mlp",
+        "_after_plain",
+        "_experts",
         "_input",
         "_scalar",
         "attention",
@@ -115,6 +119,10 @@ class GemmaLayer:
         self.post_norm = norm(build, f"{prefix}.pre_feedforward_layernorm", hidden, config)
         self.mlp = MLP(build, f"{prefix}.mlp", config, layer.intermediate_size, gelu=True)
         self._after_mlp = norm(build, f"{prefix}.post_feedforward_layernorm", hidden, config)
+        self._experts = self._after_plain = None
+        if gemma.moe is not None:
+            self._experts = GemmaExperts(build, prefix, hidden, config.norm_eps, gemma.moe)
+            self._after_plain = norm(build, f"{prefix}.post_feedforward_layernorm_1", hidden, config)
         self._input = LayerInput(build, prefix, config) if gemma.per_layer_size else None
         self._scalar = 1.0
         if gemma.layer_scalars:
@@ -126,7 +134,10 @@ class GemmaLayer:
         """See `DecoderLayer`. Sums and scalings are elementwise, so torch's own are row-safe."""
         x_TH = self._after_attention(self.attention(x_TX, attn))
         x_TH, residual_TH = self.post_norm.add(x_TH, residual_TH)
-        x_TH = self._after_mlp(self.mlp(x_TH))
+        x_TH = self.mlp(x_TH)
+        if self._experts is not None and self._after_plain is not None:
+            x_TH = self._after_plain(x_TH) + self._experts(residual_TH)
+        x_TH = self._after_mlp(x_TH)
         if self._input is not None:
             assert input_TP is not None
             residual_TH = x_TH + residual_TH

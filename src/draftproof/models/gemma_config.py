@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftproof.models.moe_config import MoEConfig, parse_gemma_moe
 from draftproof.models.rope import RopeConfig, parse_rope
 
 Kind = Literal["sliding_attention", "full_attention"]
@@ -80,7 +81,8 @@ class GemmaLayerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
     """`norm_offset` is added to the weights of norms; `final_cap` 0: logits are not capped; `values_normed` and
-    `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own."""
+    `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own; `moe`: experts beside each
+    MLP."""
 
     layers: tuple[GemmaLayerConfig, ...]
     norm_offset: float
@@ -90,6 +92,7 @@ class GemmaConfig:
     values_normed: bool
     layer_scalars: bool
     per_layer_size: int
+    moe: MoEConfig | None = None
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -124,6 +127,7 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
         values_normed=generation == 4,
         layer_scalars=generation == 4,
         per_layer_size=raw.get("hidden_size_per_layer_input", 0),
+        moe=parse_gemma_moe(raw, where) if generation == 4 else None,
     )
 
 
@@ -143,7 +147,6 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
             both not in (None, False, "vision"),
             "tokens must not see later ones",
         ),
-        ("enable_moe_block", raw.get("enable_moe_block"), "Gemma's mixture of experts is not supported"),
         (
             "vocab_size_per_layer_input",
             raw.get("hidden_size_per_layer_input") and own != vocab,

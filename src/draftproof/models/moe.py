@@ -53,7 +53,7 @@ class MoE:
             bias_E = build.weights.get(f"{block}.gate.e_score_correction_bias", (config.num_experts,))
             self._bias_E = bias_E.to(build.device, torch.float32, copy=True)
         gate, up, down = config.parts
-        tensors = _Experts(build, f"{block}.experts", config.num_experts)
+        tensors = ExpertWeights(build, f"{block}.experts", config.num_experts)
         self._gate_up = tensors.load((gate, up), "gate_up_proj", config.width, hidden)
         self._down = tensors.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
 
@@ -71,7 +71,7 @@ class MoE:
         return self(x_TH)
 
 
-class _Experts:
+class ExpertWeights:
     """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
 
     def __init__(self, build: Build, prefix: str, num_experts: int) -> None:

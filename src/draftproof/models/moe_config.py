@@ -106,6 +106,25 @@ def parse_moe(raw: Mapping[str, Any], family: MoEFamily, num_layers: int, where:
     )
 
 
+def parse_gemma_moe(raw: Mapping[str, Any], where: str) -> MoEConfig | None:
+    """Gemma 4's experts, beside the MLP of every layer; None where it has none. Raises as `parse_moe` does."""
+    if raw.get("enable_moe_block") is None or not _flag(raw, "enable_moe_block", where):
+        return None
+    num_experts, top_k = _whole(raw, "num_experts", where), _whole(raw, "top_k_experts", where)
+    if top_k > num_experts:
+        raise ValueError(f"{where}: top_k_experts={top_k}: must be at most num_experts={num_experts}")
+    return MoEConfig(
+        num_experts=num_experts,
+        width=_whole(raw, "moe_intermediate_size", where),
+        routing=Routing(top_k=top_k),
+        biased=False,
+        shared_width=_whole(raw, "intermediate_size", where),
+        dense_layers=frozenset(),
+        blocks=(),
+        parts=("gate_proj", "up_proj", "down_proj"),
+    )
+
+
 def _groups(raw: Mapping[str, Any], num_experts: int, top_k: int, where: str) -> tuple[int, int]:
     for key, only in _SIGMOID_ONLY.items():
         if raw.get(key, only) not in (None, only):
