@@ -12,6 +12,7 @@ from typing import Any
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from tests.drafters import native
 from tests.drafters.derived import (
+    compressed_fp8,
     dflash2_from_dflash,
     dspark_from_dflash,
     eagle3_of_one_state,
@@ -33,7 +34,8 @@ TEMPORARY = tempfile.TemporaryDirectory()  # lives as long as the process
 MADE = Path(TEMPORARY.name)
 EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), MADE / "eagle1"))
 PEAGLE = str(peagle_from_eagle3(Path(EAGLE3), MADE / "peagle"))
-FLAT_PEAGLE = str(flat_from_speculators(Path(PEAGLE), MADE / "flat", {"pard_token": 3}))
+FLAT_PEAGLE = flat_from_speculators(Path(PEAGLE), MADE / "flat", {"pard_token": 3})
+FP8_PEAGLE = str(compressed_fp8(FLAT_PEAGLE, MADE / "flat_fp8", "channel"))
 ONE_STATE = str(eagle3_of_one_state(Path(EAGLE3), MADE / "one_state"))
 PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
 DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
@@ -111,7 +113,7 @@ CASES: dict[str, Case] = {
     "gemma4_mtp/experts": Case({"model": GEMMA4_MOE_ASSISTANT}, target=GEMMA4_MOE),
     "gemma4_mtp/centroids": Case({"model": GEMMA4_CENTROIDS}, target=GEMMA4),
     "peagle": Case({"model": PEAGLE}),
-    "peagle/flat": Case({"model": FLAT_PEAGLE}),
+    "peagle/flat_fp8": Case({"model": FP8_PEAGLE}),
     "pard": Case({"model": PARD}),
     "dflash": Case({"model": DFLASH}, max_drafts=7),
     "dspark": Case({"model": DSPARK, "confidence_threshold": 0.3}, max_drafts=7),

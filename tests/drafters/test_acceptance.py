@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import assets
 from tests.drafters import golden
-from tests.drafters.derived import eagle_from_mtp
+from tests.drafters.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators
 
 # More models than the repository holds: DRAFTPROOF_TEST_MODELS=folder with `small`, `small-eagle3`, ...
 EXTRA = os.environ.get("DRAFTPROOF_TEST_MODELS")
@@ -41,3 +41,23 @@ def test_fp8_weights_cost_little_acceptance() -> None:
     rounded, expected = golden.measure(*found, quantization="fp8")
     assert rounded["tau_accepted"] == pytest.approx(expected["tau_accepted"], rel=0.03)
     assert rounded["accepted_per_position"] != expected["accepted_per_position"]
+
+
+def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
+    """compressed-tensors' form: 2.244 tokens a round before."""
+    found = golden.folders("tiny-eagle3", None)
+    assert found is not None
+    head = compressed_fp8(found[1], tmp_path / "tiny-eagle3", "channel")
+    stored, expected = golden.measure(found[0], head)
+    assert stored["tau_accepted"] == pytest.approx(expected["tau_accepted"], rel=0.03)
+    assert stored["accepted_per_position"] != expected["accepted_per_position"]
+
+
+def test_a_flat_p_eagle_is_accepted_as_often_as_the_reference(tmp_path: Path) -> None:
+    found = golden.folders("tiny-peagle", Path(EXTRA) if EXTRA else None)
+    if found is None:
+        pytest.skip("set DRAFTPROOF_TEST_MODELS to the folder that holds this model")
+    keys = {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}
+    head = flat_from_speculators(found[1], tmp_path / "tiny-peagle", keys)
+    measured, expected = golden.measure(found[0], head)
+    assert measured == expected

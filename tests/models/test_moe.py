@@ -145,8 +145,9 @@ def test_a_pass_with_experts_can_be_recorded(library: native.Library, tmp_path: 
     assert recorded.program(("pass",)) is not None
 
 
-@pytest.mark.parametrize("raw", RAWS.values(), ids=RAWS)
+@pytest.mark.parametrize("raw", [MIXTRAL, QWEN3, GLM4], ids=["mixtral", "qwen3_moe", "glm4_moe"])
 def test_an_engine_gives_the_same_with_and_without_a_drafter(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Gemma 4's experts are among the conformance tests: with random weights it says one word."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
     prompts: Any = [[1, 2, 3, 4] * 5, [7, 8, 9], [5] * 20, TEXT[:33]]
     params = [SamplingParams(temperature=t, seed=4, max_tokens=24, logprobs=2) for t in (0, 0.8, 0, 0.4)]
@@ -261,7 +262,7 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(
 
 
 SHARED = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02}
-SHARED |= {"rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
+SHARED |= {"rope_scaling": None, "torch_dtype": "bfloat16", "use_cache": True}
 SHARED |= {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.51.0", "rope_theta": 1000000.0}
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Mixtral-8x7B": (

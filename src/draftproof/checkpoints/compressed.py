@@ -43,7 +43,7 @@ def split(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Scheme | 
 
 
 def dequantized(stored: Weights, scheme: Scheme) -> Weights:
-    """fp32 where fp8 is stored. A scale without such a weight stays a tensor of its own, which has no place in a head."""
+    """fp32 where fp8 is stored. A scale without such a weight stays a tensor, which has no place in a head."""
 
     def read(name: str) -> Tensor:
         tensor = stored.get(name)
