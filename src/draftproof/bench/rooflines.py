@@ -178,15 +178,15 @@ def draft_pass_of(
         return None
     if (settings := getattr(head, "_settings", None)) is not None:
         sizes = (settings.layers, settings.draft_vocab_size, len(head.spec.taps.layers))
-        return draft_pass(*sizes, requests, rows, context, drafts, itemsize, _weight_itemsize(head))
+        return draft_pass(*sizes, requests, rows, context, drafts, itemsize, _weight_itemsize(head._head))
     if (decoder := getattr(head, "_decoder", None)) is not None:
         each = [rows, *[1] * (drafts - 1)]
-        weight = _weight_itemsize(decoder)
+        weight = _weight_itemsize(decoder.head)
         passes = [target_pass(decoder.config, requests, n, context, itemsize, weight) for n in each]
         return sum(passes, start=Work(0, 0))
     return None
 
 
-def _weight_itemsize(network: Any) -> int | None:
-    """Bytes of a weight of its products, fewer than a cache's where a GPU keeps them in fp8."""
-    return getattr(network._head, "weight_itemsize", None)
+def _weight_itemsize(product: Any) -> int | None:
+    """Bytes of a weight of a network's products, fewer than a cache's where a GPU keeps them in fp8."""
+    return getattr(product, "weight_itemsize", None)
