@@ -45,6 +45,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
                "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
                "num_kv_shared_layers": 2, "final_logit_softcapping": 30.0, "enable_moe_block": False,
                "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4 with experts": {
+        **DENSE, "model_type": "gemma4_text", "num_hidden_layers": 2, "sliding_window": 20, "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+        "moe_intermediate_size": 20, "layer_types": ["sliding_attention", "full_attention"],
+    },
 }  # fmt: skip
 
 

@@ -55,9 +55,12 @@ def _norms(model: ModelConfig, where: Where) -> Iterator[Case]:
         widths |= {model.mla.kv_rank, *([] if model.mla.q_rank is None else [model.mla.q_rank])}
     if model.gemma is not None and model.gemma.per_layer_size:
         widths.add(model.gemma.per_layer_size)
-    for width in sorted(widths):
-        key = f"{width} {_name(where.dtype)}, weight {_name(weight)}"
-        yield Case("rms_norm", key, partial(checks.rms_norm_check, width, where.dtype, where.device, weight))
+    pairs = [(width, weight) for width in sorted(widths)]
+    if model.gemma is not None and model.gemma.moe is not None:  # the router's
+        pairs.append((model.hidden_size, torch.float32))
+    for width, kind in pairs:
+        key = f"{width} {_name(where.dtype)}, weight {_name(kind)}"
+        yield Case("rms_norm", key, partial(checks.rms_norm_check, width, where.dtype, where.device, kind))
     hidden = model.hidden_size
     for parts in (0, *(SPLIT_K_PARTS[1:] if where.device.type == "cuda" else ())):
         key = f"{hidden} {_name(where.dtype)}, weight {_name(weight)}{f', {parts} parts' if parts else ''}"
@@ -136,16 +139,19 @@ def _feed_forwards(model: ModelConfig, where: Where) -> Iterator[Case]:
     moe, device, dtype = model.moe, where.device, where.dtype
     gelu, widths = model.gemma is not None, {model.intermediate_size}
     if model.gemma is not None:
+        moe = model.gemma.moe
         widths = {layer.intermediate_size for layer in model.gemma.layers}
         widths |= {model.gemma.per_layer_size} - {0}
     if moe is not None:
-        widths = {moe.width, *({moe.shared_width} - {0})}
-        if moe.dense_layers:
-            widths.add(model.intermediate_size)
+        if model.gemma is not None:  # experts beside the MLP
+            widths.add(moe.width)
+        else:
+            widths = {moe.width, *({moe.shared_width} - {0})}
+            widths |= {model.intermediate_size} if moe.dense_layers else set()
         key = f"route {moe.routing.top_k} of {moe.num_experts}, {moe.routing}, bias {moe.biased}"
         route = partial(checks.route_check, moe.num_experts, moe.routing, device, biased=moe.biased)
         yield Case("experts", key, route)
-        shared = bool(moe.shared_width)
+        shared = bool(moe.shared_width) and model.gemma is None
         key = f"combine {moe.routing.top_k} of {model.hidden_size} {_name(dtype)}, shared {shared}"
         combine = partial(
             checks.combine_check, model.hidden_size, moe.routing.top_k, dtype, device, shared=shared
