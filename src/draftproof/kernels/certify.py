@@ -193,12 +193,12 @@ def _matches(form: Form, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch and the library on `count` threads."""
+    """torch and the library on `count` threads; afterwards on as many as before, whatever was set meanwhile."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)
     try:
         yield
     finally:
-        if before != count:
+        if torch.get_num_threads() != before:
             torch.set_num_threads(before)
