@@ -1,4 +1,4 @@
-"""Certificates on a GPU: every Triton operator and attention pass, wrong twins fail, and the command's table says so."""
+"""Certificates on a GPU: every Triton operator and attention pass, wrong twins fail, the table says so."""
 
 from __future__ import annotations
 

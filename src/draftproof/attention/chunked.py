@@ -17,26 +17,10 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.gathered import CHUNK, gather_keys, padded_lengths
+from draftproof.kernels.sums import tree_sum
 
 QUERY_ROWS = 8  # of one product; fewer query heads are padded with zeros
 MAX_NUMBERS = 1 << 24  # of an intermediate result: how many rows share a call
-
-
-def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over `dim` by halving: pairs (0, n/2), (1, n/2 + 1), ..., zeros up to a power of two; drops `dim`.
-
-    Of 3: (x0 + x2) + (x1 + 0). More zeros behind change nothing: of 5 to 8 numbers the tree is that of 8.
-    """
-    size = x.shape[dim]
-    width = 1 << max(size - 1, 0).bit_length()
-    if width > size:
-        shape = list(x.shape)
-        shape[dim] = width - size
-        x = torch.cat((x, x.new_zeros(shape)), dim)
-    while width > 1:
-        width //= 2
-        x = x.narrow(dim, 0, width) + x.narrow(dim, width, width)
-    return x.squeeze(dim)
 
 
 def chunk_sum(x: Tensor, dim: int) -> Tensor:

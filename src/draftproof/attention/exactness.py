@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.attention.chunked import tree_sum
 from draftproof.kernels.exactness import Bits, Check
+from draftproof.kernels.sums import pieces_sum
 
 CONTEXTS = (
     5,
@@ -186,14 +186,8 @@ def split_by_the_batch(
             cache[blocks_L, :, offsets_L].float().repeat_interleave(group, 1) for cache in (k_cache, v_cache)
         )
         halves = 1 if len(q_THD) == 1 else 2
-        scores_LH = _sum_in_halves((q_HD * k_LHD).movedim(-1, 0), halves) * scale
+        scores_LH = pieces_sum(q_HD * k_LHD, -1, halves) * scale
         weights_LH = torch.exp(scores_LH - scores_LH.amax(0))
-        summed_HD = _sum_in_halves(weights_LH[..., None] * v_LHD, halves)
-        outs.append((summed_HD / _sum_in_halves(weights_LH, halves)[:, None]).to(q_THD.dtype).flatten())
+        summed_HD = pieces_sum(weights_LH[..., None] * v_LHD, 0, halves)
+        outs.append((summed_HD / pieces_sum(weights_LH, 0, halves)[:, None]).to(q_THD.dtype).flatten())
     return torch.stack(outs)
-
-
-def _sum_in_halves(x: Tensor, halves: int) -> Tensor:
-    """Sum over the first dimension, in fp32: a tree of it, or the sum of a tree of each half."""
-    first, *others = (tree_sum(part, 0) for part in x.tensor_split(halves) if len(part))
-    return first + others[0] if others else first

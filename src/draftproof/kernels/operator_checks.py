@@ -16,10 +16,10 @@ from torch import Tensor
 from draftproof.kernels.activation import gelu_mul_torch, silu_mul_torch, soft_cap_torch
 from draftproof.kernels.exactness import Bits, Check, num_test_rows
 from draftproof.kernels.experts import Routing, TorchExperts
-from draftproof.kernels.logits import log_normalizer_torch
-from draftproof.kernels.norm import add_rms_norm_torch, rms_norm_torch
+from draftproof.kernels.norm import add_rms_norm_torch
 from draftproof.kernels.rope import rope_store_torch
 from draftproof.kernels.sample import sample_torch
+from draftproof.kernels.sums import pieces_sum
 
 SAMPLED_ROWS = 10  # two of each kind of parameters
 LARGE, SMALL = (
@@ -52,18 +52,31 @@ def rms_norm_check(width: int, dtype: torch.dtype, device: torch.device, weight_
     def run(version: Any, rows_T: Tensor) -> Bits:
         return (version(x_TH[rows_T], weight_H, eps),)
 
-    def wrong(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        if len(x_TH) == 1:
-            return rms_norm_torch(x_TH, weight_H, eps)
-        return rms_norm_torch(x_TH.flip(-1), weight_H.flip(-1), eps).flip(-1)
-
     return Check(
         num_rows=len(x_TH),
         width=width,
         run=run,
-        wrong=wrong,
+        wrong=_wrong_rms_norm,
         device=device,
     )
+
+
+def _wrong_rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Where rows share the call, the sum of squares is made in two pieces."""
+    squares_TH = x_TH.float() * x_TH.float()
+    mean_T1 = pieces_sum(squares_TH, -1, 1 if len(x_TH) == 1 else 2).unsqueeze(-1) / x_TH.shape[-1]
+    return (x_TH.float() / torch.sqrt(mean_T1 + eps) * weight_H.float()).to(x_TH.dtype)
+
+
+def _wrong_add_rms_norm(
+    x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `_wrong_rms_norm`; parts are added beginning with the last."""
+    if x.dim() == 3:
+        order_S = torch.arange(len(x), device=x.device).roll(int(len(residual_TH) > 1))
+        return add_rms_norm_torch(x[order_S], residual_TH, weight_H, eps)
+    sum_TH = (x.float() + residual_TH.float()).to(x.dtype)
+    return _wrong_rms_norm(sum_TH, weight_H, eps), sum_TH
 
 
 def add_rms_norm_check(
@@ -85,20 +98,11 @@ def add_rms_norm_check(
         normed_TH, sum_TH = version(part, residual_TH[rows_T], weight_H, eps)
         return normed_TH, sum_TH
 
-    def wrong(x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if len(residual_TH) == 1:
-            return add_rms_norm_torch(x, residual_TH, weight_H, eps)
-        if x.dim() == 3:
-            order = torch.arange(len(x), device=x.device).roll(1)
-            return add_rms_norm_torch(x[order], residual_TH, weight_H, eps)
-        normed_TH, sum_TH = add_rms_norm_torch(x.flip(-1), residual_TH.flip(-1), weight_H.flip(-1), eps)
-        return normed_TH.flip(-1), sum_TH.flip(-1)
-
     return Check(
         num_rows=len(residual_TH),
         width=width,
         run=run,
-        wrong=wrong,
+        wrong=_wrong_add_rms_norm,
         device=device,
     )
 
@@ -247,7 +251,8 @@ def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
         return (version(logits_MV[rows_T]),)
 
     def wrong(logits_MV: Tensor) -> Tensor:
-        return log_normalizer_torch(logits_MV if len(logits_MV) == 1 else logits_MV.flip(-1))
+        """Where rows share the call, exponentials are added up in two pieces."""
+        return torch.log(pieces_sum(torch.exp(logits_MV), -1, 1 if len(logits_MV) == 1 else 2))
 
     return Check(
         num_rows=num_rows,
