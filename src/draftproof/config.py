@@ -31,7 +31,7 @@ class SpeculativeConfig:
     capability 8.9 or later, and a few other drafts. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
     `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `options` are the
-    method's own settings (every key that is not a field lands there and is checked by the method).
+    method's own settings (every key that is not a field lands there and is checked by the method). What is given is copied.
     """
 
     method: str | None = None
@@ -49,6 +49,8 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("drafters", "options"):
+            object.__setattr__(self, name, _copied(getattr(self, name)))
         k = self.num_speculative_tokens
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= 64):
             raise ValueError(
@@ -146,6 +148,15 @@ class EngineConfig:
         if raw is not None and not isinstance(raw, SpeculativeConfig):
             kwargs["speculative_config"] = SpeculativeConfig.from_dict(raw)
         return cls(**kwargs)
+
+
+def _copied(value: Any) -> Any:
+    """Dicts, lists and tuples in copies of ours, at every depth; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
 
 
 def reject_unknown_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:

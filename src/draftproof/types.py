@@ -17,9 +17,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams:
     """How one request is sampled. Field names and defaults are vLLM's.
 
-    `temperature=0` is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch a filter off; ties at a filter's
-    boundary are kept. `seed` None: the row seed comes from the engine's seed and the arrival number. Logprobs are
-    those of the model before any processing, natural logarithm.
+    Lists and dicts are copied: changing them later changes nothing. `temperature=0` is greedy. `top_k` 0 or -1, `top_p`
+    1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes from the
+    engine's seed and the arrival number. Logprobs are those of the model before any processing, natural logarithm.
     """
 
     n: int = 1
@@ -50,6 +50,11 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
         _check_lists(self)
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else list(value))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def stop_strings(self) -> list[str]:

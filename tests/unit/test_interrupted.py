@@ -63,16 +63,16 @@ def test_after_a_step_that_broke_off_everything_goes_on(
 def test_a_break_while_prompts_are_taken_in_leaves_none_behind(
     drafting: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = drafting._frontend.add, []
+    original, calls = drafting._frontend.queue, []
 
-    def add(*args: Any) -> Any:
+    def queue(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return original(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(drafting._frontend, "add", add)
+        patch.setattr(drafting._frontend, "queue", queue)
         generate(drafting, [PROMPT] * 3)
     assert not drafting._frontend.requests and not drafting._frontend.loaded.engine.has_work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftproof.config import EngineConfig
@@ -30,9 +30,19 @@ TokenPrompt = dict[str, list[int]]
 Prompt = str | list[int] | TokenPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
 @dataclass(slots=True)
 class Request:
-    """One prompt and its n choices. `pending` are deltas that nobody has taken yet."""
+    """One prompt and its n choices. `pending` are deltas that nobody has taken yet. `streamed`: its caller may leave it
+    standing for as long as it likes."""
 
     request_id: str
     prompt: str | None
@@ -40,6 +50,7 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     started: float
+    streamed: bool = False
     first_token_latency: float = 0.0
     stop_reasons: dict[int, int | str | None] = field(default_factory=dict)
     pending: deque[Delta] = field(default_factory=deque)
@@ -47,6 +58,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(s.finish_reason is not None for s in self.sequences)
+
+    def take_pending(self) -> list[Delta]:
+        taken = list(self.pending)
+        self.pending.clear()
+        return taken
 
 
 class Frontend:
@@ -62,21 +78,38 @@ class Frontend:
         self._seed = config.seed
         self._num_arrived = 0
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a request. Raises ValueError, leaving all other requests alone, if it cannot be served."""
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        """Raises ValueError if it cannot be served. Nothing of the engine is touched: any thread may call this."""
         text, token_ids = self._encode(prompt)
+        params = replace(params)  # which copies its lists and checks them again
         self._check(token_ids, params)
+        return Prepared(text, token_ids, params)
+
+    def queue(self, given: Prepared, *, streamed: bool = False) -> Request:
+        """Queue a request."""
+        token_ids, params = given.prompt_token_ids, given.params
         arrival, self._num_arrived = self._num_arrived, self._num_arrived + 1
         request_id = f"request-{arrival}"
         sequences = [
             self._sequence(request_id, token_ids, params, arrival, index) for index in range(params.n)
         ]
-        request = Request(request_id, text, token_ids, params, sequences, time.perf_counter())
+        request = Request(
+            request_id, given.prompt, token_ids, params, sequences, time.perf_counter(), streamed=streamed
+        )
         self.requests[request_id] = request
         for sequence in sequences:
             self.loaded.engine.add(sequence)
         self.loaded.engine.stats.num_prompt_tokens += len(token_ids)
         return request
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Queue a request. Raises ValueError, leaving all other requests alone, if it cannot be served."""
+        return self.queue(self.prepare(prompt, params))
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether requests run that nobody can leave standing."""
+        return any(not r.finished and not r.streamed for r in self.requests.values())
 
     def detached(self, token_ids: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence that belongs to no request and is not queued."""

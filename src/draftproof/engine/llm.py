@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Progress, build
-from draftproof.engine.frontend import Frontend, Prompt, Request, one_each
+from draftproof.engine.frontend import Frontend, Prepared, Prompt, Request, one_each
 from draftproof.engine.memory import must_fit
 from draftproof.engine.probe import draft
 from draftproof.engine.text import Tokenizer
+from draftproof.engine.turns import Turns, claim_process
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve_tokenizer
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
@@ -26,12 +28,17 @@ class LLM:
     Keywords are the fields of `EngineConfig`; `speculative_config` is a dict such as
     `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` the small
     embedded one is used. Raises ValueError, naming the field and the fix, for whatever cannot be served.
+
+    Threads may share it: each step is one thread's, and computes the requests of all. A process that is forked off may
+    not (RuntimeError); it is spawned, and makes an `LLM` of its own.
     """
 
     def __init__(
         self, model: str | None = None, *, progress: Progress | None = None, **settings: Any
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
+        claim_process()
+        self._turns = Turns()
         with must_fit(self.config):
             loaded = build(self.config, progress or show_progress)
         self._defaults = read_generation_config(loaded.directory)
@@ -81,20 +88,23 @@ class LLM:
         A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
         why, with the id "refused-" and its place among them, and the others go on.
         """
+        self._turns.check_process()
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))
         entries: list[Request | RequestOutput] = []
         bar = _bar(len(listed)) if use_tqdm else None
         try:
+            prepared: list[Prepared | RequestOutput] = []
             for prompt, given in zip(listed, params, strict=True):
-                entries.append(self._admit(prompt, given, None if len(listed) == 1 else len(entries)))
+                prepared.append(self._prepare(prompt, given, None if len(listed) == 1 else len(prepared)))
+            with self._turns.take():
+                entries.extend(self._frontend.queue(p) if isinstance(p, Prepared) else p for p in prepared)
             self._run([e for e in entries if isinstance(e, Request)], bar)
             return [self._frontend.output(e) if isinstance(e, Request) else e for e in entries]
         finally:
             if bar is not None:
                 bar.close()
-            for entry in entries:
-                self._frontend.close(entry.request_id)
+            self._close(entries)
 
     def chat(
         self,
@@ -118,34 +128,43 @@ class LLM:
 
         Raises ValueError for the first prompt that cannot be served, before anything runs.
         """
+        self._turns.check_process()
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))
+        prepared = [self._frontend.prepare(p, given) for p, given in zip(listed, params, strict=True)]
+        return self._deltas(prepared)
+
+    def _deltas(self, prepared: list[Prepared]) -> Iterator[Delta]:
         requests: list[Request] = []
         try:
-            for prompt, given in zip(listed, params, strict=True):
-                requests.append(self._frontend.add(prompt, given))
-            while any(r.pending or not r.finished for r in requests):
-                for request in requests:
-                    while request.pending:
-                        yield request.pending.popleft()
-                if any(not r.finished for r in requests):
-                    self._frontend.step()
+            with self._turns.take():
+                requests.extend(self._frontend.queue(p, streamed=True) for p in prepared)
+            going_on = True
+            while going_on:
+                with self._turns.take():
+                    if not any(r.pending for r in requests) and any(not r.finished for r in requests):
+                        self._frontend.step()
+                    deltas = [d for r in requests for d in r.take_pending()]
+                    going_on = any(not r.finished for r in requests)
+                yield from deltas
         finally:
-            for request in requests:
-                self._frontend.close(request.request_id)
+            self._close(requests)
 
     def abort(self, request_id: str) -> None:
-        """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored."""
-        self._frontend.abort(request_id)
+        """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. Called in the
+        middle of a step, or while another thread is in one, it takes effect when that ends."""
+        self._turns.check_process()
+        self._turns.soon(partial(self._frontend.abort, request_id))
 
     def draft(
         self, prompt_token_ids: Sequence[int], k: int | None = None, next_token: int | None = None
     ) -> list[int]:
         """What the drafter would propose after the prompt and `next_token` (default: the target's greedy one).
 
-        At most `k` ids, fewer where the drafter has no more. Raises ValueError without a drafter, and for k beyond
-        `num_speculative_tokens`.
+        At most `k` ids, fewer where the drafter has no more. What other threads generate is brought to its end first.
+        Raises ValueError without a drafter, for k beyond `num_speculative_tokens`, and while a stream is open.
         """
+        self._turns.check_process()
         most = self.num_speculative_tokens
         if not most:
             raise ValueError("draft: no drafter; give speculative_config to LLM")
@@ -158,12 +177,17 @@ class LLM:
             next_token = self.generate([token_ids], greedy, use_tqdm=False)[0].outputs[0].token_ids[0]
         greedy = SamplingParams(temperature=0, max_tokens=k + 2, detokenize=False)
         sequence = self._frontend.detached([*token_ids, next_token], greedy)
-        return draft(self._frontend.loaded.engine, sequence, k)
+        with self._turns.take():
+            while self._frontend.is_generating:
+                self._frontend.step()
+            return draft(self._frontend.loaded.engine, sequence, k)
 
-    def _admit(self, prompt: Prompt, params: SamplingParams, number: int | None) -> Request | RequestOutput:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, number: int | None
+    ) -> Prepared | RequestOutput:
         """`number` among several prompts, which go on without this one; None: it is the only one."""
         try:
-            return self._frontend.add(prompt, params)
+            return self._frontend.prepare(prompt, params)
         except ValueError as error:
             if number is None:
                 raise
@@ -174,13 +198,19 @@ class LLM:
         if bar is not None:
             bar.update(bar.total - len(left))  # refused ones
         while left:
-            self._frontend.step()
-            still = [r for r in left if not r.finished]
+            with self._turns.take():
+                if any(not r.finished for r in left):  # another thread's steps may have been enough
+                    self._frontend.step()
+                still = [r for r in left if not r.finished]
+                for request in left:
+                    request.pending.clear()
             if bar is not None:
                 bar.update(len(left) - len(still))
-            for request in left:
-                request.pending.clear()
             left = still
+
+    def _close(self, entries: Sequence[Request | RequestOutput]) -> None:
+        for entry in entries:
+            self._turns.soon(partial(self._frontend.close, entry.request_id))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,210 @@
+"""Threads that share one `LLM`: everybody gets what they would have got alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from draftproof import LLM, Delta, DraftSpec, EngineConfig, Proposal, SamplingParams, Verified, assets
+from draftproof.bench.compare import compare
+from draftproof.engine.turns import Turns
+from tests.conformance.cases import REPEATS, prompts
+
+LONG = 120  # seconds after which a thread that should have ended is taken for stuck
+EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, logprobs=1),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=30, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=24, logprobs=1, repetition_penalty=1.2),
+]
+PROMPTS = [*prompts()[:2], REPEATS]
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    """Room for few requests at once, so that threads preempt one another."""
+    return LLM(dtype="float32", max_model_len=256, num_kv_blocks=40, speculative_config=EAGLE3)
+
+
+def together(works: list[Callable[[], Any]]) -> None:
+    """Run them at once, a thread each; what one of them raises is raised here."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            start.wait(LONG)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "a thread is stuck"
+    if errors:
+        raise errors[0]
+
+
+def generate(llm: LLM) -> Any:
+    return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def check(llm: LLM, expected: Any) -> None:
+    assert not compare(expected, generate(llm))
+
+
+def nothing_left(llm: LLM) -> bool:
+    pages = llm._frontend.loaded.engine.parts.scheduler.pages
+    pages.check_integrity()
+    return pages.num_free == pages.num_blocks - 1 and not llm._frontend.requests
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_threads_get_what_one_gets(drafting: LLM, num_threads: int) -> None:
+    expected = generate(drafting)
+    drafts = drafting.draft([5, 6, 7], 3, next_token=8)
+    text = "".join(d.text for d in drafting.stream(PROMPTS[0], PARAMS[0]))
+    before = drafting.stats.speculation.num_accepted_tokens
+
+    def work() -> None:
+        for _ in range(3):
+            check(drafting, expected)
+            assert "".join(d.text for d in drafting.stream(PROMPTS[0], PARAMS[0])) == text
+
+    together([work] * num_threads)
+    assert drafting.stats.speculation.num_accepted_tokens > before
+    assert drafting.draft([5, 6, 7], 3, next_token=8) == drafts
+    assert nothing_left(drafting)
+
+
+def test_a_draft_waits_for_what_others_generate(drafting: LLM) -> None:
+    drafts = drafting.draft([5, 6, 7], 3, next_token=8)
+    expected = generate(drafting)
+
+    def many() -> None:
+        for _ in range(8):
+            assert drafting.draft([5, 6, 7], 3, next_token=8) == drafts
+
+    together([many, *[partial(check, drafting, expected)] * 2])
+
+
+def test_an_open_stream_is_in_nobodys_way(drafting: LLM) -> None:
+    """Its consumer does nothing while another thread, and then its own, generates."""
+    expected = generate(drafting)
+    stream = drafting.stream(PROMPTS[0], PARAMS[0])
+    first = next(stream)
+    together([partial(check, drafting, expected)])
+    check(drafting, expected)
+    tokens = [*first.token_ids, *(t for d in stream for t in d.token_ids)]
+    assert tokens == expected[0].outputs[0].token_ids
+
+
+def test_another_thread_may_abort(drafting: LLM) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    deltas: list[Delta] = []
+    begun = threading.Event()
+
+    def consume() -> None:
+        for delta in drafting.stream(PROMPTS[0], endless):
+            deltas.append(delta)
+            begun.set()
+            if len(deltas) == 3:
+                aborted.wait(LONG)
+
+    aborted = threading.Event()
+
+    def abort() -> None:
+        assert begun.wait(LONG)
+        drafting.abort(deltas[0].request_id)
+        aborted.set()
+
+    together([consume, abort])
+    assert deltas[-1].finish_reason == "abort" and nothing_left(drafting)
+
+
+def test_turns_go_round() -> None:
+    """A thread that comes back at once stands behind one that has been waiting."""
+    turns, order, begun = Turns(), list[str](), threading.Event()
+
+    def again_and_again() -> None:
+        with turns.take():
+            begun.set()
+            limit = time.monotonic() + LONG
+            while not turns._queue.locked():
+                assert time.monotonic() < limit, "the other thread does not wait in the queue"
+        with turns.take():
+            order.append("again")
+
+    def patient() -> None:
+        begun.wait(LONG)
+        with turns.take():
+            order.append("patient")
+
+    together([again_and_again, patient])
+    assert order == ["patient", "again"]
+
+
+class AsksItsOwnEngine:
+    """A drafter that calls the engine that is calling it."""
+
+    spec = DraftSpec()
+    llm: LLM | None = None
+    said: str = ""
+
+    def __init__(self, config: EngineConfig) -> None:
+        pass
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        assert self.llm is not None
+        try:
+            self.llm.generate("x", use_tqdm=False)
+        except RuntimeError as error:
+            type(self).said = str(error)
+        self.llm.abort("request-77")  # put off, and nobody's
+        return Proposal(verified.next_R[:, None], torch.zeros_like(verified.k_R))
+
+
+def test_a_call_from_within_a_step_is_refused() -> None:
+    config = {"method": "tests.unit.test_threads.AsksItsOwnEngine", "policy": "fixed"}
+    llm = LLM(dtype="float32", max_model_len=256, speculative_config=config)
+    AsksItsOwnEngine.llm = llm
+    together([partial(generate, llm)])
+    assert "from within one of its own steps" in AsksItsOwnEngine.said
+
+
+class _Cycle:
+    """What only the garbage collector frees."""
+
+    def __init__(self, stream: Iterator[Delta]) -> None:
+        self.stream, self.me = stream, self
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_closed_after_it(
+    drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(drafting)
+    stream = drafting.stream(PROMPTS[1], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    _Cycle(stream)
+    del stream
+    engine = drafting._frontend.loaded.engine
+    launch = engine.launch
+
+    def collects(*args: Any) -> None:
+        gc.collect()  # the abandoned stream has rows in the plan that is being launched
+        launch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "launch", collects)
+        check(drafting, expected)
+    assert nothing_left(drafting)
