@@ -16,7 +16,7 @@ from draftproof.engine.text import Detokenizer, StopChecker, Tokenizer
 from draftproof.metrics import SpeculationStats
 from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
-from draftproof.sampling.params import check_token_ids
+from draftproof.sampling.params import check_possible, check_token_ids
 from draftproof.types import (
     CompletionOutput,
     Delta,
@@ -83,6 +83,7 @@ class Frontend:
         text, token_ids = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
         self._check(token_ids, params)
+        check_possible(params, self.loaded.model.vocab_size, self._stop_ids(params), self._bad_words(params))
         return Prepared(text, token_ids, params)
 
     def queue(self, given: Prepared, *, streamed: bool = False) -> Request:
@@ -164,7 +165,7 @@ class Frontend:
                 if request.params.prompt_logprobs is None
                 else [None, *(self._logprobs(row) for row in prompt_rows)]
             ),
-            error="the target's logits held no number" if _failed(request) else None,
+            error=next((_error(s) for s in request.sequences if s.finish_reason == "error"), None),
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -211,7 +212,6 @@ class Frontend:
     ) -> Sequence:
         room = self.loaded.max_model_len - len(token_ids)
         max_tokens = min(room, params.max_tokens or room)
-        eos = frozenset() if params.ignore_eos else frozenset(self.eos_ids)
         detokenizer = None
         if params.detokenize and self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens, token_ids)
@@ -224,11 +224,15 @@ class Frontend:
             params=params,
             row_seed=row_seed(params.seed, self._seed, arrival, index),
             limit=len(token_ids) + max_tokens,
-            stop_ids=eos | frozenset(params.stop_token_ids or ()),
-            checker=StopChecker(params, eos_ids=eos, max_tokens=max_tokens, detokenizer=detokenizer),
+            stop_ids=self._stop_ids(params),
+            checker=StopChecker(params, eos_ids=self.eos_ids, max_tokens=max_tokens, detokenizer=detokenizer),
             bad_words_ids=self._bad_words(params),
             reads_prefix_cache=params.prompt_logprobs is None,
         )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Those that end an output, and that min_tokens holds back."""
+        return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else self.eos_ids)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -282,8 +286,16 @@ class Frontend:
         return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _failed(request: Request) -> bool:
-    return any(s.finish_reason == "error" for s in request.sequences)
+def _error(s: Sequence) -> str:
+    """Why a sequence ended with finish_reason "error"."""
+    if not s.none_left:
+        return "the target's logits held no number"
+    names = [name for name in ("allowed_token_ids", "bad_words", "stop_token_ids") if getattr(s.params, name)]
+    if s.params.min_tokens:
+        names.append(f"min_tokens={s.params.min_tokens}")
+    return (
+        f"no token is possible after {s.num_outputs}: {', '.join(names)} rule out all of them; ask for less"
+    )
 
 
 def one_each(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:

@@ -11,6 +11,7 @@ from draftproof.engine.scheduler import Plan
 from draftproof.engine.scores import Scores
 from draftproof.engine.sequence import Sequence
 from draftproof.kernels.transfer import Arrivals
+from draftproof.sampling.sampler import NONE_LEFT
 from draftproof.types import FinishReason
 
 
@@ -71,12 +72,12 @@ def deliver(flight: Flight) -> tuple[list[Emission], list[Sequence]]:
 
 def _emit(s: Sequence, token_ids: list[int], num_drafted: int) -> Emission:
     is_round = s.num_outputs > 0
-    # -1: the row held no number; by law 1 only the last can, since a draft never equals it
-    failed = token_ids[-1] < 0
+    failed = token_ids[-1] < 0  # no token; by law 1 only the last can be, since a draft never equals it
     verdict = s.checker.push(token_ids[:-1] if failed else token_ids)
     kept, text, reason = token_ids[: verdict.kept], verdict.text, verdict.finish_reason
     if failed and reason is None:
         text, reason = text + s.checker.flush(), "error"
+        s.none_left = token_ids[-1] == NONE_LEFT
     s.tokens += kept
     s.num_computed = len(s.tokens) - 1
     s.finish_reason = reason

@@ -54,6 +54,7 @@ class Sequence:
     num_preemptions: int = 0
     num_cached: int = 0
     finish_reason: FinishReason | None = None
+    none_left: bool = False  # finished with an error: what its request asks for ruled every token out
     accept_rate: float | None = None  # the policy's estimate; None until something was verified
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[LogprobRow] = field(default_factory=list)

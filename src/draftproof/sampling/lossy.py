@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.kernels.sample import probabilities_torch
 from draftproof.sampling.noise import Domain, derive, exponential, token_bits, uniform
 from draftproof.sampling.params import RowParams
-from draftproof.sampling.sampler import Draw, Sampler
+from draftproof.sampling.sampler import NO_NUMBER, Draw, Sampler, say_why
 from draftproof.sampling.verifier import Verdict, VerifyRows, drafts_of, row_index, verdict_of
 
 
@@ -135,6 +135,8 @@ class LossyVerifier:
         u_RK = _uniforms(accept_seeds_R, rows.lengths_R, at_W[:-1])
         accepted_R, residual_RV = self._accept(p_RWV, q_RKV, drafts_RK, live_RK, u_RK)
         last_R = self._draw_residual(residual_RV, seeds_R, rows, accepted_R)
+        if processed_MV is not logits_MV:
+            last_R = say_why(last_R, logits_MV[index_RW.gather(1, accepted_R[:, None])[:, 0]])
         padded_RW = torch.nn.functional.pad(drafts_RK, (0, 1))
         tokens_RW = torch.where(at_W == accepted_R[:, None], last_R[:, None], padded_RW)
         return verdict_of(tokens_RW, accepted_R, rows, at_W)
@@ -247,8 +249,8 @@ def _uniforms(seeds_R: Tensor, lengths_R: Tensor, at_K: Tensor) -> Tensor:
 
 
 def _race(weight_MV: Tensor, seeds_M: Tensor, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
-    """A draw from weight_MV, not normalised: target ids, int64 [M]; -1 where a row holds no number."""
+    """A draw from weight_MV, not normalised: target ids, int64 [M]; `NO_NUMBER` where a row has none."""
     columns_V = torch.arange(weight_MV.shape[1], device=weight_MV.device) if ids_V is None else ids_V
     best_M = (exponential(seeds_M, positions_M, columns_V) / weight_MV).argmin(-1)
     tokens_M = columns_V[best_M]
-    return torch.where(weight_MV.amax(-1) > 0, tokens_M, -1)
+    return torch.where(weight_MV.amax(-1) > 0, tokens_M, NO_NUMBER)

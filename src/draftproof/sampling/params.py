@@ -179,3 +179,27 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     for token, bias in (params.logit_bias or {}).items():
         if bias != bias:
             raise ValueError(f"logit_bias[{token}]={bias!r}: must be a number between -100 and 100")
+
+
+def check_possible(
+    params: SamplingParams, vocab_size: int, stop_ids: frozenset[int], bad_words_ids: list[list[int]]
+) -> None:
+    """Raise ValueError where a request leaves no token for its first place. Which bad words of several tokens will be
+    in the way is known only when the tokens before them are."""
+    ruled_out = {word[0] for word in bad_words_ids if len(word) == 1}
+    if params.min_tokens:
+        ruled_out |= stop_ids
+    allowed = params.allowed_token_ids
+    if allowed is None and len(ruled_out) < vocab_size:
+        return
+    if any(token not in ruled_out for token in (range(vocab_size) if allowed is None else allowed)):
+        return
+    reasons = []
+    if params.min_tokens and stop_ids:
+        reasons.append(f"min_tokens={params.min_tokens} holds back stop ids {sorted(stop_ids)!r:.60}")
+    if params.bad_words:
+        reasons.append(f"bad_words={params.bad_words!r:.60} are ruled out")
+    raise ValueError(
+        f"allowed_token_ids={allowed!r:.80}: no token is left, since {' and '.join(reasons)}; allow another id, or ask "
+        "for less"
+    )

@@ -15,6 +15,9 @@ from draftproof.kernels.ops import Ops
 from draftproof.sampling.params import RowParams, SamplingTable
 from draftproof.sampling.processing import process
 
+NO_NUMBER = -1  # in place of a token: the target's logits held NaN or inf
+NONE_LEFT = -2  # or they were fine, and what the request asks for ruled every token out
+
 
 class Sampler:
     """Law 1 over a table of slots. Holds no state of its own."""
@@ -46,13 +49,14 @@ class Sampler:
         tokens_SL: Tensor,
         slots_host: Sequence[int],
     ) -> Tensor:
-        """The token of each target row: int64 [M], -1 where no token is possible (NaN, or everything masked).
+        """The token of each target row: int64 [M], `NO_NUMBER` or `NONE_LEFT` where no token is possible.
 
         logits_MV fp32, left as it is; slots_M, positions_M int64: the slot and the position that is sampled;
         tokens_SL int32: known tokens, then the drafts being verified; slots_host: slots_M on the host.
         """
         processed_MV = self.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        return self._choose(processed_MV, self.rows(slots_M), positions_M, None)
+        tokens_M = self._choose(processed_MV, self.rows(slots_M), positions_M, None)
+        return tokens_M if processed_MV is logits_MV else say_why(tokens_M, logits_MV)
 
     def draw(
         self, logits_MV: Tensor, slots_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
@@ -86,6 +90,12 @@ class Sampler:
 
     def _choose(self, logits_MV: Tensor, p: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
         return RoundDraw(self.ops, p)(logits_MV, None, positions_M, ids_V)
+
+
+def say_why(tokens_M: Tensor, logits_MV: Tensor) -> Tensor:
+    """Where there is no token, int64 [M] below 0: whether the raw logits are to blame, or what was done to them."""
+    had_numbers_M = torch.isfinite(logits_MV.amax(-1))
+    return torch.where((tokens_M < 0) & had_numbers_M, NONE_LEFT, tokens_M)
 
 
 class Draw(Protocol):

@@ -33,7 +33,7 @@ class VerifyRows:
 class Verdict:
     """What a pass emitted: request r's tokens are tokens_RW[r, :num_emitted_R[r]].
 
-    A token of -1 among the emitted ones means that the target's row held no possible token (NaN, or all masked).
+    A token below 0 among the emitted ones means that the row held no possible one: `NO_NUMBER` or `NONE_LEFT`.
     """
 
     tokens_RW: Tensor  # int64, -1 beyond the emitted ones
