@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import DraftSpec, EngineConfig, Proposal, Taps, Verified
 from draftproof.drafters.head import DraftMemory
@@ -124,6 +126,157 @@ class SpoilsWhatItWasLent(Faulty):
             key = ("target", rows, sampled, rows)
             self.memory.graphs.run(key, lambda *given: given, (verified.tokens_T,))
         return Proposal(tokens_RK, count_R)
+
+
+class Exits(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        raise SystemExit(3)
+
+
+class ClosesGenerators(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        raise GeneratorExit
+
+
+class ExitsInRelease(Faulty):
+    def release(self, slot: int) -> None:
+        raise SystemExit(3)
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return Proposal(tokens_RK, count_R)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+class RaisesWhatCannotBeShown(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        raise UnspeakableError
+
+
+class Touchy(torch.Tensor):
+    """Fine to look at, raises when anything is computed with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("__get__", "dim", "is_floating_point", "is_complex", "min", "max", "tolist"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UnspeakableError
+
+
+class GivesTouchyTensors(Faulty):
+    """No fault: nothing is computed with what it gives."""
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return Proposal(tokens_RK.as_subclass(Touchy), count_R.as_subclass(Touchy))
+
+
+class TouchyToTheEnd(Touchy):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnspeakableError
+
+
+class GivesTensorsThatCannotBeRead(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return Proposal(tokens_RK.as_subclass(TouchyToTheEnd), count_R.as_subclass(TouchyToTheEnd))
+
+
+class GivesListsOfOtherThings(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return [["a"] for _ in count_R]
+
+
+class GivesHugeNumbers(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return [[10**30] for _ in count_R]
+
+
+class DrawsOnAnotherDevice(Faulty):
+    """Compiled code would follow a pointer to nowhere."""
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        logits = torch.zeros(len(count_R), 8192, device="meta")
+        verified.draw(logits, None, verified.positions_T[verified.cu_R1[1:] - 1] + 2)
+
+
+class DrawsOfTooFewPositions(Faulty):
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        verified.draw(torch.zeros(len(count_R), 8192), None, torch.zeros(0, dtype=torch.int64))
+
+
+class GivesLists(Faulty):
+    """No fault: a list of drafts a request will do."""
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        return [row.tolist() if r % 2 else tuple(row) for r, row in enumerate(tokens_RK)]
+
+
+class Meddles(Faulty):
+    """Leaves something of the process changed; its proposals are fine."""
+
+    def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
+        self.meddle()
+        return Proposal(tokens_RK, count_R)
+
+    def meddle(self) -> None:
+        """All of it at once."""
+        for kind in Meddles.__subclasses__():
+            kind.meddle(self)  # type: ignore[arg-type]
+
+
+class MeddlesWithRounding(Meddles):
+    def meddle(self) -> None:
+        ctypes.CDLL(None).fesetround(0x800)  # upwards
+
+
+class MeddlesWithDenormals(Meddles):
+    def meddle(self) -> None:
+        torch.set_flush_denormal(True)
+
+
+class MeddlesWithTheDevice(Meddles):
+    def meddle(self) -> None:
+        torch.set_default_device("meta")
+
+
+class MeddlesWithTheDtype(Meddles):
+    def meddle(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
+class MeddlesWithThreads(Meddles):
+    def meddle(self) -> None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+class MeddlesWithFlags(Meddles):
+    def meddle(self) -> None:
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        torch.set_autocast_enabled("cpu", True)
+
+
+class Blanks(TorchDispatchMode):
+    """Every operator gives zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if isinstance(found, torch.Tensor) and found.is_floating_point() else found
+
+
+class MeddlesWithModes(Meddles):
+    """As a generator leaves them that is never run to its end."""
+
+    kept: Any = ()
+
+    def meddle(self) -> None:
+        self.kept = [torch.inference_mode(), torch.device("meta"), Blanks()]
+        for mode in self.kept:
+            mode.__enter__()
 
 
 class RaisesInBind(Faulty):

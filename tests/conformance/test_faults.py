@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,7 +23,11 @@ SEEN = [
     "CountsTooMany",
 ]
 SEEN += ["CountsNegative", "WrongShape", "OneRequestMore", "NotAProposal"]
-UNSEEN = ["Mutates", "KeepsTheTaps", "SpoilsWhatItWasLent"]
+SEEN += ["Exits", "ClosesGenerators", "ExitsInRelease", "RaisesWhatCannotBeShown"]
+SEEN += ["GivesTensorsThatCannotBeRead", "GivesListsOfOtherThings", "GivesHugeNumbers"]
+SEEN += ["DrawsOnAnotherDevice", "DrawsOfTooFewPositions"]
+UNSEEN = ["Mutates", "KeepsTheTaps", "SpoilsWhatItWasLent", "GivesTouchyTensors", "GivesLists", "Meddles"]
+UNSEEN += [kind.__name__ for kind in faulty.Meddles.__subclasses__()]
 REQUESTS = Requests(
     [*prompts()[:3], REPEATS],
     [SamplingParams(temperature=t, seed=4, max_tokens=20, logprobs=1) for t in (0, 0.8, 0, 0)],
@@ -36,6 +42,8 @@ def test_output_does_not_move(fault: str) -> None:
     outputs, llm = run(REQUESTS, dtype="float32", speculative_config=config)
     assert not compare(expected, outputs)
     assert (llm.stats.num_drafter_faults > 0) == (fault in SEEN)
+    if fault.startswith("Gives") and fault in UNSEEN:
+        assert llm.stats.speculation.num_draft_tokens > 20
 
 
 def test_every_fault_is_listed() -> None:
@@ -46,6 +54,44 @@ def test_every_fault_is_listed() -> None:
 def test_a_drafter_that_fails_at_start_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match=r"RaisesInBind.bind.memory. raised OSError: no such thing"):
         LLM(speculative_config={"method": "tests.conformance.faulty.RaisesInBind"})
+
+
+START = """
+from draftproof import DraftSpec
+def leave(*given): raise SystemExit(3)
+class Leaves:
+    spec = DraftSpec()
+    def __init__(self, config): pass
+    def propose(self, verified, num_drafts): leave()
+"""
+PLACES = {
+    "module": "leave()",
+    "init": "Leaves.__init__ = leave",
+    "spec": "Leaves.spec = property(leave)",
+    "layout": "Leaves.spec = DraftSpec(layout=leave)",
+    "bind": "Leaves.bind = leave",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_is_raised_at_start_is_the_callers_mistake(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SystemExit too, in every piece of the user's code that runs before the first token."""
+    (tmp_path / f"leaves_in_{place}.py").write_text(START + PLACES[place])
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"speculative_config: .*SystemExit: 3"):
+        LLM(speculative_config={"method": f"leaves_in_{place}.Leaves"})
+
+
+def test_an_interrupt_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(faulty.Raises, "spoil", interrupt)
+    config = {"method": "tests.conformance.faulty.Raises", "policy": "fixed"}
+    with pytest.raises(KeyboardInterrupt):
+        run(REQUESTS, dtype="float32", speculative_config=config)
 
 
 def test_repeated_faults_switch_the_drafter_off_with_one_warning() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.checkpoints import detect, native
-from draftproof.config import EngineConfig
+from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftHead, DraftMemory, HeadDrafter
@@ -56,6 +56,7 @@ class Pair:
         checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder)
         given = DraftBuild(
             config=EngineConfig(),
+            own=SpeculativeConfig(),
             options=options or {},
             num_drafts=num_drafts,
             checkpoint=checkpoint,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from draftproof.config import EngineConfig
+from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters.base import Drafter
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
@@ -39,11 +39,13 @@ class DraftCheckpoint:
 class DraftBuild:
     """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness.
 
-    `max_model_len`: the longest a text gets; `max_positions`: the positions that drafts beyond its end may take, too;
-    `inner`: the drafter made of the config's `drafters`, for methods that run others.
+    `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest a text gets;
+    `max_positions`: the positions that drafts beyond its end may take, too; `inner`: the drafter made of the config's
+    `drafters`, for methods that run others.
     """
 
     config: EngineConfig
+    own: SpeculativeConfig
     options: Mapping[str, Any]
     num_drafts: int
     checkpoint: DraftCheckpoint | None

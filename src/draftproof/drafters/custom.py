@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from draftproof.drafters import vllm_proposer
-from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.contained import DrafterError, contained
 
 
 def find(name: str) -> Any:
@@ -19,45 +21,65 @@ def find(name: str) -> Any:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        return getattr(importlib.import_module(module_name), own_name)
-    except Exception as error:
-        if vllm_proposer.needs_vllm(error):
-            raise ValueError(vllm_proposer.advice(name)) from error
+        with contained():
+            return getattr(importlib.import_module(module_name), own_name)
+    except DrafterError as fault:
+        _name_vllm(name, fault)
         raise ValueError(
-            f"speculative_config: method={name!r}: cannot be imported ({type(error).__name__}: {error}); run in the "
-            "folder that holds it, or put that on PYTHONPATH"
-        ) from error
+            f"speculative_config: method={name!r}: cannot be imported ({fault}); run in the folder that holds it, or "
+            "put that on PYTHONPATH"
+        ) from fault
 
 
 def load(name: str, given: DraftBuild) -> Drafter:
     """Find it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
 
-    A class gets the engine's config; a function gets `given`, as the methods of this package do, and returns the
-    drafter. A class written for vLLM gets such a config as it expects.
+    A class gets the engine's config with its own `speculative_config`; a function gets `given` with that config, as the
+    methods of this package do, and returns the drafter. A class written for vLLM gets such a config as it expects.
     """
     maker, own_name = find(name), name.rpartition(".")[2]
+    given = replace(given, config=replace(given.config, speculative_config=given.own))
     is_class = isinstance(maker, type)
     try:
-        if vllm_proposer.is_proposer(maker):
-            return vllm_proposer.load(name, maker, given)
-        drafter = maker(given.config if is_class else given)
-    except Exception as error:
-        if vllm_proposer.needs_vllm(error):
-            raise ValueError(vllm_proposer.advice(name)) from error
+        with contained():
+            if vllm_proposer.is_proposer(maker):
+                return vllm_proposer.load(name, maker, given)
+            drafter = maker(given.config if is_class else given)
+    except DrafterError as fault:
+        _name_vllm(name, fault)
         argument = "config" if is_class else "given"
         raise ValueError(
-            f"speculative_config: method={name!r}: {own_name}({argument}) raised {type(error).__name__}: {error}"
-        ) from error
-    if not callable(getattr(drafter, "propose", None)):
-        raise ValueError(f"speculative_config: method={name!r}: has no method propose(verified, num_drafts)")
-    if not isinstance(getattr(drafter, "spec", None), DraftSpec):
-        raise ValueError(
-            f"speculative_config: method={name!r}: needs an attribute spec = DraftSpec(...), or a method "
-            f"propose({', '.join(vllm_proposer.POSITIONAL)}, {vllm_proposer.NAMED[0]}=None) as vLLM calls it"
-        )
-    if drafter.spec.borrow:
-        raise ValueError(
-            f"speculative_config: method={name!r}: spec.borrow={drafter.spec.borrow}: the target's keys and values are "
-            "lent to methods of this package only, since a write to them would change outputs; declare taps instead"
-        )
+            f"speculative_config: method={name!r}: {own_name}({argument}) raised {fault}"
+        ) from fault
+    try:
+        with contained():
+            wrong = _what_is_wrong(drafter, given.num_drafts)
+    except DrafterError as fault:
+        raise ValueError(f"speculative_config: method={name!r}: its spec raised {fault}") from fault
+    if wrong:
+        raise ValueError(f"speculative_config: method={name!r}: {wrong}")
     return drafter
+
+
+def _name_vllm(name: str, fault: DrafterError) -> None:
+    """ValueError where what the user's code raised is that vLLM is not there."""
+    if fault.__cause__ is not None and vllm_proposer.needs_vllm(fault.__cause__):
+        raise ValueError(vllm_proposer.advice(name)) from fault
+
+
+def _what_is_wrong(drafter: Any, num_drafts: int) -> str:
+    if not callable(getattr(drafter, "propose", None)):
+        return "has no method propose(verified, num_drafts)"
+    if not isinstance(getattr(drafter, "spec", None), DraftSpec):
+        return (
+            f"needs an attribute spec = DraftSpec(...), or a method propose({', '.join(vllm_proposer.POSITIONAL)}, "
+            f"{vllm_proposer.NAMED[0]}=None) as vLLM calls it"
+        )
+    if not isinstance(drafter.spec.layout(num_drafts), InputLayout):
+        return "spec.layout(K) must return an InputLayout"
+    if drafter.spec.borrow:
+        return (
+            f"spec.borrow={drafter.spec.borrow}: the target's keys and values are lent to methods of this package "
+            "only, since a write to them would change outputs; declare taps instead"
+        )
+    return ""

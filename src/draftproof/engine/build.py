@@ -18,11 +18,12 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
-from draftproof.config import EngineConfig, SpeculativeConfig
+from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
-from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.drafters.base import Drafter, DraftSpec, tell
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
+from draftproof.drafters.contained import DrafterError, contained
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.drafters.short_texts import ShortTexts
@@ -213,6 +214,7 @@ def _one_drafter(
         plan.method,
         DraftBuild(
             config=base.config,
+            own=_own_settings(base.config, plan),
             options=settings.options,
             num_drafts=plan.num_drafts,
             checkpoint=plan.checkpoint,
@@ -234,6 +236,14 @@ def _one_drafter(
         ),
     )
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
+
+
+def _own_settings(config: EngineConfig, plan: DraftPlan) -> SpeculativeConfig:
+    """A drafter's, with what holds for all drafters together."""
+    shared = {name: getattr(config.speculative_config, name) for name in ENGINE_WIDE}
+    return dataclasses.replace(
+        plan.settings, method=plan.method, num_speculative_tokens=plan.num_drafts, **shared
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,18 +374,15 @@ def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Poli
 
 def _bind(drafting: _Drafting, memory: DraftMemory) -> None:
     """ValueError where the user's code raises; ours may say what it likes."""
-    bind = getattr(drafting.drafter, "bind", None)
-    if bind is None:
+    if drafting.trusted:
+        tell(drafting.drafter, "bind", memory)
         return
     try:
-        bind(memory)
-    except Exception as error:
-        if drafting.trusted:
-            raise
+        with contained():
+            tell(drafting.drafter, "bind", memory)
+    except DrafterError as fault:
         name = type(drafting.drafter).__name__
-        raise ValueError(
-            f"speculative_config: {name}.bind(memory) raised {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"speculative_config: {name}.bind(memory) raised {fault}") from fault
 
 
 def _guard(

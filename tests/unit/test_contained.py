@@ -1,0 +1,146 @@
+"""Foreign code leaves the process as it found it, and its own settings are what it sees."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+from draftproof import LLM, DraftSpec, EngineConfig, InputLayout, Proposal, Verified
+from draftproof.drafters.contained import DrafterError, contained
+from tests.conformance import faulty
+
+
+def state() -> dict[str, Any]:
+    return {
+        "rounding": ctypes.CDLL(None).fegetround(),
+        "flushes": float(torch.tensor([1e-40]) * 1) == 0,
+        "device": torch.get_default_device(),
+        "made on": torch.zeros(1).device,
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "inference": torch.is_inference_mode_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "modes": list(map(id, overrides._get_current_function_mode_stack())),
+        "dispatch": list(map(id, _python_dispatch._get_current_dispatch_mode_stack())),
+    }
+
+
+CHANGES = {kind.__name__: kind.meddle for kind in (*faulty.Meddles.__subclasses__(), faulty.Meddles)}
+CHANGES["grad"] = lambda self: torch.set_grad_enabled(False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ours", ["nothing", "a device", "inference mode", "no grad"])
+def test_what_was_changed_is_put_back(change: str, ours: str) -> None:
+    """Whatever the caller itself had set stays set."""
+    contexts: dict[str, Any] = {
+        "nothing": torch.enable_grad(),
+        "a device": torch.device("cpu"),
+        "inference mode": torch.inference_mode(),
+        "no grad": torch.no_grad(),
+    }
+    with contexts[ours]:
+        before = state()
+        with contained():
+            CHANGES[change](faulty.Faulty(EngineConfig()))
+        assert state() == before
+        with pytest.raises(DrafterError, match="RuntimeError: after it"), contained():
+            CHANGES[change](faulty.Faulty(EngineConfig()))
+            raise RuntimeError("after it")
+        assert state() == before
+
+
+def test_a_default_device_of_the_callers_stays_and_can_be_taken_back() -> None:
+    torch.set_default_device("cpu")
+    try:
+        before = state()
+        with contained():
+            torch.set_default_device("meta")
+        assert state() == before and before["modes"]
+    finally:
+        torch.set_default_device(None)
+    assert not state()["modes"]
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(2), GeneratorExit(), StopIteration(), OSError("a\nb"), BaseException()]
+)
+def test_whatever_is_raised_is_one_kind_of_error(error: BaseException) -> None:
+    with pytest.raises(DrafterError) as caught, contained():
+        raise error
+    assert str(caught.value).startswith(type(error).__name__) and "\n" not in str(caught.value)
+
+
+class Records:
+    """Keeps the config that it is made with."""
+
+    spec = DraftSpec(layout=lambda _: InputLayout(context="none"))
+    made: list[EngineConfig] = []  # noqa: RUF012
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.made.append(config)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal | list[list[int]]:
+        return [[1] * num_drafts for _ in range(verified.num_requests)]
+
+
+NAME = "tests.unit.test_contained.Records"
+OWN: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
+    "K is resolved": ({"method": NAME, "max_faults": 3}, [(5, {})]),
+    "its options": ({"method": NAME, "num_speculative_tokens": 3, "depth": [2]}, [(3, {"depth": [2]})]),
+    "each its own in a chain": (
+        {
+            "method": "chain",
+            "max_faults": 3,
+            "num_speculative_tokens": 4,
+            "drafters": [
+                {"method": NAME, "depth": 1},
+                {"method": NAME, "num_speculative_tokens": 2, "width": 7},
+            ],
+        },
+        [(4, {"depth": 1}), (2, {"width": 7})],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_users_class_gets_its_own_config(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EngineConfig] = []
+    monkeypatch.setattr(Records, "made", made)
+    given, expected = OWN[case]
+    LLM(dtype="float32", max_model_len=64, speculative_config=given)
+    own = [config.speculative_config for config in made]
+    assert [(c.num_speculative_tokens, c.options) for c in own if c] == expected
+    assert all(c and c.method == NAME and c.max_faults == given.get("max_faults", 8) for c in own)
+    assert all(config.max_model_len == 64 for config in made)
+
+
+SOURCE = """
+import torch
+torch.set_default_device("meta")
+from draftproof import DraftSpec, Proposal
+class Drafter:
+    spec = DraftSpec()
+    def __init__(self, config): torch.set_default_dtype(torch.float64)
+    def bind(self, memory): torch.set_default_device("meta")
+    def propose(self, verified, num_drafts): return []
+"""
+
+
+def test_what_a_module_a_constructor_and_bind_change_is_put_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meddling_module.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = state()
+    LLM(dtype="float32", max_model_len=64, speculative_config={"method": "meddling_module.Drafter"})
+    assert state() == before
