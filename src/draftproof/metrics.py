@@ -10,7 +10,8 @@ class SpeculationStats:
     """What speculation did. A round is one verify pass that emitted tokens for the request.
 
     `num_rounds` counts rounds after the token that prefill gives. `acceptance_length` (tau) is tokens emitted per
-    round, the bonus token included: 1 + accepted / rounds. `accepted_per_position[i]` counts rounds that accepted
+    round, the bonus token included: 1 + accepted / rounds; `acceptance_rate` the share of drafts that were accepted, 0
+    where there were none. `accepted_per_position[i]` counts rounds that accepted
     more than i drafts; `drafted_per_position[i]` counts rounds that proposed more than i.
     """
 
@@ -23,6 +24,10 @@ class SpeculationStats:
     @property
     def acceptance_length(self) -> float:
         return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Count one round."""
@@ -51,6 +56,19 @@ class SpeculationStats:
         ):
             self.drafted_per_position[i] += drafted
             self.accepted_per_position[i] += accepted
+
+    def since(self, before: SpeculationStats) -> SpeculationStats:
+        """What was counted after `before`, a copy of this one as it was."""
+        missing = len(self.drafted_per_position) - len(before.drafted_per_position)
+        accepted = [*before.accepted_per_position, *[0] * missing]
+        drafted = [*before.drafted_per_position, *[0] * missing]
+        return SpeculationStats(
+            self.num_rounds - before.num_rounds,
+            self.num_draft_tokens - before.num_draft_tokens,
+            self.num_accepted_tokens - before.num_accepted_tokens,
+            [now - then for now, then in zip(self.accepted_per_position, accepted, strict=True)],
+            [now - then for now, then in zip(self.drafted_per_position, drafted, strict=True)],
+        )
 
 
 @dataclass(slots=True)

@@ -84,6 +84,15 @@ def test_whatever_is_raised_at_start_is_the_callers_mistake(
         LLM(speculative_config={"method": f"leaves_in_{place}.Leaves"})
 
 
+def test_a_member_of_a_chain_may_return_lists_too() -> None:
+    expected, _ = run(REQUESTS, dtype="float32")
+    members = [{"method": "tests.conformance.faulty.GivesLists"}, {"method": "ngram"}]
+    config = {"method": "chain", "drafters": members, "num_speculative_tokens": 3, "policy": "fixed"}
+    outputs, llm = run(REQUESTS, dtype="float32", speculative_config=config)
+    assert not compare(expected, outputs) and not llm.stats.num_drafter_faults
+    assert llm.stats.speculation.num_draft_tokens > 20
+
+
 def test_an_interrupt_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
@@ -129,7 +138,7 @@ class _Fixed:
 
 
 def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
-    guard = Guard(_Fixed([[1]], [1]), vocab_size=10, trusted=True, max_faults=9, time_limit=0.0)
+    guard = Guard(_Fixed([[1]], [1]), vocab_size=10, max_faults=9, time_limit=0.0)
     assert guard.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
     assert guard.num_faults == 1
 

@@ -114,6 +114,7 @@ def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
             f"ids may run from 0 to {num_layers - 2}"
         )
     check_num_drafts(given, s.block_size - (not s.sample_from_anchor), f"block_size={s.block_size}")
+    given.notes["taps"] = "its config's"
     return DraftSpec(
         taps=Taps(layers=s.taps),
         layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ class DraftBuild:
 
     `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest a text gets;
     `max_positions`: the positions that drafts beyond its end may take, too; `inner`: the drafter made of the config's
-    `drafters`, for methods that run others.
+    `drafters`, for methods that run others. `notes`: what the builder found, for the line in the log: where "taps"
+    come from, whose "embed_tokens" and "lm_head" are, how the "vocabulary" is mapped.
     """
 
     config: EngineConfig
@@ -56,6 +57,7 @@ class DraftBuild:
     max_model_len: int
     max_positions: int
     inner: Drafter | None = None
+    notes: dict[str, str] = field(default_factory=dict)
 
     def settings(self, kind: type[S]) -> S:
         """The checkpoint's settings; ValueError where the method needs a checkpoint and none was given."""

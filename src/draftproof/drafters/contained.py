@@ -34,8 +34,8 @@ class DrafterError(Exception):
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Run foreign code inside `with`. Raises `DrafterError` for all that it raises, SystemExit too; KeyboardInterrupt is
-    the user's.
+    """Run foreign code inside `with`. Raises `DrafterError` for all that it raises, SystemExit too, but not for
+    KeyboardInterrupt, which is the user's.
 
     Put back afterwards: the floating-point unit's rounding and flushing, torch's default device and dtype, number of
     threads, modes, autograd, matmul precision, deterministic flags.
@@ -66,6 +66,8 @@ def contained() -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """Its type and words, in one line; its type alone where its words cannot be had."""
+    if isinstance(error, DrafterError):
+        return str(error)
     name = type(error).__name__
     try:
         words = " ".join(str(error).split())

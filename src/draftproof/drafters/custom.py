@@ -12,6 +12,7 @@ from draftproof.drafters import vllm_proposer
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.contained import DrafterError, contained
+from draftproof.drafters.users import UsersDrafter
 
 
 def find(name: str) -> Any:
@@ -54,11 +55,12 @@ def load(name: str, given: DraftBuild) -> Drafter:
     try:
         with contained():
             wrong = _what_is_wrong(drafter, given.num_drafts)
-    except DrafterError as fault:
-        raise ValueError(f"speculative_config: method={name!r}: its spec raised {fault}") from fault
-    if wrong:
+            users = None if wrong else UsersDrafter(drafter)
+    except DrafterError as error:
+        raise ValueError(f"speculative_config: method={name!r}: its spec raised {error}") from error
+    if users is None:
         raise ValueError(f"speculative_config: method={name!r}: {wrong}")
-    return drafter
+    return users
 
 
 def _name_vllm(name: str, fault: DrafterError) -> None:

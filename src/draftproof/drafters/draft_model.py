@@ -52,6 +52,7 @@ def build(given: DraftBuild) -> Drafter:
     if options.token_map != "text" and shares_vocabulary(given, model.vocab_size):
         return _head_drafter(given, load_decoder(given, model, given.build.weights), None)
     target, draft = _tokenizers(given)
+    given.notes["vocabulary"] = "its own, by text"
     if options.token_map == "text":
         return _text_drafter(given, model, target, draft)
     mapped = token_map.compare(target, draft, given.target.config.vocab_size, model.vocab_size)
@@ -62,6 +63,9 @@ def build(given: DraftBuild) -> Drafter:
             f"speculative_config: token_map='table': none of the target's {mapped.num_tokens} tokens is one of the "
             f"draft's {draft.get_vocab_size()}; use token_map='text'"
         )
+    given.notes["vocabulary"] = (
+        f"{mapped.num_common} of the target's {mapped.num_tokens} tokens, by their text"
+    )
     return _mapped_drafter(given, model, mapped)
 
 

@@ -51,6 +51,7 @@ class Gemma4Head:
             borrow=caches_lent(given, config, s.backbone_hidden_size),
             advance=0,
         )
+        given.notes["embed_tokens"] = "the target's"
         hidden, backbone = config.hidden_size, s.backbone_hidden_size
         self._concat, self._embed = build.ops.concat, target.embed
         self._before = build.linear("pre_projection", 2 * backbone, hidden)

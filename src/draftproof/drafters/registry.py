@@ -67,12 +67,18 @@ METHODS: dict[str, Method] = {
     "xpress": Method(build=xpress.build, parallel=True),
     "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
+CUSTOM_DRAFTS = 5  # of a user's class
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
 
 
 def is_custom(method: str) -> bool:
     """A dotted name is a user's class."""
     return "." in method
+
+
+def default_drafts(method: str) -> int:
+    """K where neither user nor checkpoint says."""
+    return METHODS[method].default_drafts if method in METHODS else CUSTOM_DRAFTS
 
 
 def check(method: str) -> None:

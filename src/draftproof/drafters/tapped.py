@@ -96,6 +96,7 @@ def tapped(given: DraftBuild) -> Taps:
     """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
     assert given.checkpoint is not None
     taps, n = given.settings(TappedSettings).taps, given.target.config.num_layers
+    given.notes["taps"] = "the usual ones, its config names none" if taps is None else "its config's"
     if taps is not None:
         return Taps(layers=taps, final=not taps)
     usual = (2, n // 2, n - 3)

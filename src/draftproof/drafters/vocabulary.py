@@ -20,6 +20,7 @@ def embedding(given: DraftBuild, layers: ModelConfig) -> Tensor:
     """[V, H]: the head's own, else the target's."""
     assert given.checkpoint is not None
     shape = (layers.vocab_size, layers.hidden_size)
+    _note_owner(given, _EMBED)
     if _EMBED in given.checkpoint.weights:
         return given.build.tensor(_EMBED, shape)
     if given.build.dtype == given.target.embed_VH.dtype:
@@ -37,6 +38,7 @@ def output_head(
     """
     assert given.checkpoint is not None
     build, weights = given.build, given.checkpoint.weights
+    _note_owner(given, _HEAD)
     ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(given, draft_vocab_size)
     if _HEAD in weights:
         head_DH = build.tensor(_HEAD, (draft_vocab_size, layers.hidden_size))
@@ -48,6 +50,12 @@ def output_head(
     return None if ids_D is None else ids_D.to(given.device), build.pack(head_DH, out_dtype=torch.float32)
 
 
+def _note_owner(given: DraftBuild, name: str) -> None:
+    assert given.checkpoint is not None
+    is_own = name in given.checkpoint.weights
+    given.notes[name.removesuffix(".weight")] = "own" if is_own else "the target's"
+
+
 def _target_ids(given: DraftBuild, draft_vocab_size: int) -> Tensor:
     """int64 [D], on the CPU. ValueError where the file names ids that the target has not."""
     assert given.checkpoint is not None
@@ -55,4 +63,5 @@ def _target_ids(given: DraftBuild, draft_vocab_size: int) -> Tensor:
     ids_D = given.checkpoint.weights.get("d2t", (draft_vocab_size,)).long() + torch.arange(draft_vocab_size)
     if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab:
         raise ValueError(f"{given.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")
+    given.notes["vocabulary"] = f"{draft_vocab_size} of the target's {vocab} ids, by d2t"
     return ids_D

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.base import Drafter, DraftSpec, tell
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.chain import ChainDrafter
-from draftproof.drafters.contained import DrafterError, contained
+from draftproof.drafters.contained import DrafterError
 from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.drafters.short_texts import ShortTexts
-from draftproof.engine import memory, operators
+from draftproof.engine import memory, operators, reporting
 from draftproof.engine.engine import Engine, Parts
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
@@ -48,6 +49,7 @@ from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import ExactVerifier, Verifier
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -210,31 +212,30 @@ def _one_drafter(
 ) -> Drafter:
     """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone."""
     settings = plan.settings
-    drafter = registry.build(
-        plan.method,
-        DraftBuild(
-            config=base.config,
-            own=_own_settings(base.config, plan),
-            options=settings.options,
-            num_drafts=plan.num_drafts,
-            checkpoint=plan.checkpoint,
-            target=target,
-            target_weights=target_weights,
-            target_directory=base.directory,
-            build=Build(
-                plan.checkpoint.weights if plan.checkpoint else target_weights,
-                base.ops,
-                base.planner,
-                base.device,
-                base.dtype,
-                exact=False,
-                fp8=settings.quantization == "fp8",
-            ),
-            max_model_len=base.max_model_len,
-            max_positions=base.max_model_len + num_drafts + 1,
-            inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
+    given = DraftBuild(
+        config=base.config,
+        own=_own_settings(base.config, plan),
+        options=settings.options,
+        num_drafts=plan.num_drafts,
+        checkpoint=plan.checkpoint,
+        target=target,
+        target_weights=target_weights,
+        target_directory=base.directory,
+        build=Build(
+            plan.checkpoint.weights if plan.checkpoint else target_weights,
+            base.ops,
+            base.planner,
+            base.device,
+            base.dtype,
+            exact=False,
+            fp8=settings.quantization == "fp8",
         ),
+        max_model_len=base.max_model_len,
+        max_positions=base.max_model_len + num_drafts + 1,
+        inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
     )
+    drafter = registry.build(plan.method, given)
+    log.info("%s", reporting.start_line(plan, drafter.spec, given))
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
@@ -300,7 +301,7 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         graphs=own_graphs,
         host_looks=device.type == "cpu",
     )
-    _bind(drafting, memory_lent)
+    _bind(drafting.drafter, memory_lent)
     pages = PageAllocator(
         num_blocks,
         config.block_size,
@@ -372,30 +373,23 @@ def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Poli
     return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
 
 
-def _bind(drafting: _Drafting, memory: DraftMemory) -> None:
+def _bind(drafter: Drafter | None, memory: DraftMemory) -> None:
     """ValueError where the user's code raises; ours may say what it likes."""
-    if drafting.trusted:
-        tell(drafting.drafter, "bind", memory)
-        return
     try:
-        with contained():
-            tell(drafting.drafter, "bind", memory)
-    except DrafterError as fault:
-        name = type(drafting.drafter).__name__
-        raise ValueError(f"speculative_config: {name}.bind(memory) raised {fault}") from fault
+        tell(drafter, "bind", memory)
+    except DrafterError as error:
+        raise ValueError(f"speculative_config: {error}") from error
 
 
 def _guard(
     config: EngineConfig, drafting: _Drafting, vocab_size: int, refresh: Callable[[], object]
 ) -> Guard | None:
-    """Drafters of ours see live buffers; as soon as one member is the user's, all get copies."""
     if drafting.drafter is None:
         return None
     assert config.speculative_config is not None
     return Guard(
         drafting.drafter,
         vocab_size=vocab_size,
-        trusted=drafting.trusted,
         max_faults=config.speculative_config.max_faults,
         time_limit=config.speculative_config.time_limit,
         refresh=refresh,

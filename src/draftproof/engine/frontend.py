@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -11,6 +12,7 @@ from typing import Any
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded
 from draftproof.engine.outbox import Emission
+from draftproof.engine.reporting import AcceptanceReport
 from draftproof.engine.sequence import LogprobRow, Sequence
 from draftproof.engine.text import Detokenizer, StopChecker, Tokenizer
 from draftproof.metrics import SpeculationStats
@@ -26,6 +28,7 @@ from draftproof.types import (
     SamplingParams,
 )
 
+log = logging.getLogger(__name__)
 TokenPrompt = dict[str, list[int]]
 Prompt = str | list[int] | TokenPrompt
 
@@ -77,6 +80,7 @@ class Frontend:
         self._defaults = defaults
         self._seed = config.seed
         self._num_arrived = 0
+        self._report = AcceptanceReport(loaded.engine.stats.speculation, time.perf_counter())
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Raises ValueError if it cannot be served. Nothing of the engine is touched: any thread may call this."""
@@ -125,6 +129,8 @@ class Frontend:
             request = self.requests.get(emission.sequence.request_id)
             if request is not None:
                 self._deliver(request, emission)
+        if (line := self._report.due(time.perf_counter())) is not None:
+            log.info("%s", line)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; what it has so far stays in its output. An id that is not running is ignored."""

@@ -98,7 +98,7 @@ def _plan(
             f"speculative_config: parallel_drafting=True: method={method!r} drafts one token after another; leave it "
             "out, or give a checkpoint that was trained with mask tokens"
         )
-    number = settings.num_speculative_tokens or own or (row.default_drafts if row else 5)
+    number = settings.num_speculative_tokens or own or registry.default_drafts(method)
     return DraftPlan(method, checkpoint, replace(settings, options=options), number, inner)
 
 

@@ -1,0 +1,157 @@
+"""A user's drafter as the engine sees it: it is given copies, contained while it runs, and what it proposes is checked.
+
+Shapes: R requests, K drafts, M rows that are sampled, V columns of logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.drafters.base import Drafter, Draw, Proposal, Verified, tell
+from draftproof.drafters.contained import DrafterError, contained
+from draftproof.drafters.head import DraftMemory
+
+
+class UsersDrafter:
+    """A `Drafter` around a user's. Raises `DrafterError` for whatever that does wrong; `name` is its class."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter: Drafter = drafter
+        self.name = type(drafter).__name__
+        self.spec = drafter.spec
+
+    def bind(self, memory: DraftMemory) -> None:
+        try:
+            with contained():
+                tell(self.drafter, "bind", memory)
+        except DrafterError as error:
+            raise DrafterError(f"{self.name}.bind(memory) raised {error}") from error
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        with contained():
+            tell(self.drafter, "admit", slot, list(tokens), num_cached)
+
+    def release(self, slot: int) -> None:
+        with contained():
+            tell(self.drafter, "release", slot)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        given = _copy(verified)
+        with contained():
+            ids = _plain_ids(self.drafter.propose(given, num_drafts), verified.num_requests, num_drafts)
+        device, width = verified.k_R.device, max(map(len, ids), default=0)
+        padded = [row + [0] * (width - len(row)) for row in ids]
+        tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
+        return Proposal(tokens_RK, torch.tensor([len(row) for row in ids], device=device))
+
+
+def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:
+    """What a user's `propose` returned, as a list of drafts a request, made of nothing but Python's own ints."""
+    if isinstance(proposal, Proposal):
+        _check_form(proposal, num_requests)
+        counts = proposal.count_R.tolist()
+        rows = [row[:n] for row, n in zip(proposal.tokens_RK.tolist(), counts, strict=True)]
+    elif isinstance(proposal, (list, tuple)):
+        rows = [list(row.tolist() if hasattr(row, "tolist") else row) for row in proposal]
+    else:
+        raise TypeError(f"propose returned {type(proposal).__name__}, not Proposal or a list of lists of ids")
+    if len(rows) != num_requests:
+        raise TypeError(f"propose returned drafts for {len(rows)} requests, expected {num_requests}")
+    return [[_plain_id(token) for token in row[:num_drafts]] for row in rows]
+
+
+def _plain_id(token: Any) -> int:
+    if isinstance(token, bool):
+        raise TypeError("a draft is a bool, expected an integer")
+    plain = int(operator.index(token))
+    return plain if -1 <= plain < 1 << 31 else -1  # no vocabulary has it, whichever it is
+
+
+def _check_form(proposal: Proposal, num_requests: int) -> None:
+    tokens, count = proposal.tokens_RK, proposal.count_R
+    for name, tensor, dims in (("tokens_RK", tokens, 2), ("count_R", count, 1)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.shape[0] != num_requests:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"{name} is {shape}, expected {dims} dimensions with {num_requests} requests first"
+            )
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers")
+    if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
+        raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
+
+
+def _copy(verified: Verified) -> Verified:
+    """Custom code may write where it likes: nothing it holds is ours."""
+    copies: dict[str, Any] = {
+        f.name: value.clone()
+        for f in dataclasses.fields(verified)
+        if isinstance(value := getattr(verified, f.name), Tensor)
+    }
+    history, draw = verified.history, verified.draw
+    return dataclasses.replace(
+        verified,
+        **copies,
+        taps=tuple(t.clone() for t in verified.taps),
+        history=lambda r: torch.as_tensor(history(r)).clone(),
+        draw=_CopyingDraw(draw, verified.num_requests, verified.k_R.device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyingDraw:
+    """A draw that hands out nothing of ours, and takes nothing that compiled code would read beyond its end."""
+
+    draw: Draw
+    num_requests: int
+    device: torch.device
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in self.draw.inputs)
+
+    def over(self, inputs: tuple[Tensor, ...]) -> Draw:
+        return dataclasses.replace(self, draw=self.draw.over(inputs))
+
+    def __call__(
+        self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
+    ) -> Tensor:
+        if logits_MV.dim() != 2:
+            raise ValueError(f"draw: logits of shape {tuple(logits_MV.shape)}, expected two dimensions")
+        num_rows, size = logits_MV.shape
+        rows_M = self._taken("rows", rows_M, num_rows)
+        if rows_M is None and num_rows != self.num_requests:
+            raise ValueError(f"draw: {num_rows} rows of logits for {self.num_requests} requests, and no rows")
+        if (
+            rows_M is not None
+            and num_rows
+            and not 0 <= int(rows_M.min()) <= int(rows_M.max()) < self.num_requests
+        ):
+            raise ValueError(
+                f"draw: rows={rows_M.tolist()!r:.80}: requests go from 0 to {self.num_requests - 1}"
+            )
+        positions_M = self._taken("positions", positions_M, num_rows)
+        logits_MV = self._on_device("logits", logits_MV).float().contiguous().clone()
+        return self.draw(logits_MV, rows_M, positions_M, self._taken("ids", ids_V, size)).clone()
+
+    def _taken(self, name: str, given: Any, length: int) -> Any:
+        """A copy of so many integers; None where none are given."""
+        if given is None:
+            return None
+        if given.shape != (length,) or given.is_floating_point():
+            raise ValueError(
+                f"draw: {name} of shape {tuple(given.shape)} and {given.dtype}, expected {length} integers"
+            )
+        return self._on_device(name, given).long().contiguous().clone()
+
+    def _on_device(self, name: str, given: Tensor) -> Tensor:
+        if given.device != self.device:
+            raise ValueError(f"draw: {name} on {given.device}, expected {self.device}")
+        return given

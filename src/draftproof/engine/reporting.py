@@ -1,0 +1,64 @@
+"""What the log says about drafting: a line a drafter at the start, and acceptance at intervals."""
+
+from __future__ import annotations
+
+from draftproof.drafters import registry
+from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.build import DraftBuild
+from draftproof.engine.plans import DraftPlan
+from draftproof.metrics import SpeculationStats
+
+INTERVAL = 10.0  # seconds
+TARGETS = "the target's"
+
+
+def start_line(plan: DraftPlan, spec: DraftSpec, given: DraftBuild) -> str:
+    """What was chosen for a drafter, by whom, and what it shares with its target."""
+    notes = given.notes
+    parts = [f"drafter {plan.method}: K={plan.num_drafts} ({_whose_number(plan)})", _taps(spec, notes)]
+    if plan.checkpoint is not None:
+        parts.append(f"embedding: {notes.get('embed_tokens', 'own')}")
+        parts.append(f"lm_head: {notes.get('lm_head', 'own')}")
+        parts.append(f"vocabulary: {notes.get('vocabulary', TARGETS)}")
+        parts.append(f"from {plan.checkpoint.where}")
+    return "; ".join(parts)
+
+
+def _whose_number(plan: DraftPlan) -> str:
+    """Who said K."""
+    own = None if plan.checkpoint is None else plan.checkpoint.num_drafts
+    number, whose = registry.default_drafts(plan.method), "the method's"
+    if own is not None:
+        number, whose = own, "its checkpoint's"
+    if plan.settings.num_speculative_tokens is not None:
+        number, whose = plan.settings.num_speculative_tokens, "as asked"
+    return whose if number == plan.num_drafts else "what its chain allows"
+
+
+def _taps(spec: DraftSpec, notes: dict[str, str]) -> str:
+    names = [str(layer) for layer in spec.taps.layers] + ["final"] * spec.taps.final
+    return f"taps: {' '.join(names)} ({notes.get('taps', 'the method sets them')})" if names else "taps: none"
+
+
+class AcceptanceReport:
+    """Lines about what the engine counts in `stats`, each about the time since the one before. Times in seconds."""
+
+    def __init__(self, stats: SpeculationStats, now: float) -> None:
+        self._stats = stats
+        self._then, self._before = now, stats.since(SpeculationStats())
+
+    def due(self, now: float) -> str | None:
+        """The line, where the interval is over and something was drafted in it."""
+        seconds = now - self._then
+        if seconds < INTERVAL:
+            return None
+        new = self._stats.since(self._before)
+        self._then, self._before = now, self._stats.since(SpeculationStats())
+        if not new.num_draft_tokens:
+            return None
+        by_position = " ".join(f"{n / new.num_rounds:.2f}" for n in new.accepted_per_position)
+        return (
+            f"drafting, last {seconds:.0f} s: {new.num_accepted_tokens} of {new.num_draft_tokens} drafts accepted "
+            f"({100 * new.acceptance_rate:.0f} %), {new.acceptance_length:.2f} tokens a round in {new.num_rounds} "
+            f"rounds; rounds that accepted the first, second, ...: {by_position}"
+        )

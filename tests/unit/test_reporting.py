@@ -1,0 +1,116 @@
+"""What the log says about drafting, and the acceptance rate in the counters."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, SamplingParams
+from draftproof.engine.reporting import INTERVAL, AcceptanceReport
+from draftproof.metrics import SpeculationStats
+from tests.conformance.cases import CASES, DFLASH, EAGLE3, FEWER_TOKENS, REPEATS
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+
+
+def lines(caplog: pytest.LogCaptureFixture, config: dict[str, Any], **settings: Any) -> list[str]:
+    with caplog.at_level(logging.INFO, "draftproof"):
+        LLM(**{**SETTINGS, **settings}, speculative_config=config)
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("drafter ")]
+
+
+EXPECTED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "no checkpoint": (
+        {"method": "ngram"},
+        [r"drafter ngram: K=4 \(the method's\); taps: none"],
+    ),
+    "a head": (
+        {"model": EAGLE3, "num_speculative_tokens": 3},
+        [
+            r"drafter eagle3: K=3 \(as asked\); taps: \d \d \d \(.*config.*\); embedding: own; lm_head: own; "
+            r"vocabulary: \d+ of the target's 8192 ids, by d2t; from .*tiny-eagle3.*"
+        ],
+    ),
+    "a block": (
+        {"model": DFLASH},
+        [
+            r"drafter dflash: K=7 \(its checkpoint's\); taps: [\d ]+ \(its config's\); embedding: .*; lm_head: .*; "
+            r"vocabulary: .*"
+        ],
+    ),
+    "a model with other tokens": (
+        {"model": FEWER_TOKENS},
+        [
+            r"drafter draft_model: K=5 \(the method's\); taps: none; embedding: own; lm_head: own; vocabulary: \d+ of "
+            r"the target's \d+ tokens, by their text; from .*"
+        ],
+    ),
+    "a chain": (
+        {
+            "method": "chain",
+            "drafters": [{"method": "suffix"}, {"model": EAGLE3}],
+            "num_speculative_tokens": 2,
+        },
+        [
+            r"drafter suffix: K=2 \(what its chain allows\); taps: none",
+            r"drafter eagle3: K=2 \(.*\); taps: .*",
+        ],
+    ),
+    "a user's": (
+        {"method": "examples.custom_drafter.LastSeen"},
+        [r"drafter examples.custom_drafter.LastSeen: K=5 \(the method's\); taps: none"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_each_drafter_says_what_it_is(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, expected = EXPECTED[case]
+    found = lines(caplog, config)
+    assert len(found) == len(expected)
+    for line, pattern in zip(found, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_head_that_borrows_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES["gemma4_mtp"]
+    (line,) = lines(caplog, dict(case.config), model=case.target)
+    assert "taps: final (the method sets them); embedding: the target's; lm_head: own" in line
+
+
+def test_acceptance_is_reported_at_intervals() -> None:
+    stats = SpeculationStats()
+    report = AcceptanceReport(stats, now=100.0)
+    stats.record(2, 1)
+    assert report.due(100.0 + INTERVAL / 2) is None
+    stats.record(3, 2)
+    line = report.due(100.0 + INTERVAL)
+    assert line is not None
+    assert "last 10 s: 3 of 5 drafts accepted (60 %), 2.50 tokens a round in 2 rounds" in line
+    assert line.endswith("1.00 0.50 0.00")
+    stats.record(4, 0)
+    assert "last 12 s: 0 of 4 drafts accepted (0 %)" in str(report.due(112.0 + INTERVAL))
+    assert report.due(200.0 + INTERVAL) is None  # nothing was drafted meanwhile
+
+
+def test_the_engine_reports_while_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftproof.engine.reporting.INTERVAL", 0.0)
+    llm = LLM(**SETTINGS, speculative_config={"model": EAGLE3, "policy": "fixed"})
+    with caplog.at_level(logging.INFO, "draftproof"):
+        llm.generate(REPEATS, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    assert any("drafts accepted" in r.getMessage() for r in caplog.records)
+
+
+def test_the_acceptance_rate_is_counted_by_request_and_engine() -> None:
+    llm = LLM(**SETTINGS, speculative_config={"model": EAGLE3, "policy": "fixed"})
+    params = SamplingParams(temperature=0, max_tokens=30)
+    output = llm.generate(REPEATS, params, use_tqdm=False)[0]
+    own, all_ = output.metrics.speculation, llm.stats.speculation
+    assert own.num_draft_tokens > own.num_accepted_tokens > 0
+    assert own.acceptance_rate == own.num_accepted_tokens / own.num_draft_tokens == all_.acceptance_rate
+    assert SpeculationStats().acceptance_rate == 0
