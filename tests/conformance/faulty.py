@@ -228,6 +228,26 @@ class Meddles(Faulty):
             kind.meddle(self)  # type: ignore[arg-type]
 
 
+class Blanks(TorchDispatchMode):
+    """Every operator gives zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if isinstance(found, torch.Tensor) and found.is_floating_point() else found
+
+
+class MeddlesWithModes(Meddles):
+    """As a generator leaves them that is never run to its end. First of all: what frees such a mode, much later, puts
+    back what held when it was entered."""
+
+    kept: Any = ()
+
+    def meddle(self) -> None:
+        self.kept = [torch.inference_mode(), torch.device("meta"), Blanks()]
+        for mode in self.kept:
+            mode.__enter__()
+
+
 class MeddlesWithRounding(Meddles):
     def meddle(self) -> None:
         ctypes.CDLL(None).fesetround(0x800)  # upwards
@@ -258,25 +278,6 @@ class MeddlesWithFlags(Meddles):
         torch.set_float32_matmul_precision("medium")
         torch.use_deterministic_algorithms(True)
         torch.set_autocast_enabled("cpu", True)
-
-
-class Blanks(TorchDispatchMode):
-    """Every operator gives zeros."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found.zero_() if isinstance(found, torch.Tensor) and found.is_floating_point() else found
-
-
-class MeddlesWithModes(Meddles):
-    """As a generator leaves them that is never run to its end."""
-
-    kept: Any = ()
-
-    def meddle(self) -> None:
-        self.kept = [torch.inference_mode(), torch.device("meta"), Blanks()]
-        for mode in self.kept:
-            mode.__enter__()
 
 
 class RaisesInBind(Faulty):
