@@ -31,7 +31,8 @@ class SpeculativeConfig:
     capability 8.9 or later, and a few other drafts. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
     `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `options` are the
-    method's own settings (every key that is not a field lands there and is checked by the method). What is given is copied.
+    method's own settings (every key that is not a field lands there and is checked by the method). What is given is
+    copied.
     """
 
     method: str | None = None
