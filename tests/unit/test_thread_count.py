@@ -60,6 +60,16 @@ def test_passes_run_at_the_certified_number_and_the_callers_comes_back(seen: lis
     assert found.token_ids == expected.token_ids and found.logprobs == expected.logprobs
 
 
+def test_a_callers_autocast_changes_nothing() -> None:
+    llm = LLM(dtype="float32")
+    expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = LLM(dtype="float32", native=False).generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0]
+        again = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert again.token_ids == expected.token_ids and again.logprobs == expected.logprobs
+    assert found.token_ids == expected.token_ids
+
+
 def test_another_thread_of_the_caller_has_no_say_either(seen: list[int]) -> None:
     torch.set_num_threads(1)
     llm = LLM(enforce_eager=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,8 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
         if show_all or line.used:
             exact = "yes" if line.exact == 1 else f"{line.exact:.0%} of row counts" if line.exact else "no"
             used = "yes" if line.used else ""
-            table.add_row(line.operator, line.shape, line.version, exact, f"{line.microseconds:.0f}", used)
+            time_us = f"{line.microseconds:.0f}" if math.isfinite(line.microseconds) else "not timed"
+            table.add_row(line.operator, line.shape, line.version, exact, time_us, used)
     options.print_table(table)
     for operator, shape in sorted(unserved):
         print(f"no exact version here: {operator} {shape}")

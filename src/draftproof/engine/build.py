@@ -36,6 +36,7 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
+from draftproof.kernels.certify import own_dtypes
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
@@ -83,6 +84,7 @@ class _Base:
 
 
 @torch.inference_mode(False)  # what is made here is written to later, in whatever mode
+@own_dtypes()
 def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
     config, directory = locate(config)

@@ -15,6 +15,7 @@ from draftproof.engine import memory, operators
 from draftproof.engine.build import locate
 from draftproof.kernels import native
 from draftproof.kernels import ops as operator_tables
+from draftproof.kernels.certify import own_dtypes
 from draftproof.kernels.choices import Choice
 from draftproof.kernels.exactness import Case, OperatorCertifier
 from draftproof.kernels.linear import LinearPlanner
@@ -42,6 +43,7 @@ class Line:
 
 
 @torch.inference_mode(False)
+@own_dtypes()
 def survey(config: EngineConfig, progress: native.Progress | None = None) -> list[Line]:
     """Certify everything anew for the target of `config`; its weights are random, only config.json is read.
 

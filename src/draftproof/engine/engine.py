@@ -29,7 +29,7 @@ from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.state import Size, State
-from draftproof.kernels.certify import threads
+from draftproof.kernels.certify import own_dtypes, threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.transfer import download, upload
@@ -81,14 +81,15 @@ class Checked:
     hidden_TH: Tensor
 
 
-def _at_certified_threads(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of Engine that runs at the certified number of threads, whatever a caller set for himself."""
+def _as_certified(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of Engine that runs as certificates were made: at their number of threads, and in the dtypes that the
+    model has, whatever a caller set for himself (`torch.autocast` would choose others)."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         engine = args[0]
         assert isinstance(engine, Engine)
-        with threads(engine.parts.num_threads):
+        with threads(engine.parts.num_threads), own_dtypes():
             return method(*args, **kwargs)
 
     return run
@@ -112,7 +113,7 @@ class Engine:
         return bool(scheduler.running or scheduler.waiting or self._flights)
 
     @torch.inference_mode(False)  # buffers outlive the call, so they must not take on a caller's mode
-    @_at_certified_threads
+    @_as_certified
     def step(self) -> list[Emission]:
         """One pass over what the scheduler plans; what the passes that came back added to their sequences."""
         try:
@@ -141,7 +142,7 @@ class Engine:
         return emissions
 
     @torch.inference_mode(False)
-    @_at_certified_threads
+    @_as_certified
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Capture the passes in which everybody decodes, largest first, with nobody taking part.
 
@@ -157,7 +158,7 @@ class Engine:
             progress(len(sizes), len(sizes))
 
     @torch.inference_mode(False)
-    @_at_certified_threads
+    @_as_certified
     def rehearse(self) -> None:
         """The largest passes there can be, with nobody taking part: what they need beside weights and cache."""
         p = self.parts
@@ -169,7 +170,7 @@ class Engine:
             self._step_tensors(size, p.state.idle(size))
 
     @torch.inference_mode(False)
-    @_at_certified_threads
+    @_as_certified
     def launch(self, plan: Plan, wanted: list[int]) -> None:
         """Compute the plan's rows, verify, commit, draft `wanted` tokens for each of its requests."""
         p = self.parts

@@ -202,3 +202,13 @@ def threads(count: int) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def own_dtypes() -> Iterator[None]:
+    """No autocast of a caller's, which would multiply in other dtypes than the model has."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        yield  # which is what steps find, and asking costs less than setting
+        return
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
