@@ -65,16 +65,18 @@ class Transformers:
 def _stored(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype).to(device)
+    return AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype, trust_remote_code=False).to(
+        device
+    )
 
 
 def _random(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Parameters have the names that files give them, and by its name a random tensor is drawn."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(directory))
+    config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     with device:  # drawn there: a processor takes a minute for what is overwritten at once
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     weights = RandomWeights(0, device, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -101,19 +101,30 @@ class Tokenizer:
         if self._chat is None:
             from transformers import AutoTokenizer
 
-            try:
-                loaded = AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+            try:  # without trust_remote_code it asks on stdin whether to run code of the folder
+                loaded = AutoTokenizer.from_pretrained(
+                    str(self.directory), local_files_only=True, trust_remote_code=False
+                )
             except Exception as error:
-                why = str(error)
-                if not (self.directory / "tokenizer.json").is_file():
-                    why = f"there is no tokenizer.json; give a folder that has one. transformers says: {why}"
-                raise ValueError(f"tokenizer={str(self.directory)!r}: cannot be loaded: {why}") from error
+                raise ValueError(
+                    f"tokenizer={str(self.directory)!r}: cannot be loaded: {self._why_not(error)}"
+                ) from error
             if not isinstance(getattr(loaded, "backend_tokenizer", None), Backend):
                 raise ValueError(
                     f"tokenizer={str(self.directory)!r}: has no tokenizer.json and cannot be converted"
                 )
             self._chat = loaded
         return self._chat
+
+    def _why_not(self, error: Exception) -> str:
+        """Why transformers did not load this directory, on one line."""
+        needed = "there is no tokenizer.json; give a folder that has one"
+        missing = not (self.directory / "tokenizer.json").is_file()
+        for name in ("tokenizer_config.json", "config.json"):
+            if missing and "auto_map" in _read_json(self.directory / name):
+                return f"{name} names code of its own (auto_map), which is never run, and {needed}"
+        said = " ".join(str(error).split())
+        return f"{needed}. transformers says: {said}" if missing else said
 
 
 def _read_json(path: Path) -> dict[str, Any]:
