@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from draftproof.schema import check_whole, shown
+
 Verification = Literal["exact", "rejection", "block"]
 T = TypeVar("T")
 ENGINE_WIDE = (
@@ -28,7 +30,8 @@ class SpeculativeConfig:
     that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
     drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
-    capability 8.9 or later, and a few other drafts. `revision` and `load_format` are those of the draft checkpoint
+    capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
+    config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
     `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `options` are the
     method's own settings (every key that is not a field lands there and is checked by the method). What is given is
@@ -46,6 +49,7 @@ class SpeculativeConfig:
     max_faults: int = 8
     time_limit: float | None = None
     quantization: Literal["fp8"] | None = None
+    hf_overrides: Mapping[str, Any] | None = None
     drafters: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,13 +62,14 @@ class SpeculativeConfig:
                 f"speculative_config: num_speculative_tokens={k!r}: must be an integer from 1 to 64; "
                 "leave speculative_config out to decode plainly"
             )
+        _check_mapping("speculative_config: hf_overrides", self.hf_overrides)
         _check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
         _check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
         _check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
         _check_choice("speculative_config: parallel_drafting", self.parallel_drafting, (None, True, False))
-        _check_at_least("speculative_config: max_faults", self.max_faults, 1)
+        check_whole("speculative_config: max_faults", self.max_faults, 1)
         if self.max_model_len is not None:
-            _check_at_least("speculative_config: max_model_len", self.max_model_len, 1)
+            check_whole("speculative_config: max_model_len", self.max_model_len, 1)
         texts = (("method", str), ("revision", str), ("model", (str, os.PathLike)))
         for name, kinds in (*texts, ("time_limit", (int, float))):
             value = getattr(self, name)
@@ -91,6 +96,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
 
+    `hf_overrides`: keys that replace those of the target's config.json (None takes one out; dicts are merged).
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
     `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
     and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
@@ -100,6 +106,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     revision: str | None = None
+    hf_overrides: Mapping[str, Any] | None = None
     speculative_config: SpeculativeConfig | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
@@ -123,15 +130,16 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            _check_at_least(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         if self.max_num_seqs > MOST_SEQUENCES:
             raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at most {MOST_SEQUENCES}")
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
+                check_whole(name, getattr(self, name), 1)
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization={share!r}: must be a share above 0, at most 1")
+        _check_mapping("hf_overrides", self.hf_overrides)
         for name in ("exact", "native", "enforce_eager", "enable_prefix_caching"):
             _check_choice(name, getattr(self, name), (True, False))
         for name in ("model", "tokenizer", "revision", "device", "attention_backend"):
@@ -184,6 +192,8 @@ def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None
         raise ValueError(f"{name}={value!r}: {hint}")
 
 
-def _check_at_least(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name}={value!r}: must be an integer of at least {low}")
+def _check_mapping(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise ValueError(
+            f"{name}={shown(value)}: must be a dict of keys of config.json, such as {{'rope_theta': 1e6}}"
+        )

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.checkpoints.tensors import open_weights
-from draftproof.models.config import read_json
 from draftproof.models.loading import Weights
+from draftproof.schema import read_json
 
 
 def eagle_from_mtp(source: Path, target: Path, folder: Path) -> Path:

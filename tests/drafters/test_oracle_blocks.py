@@ -19,7 +19,7 @@ from draftproof.drafters.dspark import MarkovDecode
 from draftproof.drafters.parallel import Block, Parallel
 from draftproof.drafters.xpress import JacobiDecode
 from draftproof.kernels import ops
-from draftproof.models.config import read_json
+from draftproof.schema import read_json
 from tests.drafters.heads import ORACLE, Pair, close
 
 SPECULATORS = {

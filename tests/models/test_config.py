@@ -139,7 +139,7 @@ def test_biases_and_norms_of_each_family() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type='dynamic'.*length.*'yarn'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"rope_type='longrope'.*length"),
         ({"rope_scaling": {"rope_type": "magic"}}, r"rope_type='magic': must be one of default"),
-        ({"rope_scaling": {"rope_type": "linear"}}, r"factor=None"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "warp": 3}}, r"unknown key 'warp'=3"),
         ({"rope_theta": -1}, r"rope_theta=-1"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),

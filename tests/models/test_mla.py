@@ -71,7 +71,7 @@ def test_a_pass_may_have_more_rows_than_were_planned_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_lora_rank": None}, "kv_lora_rank=None: must be a whole number"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({"v_head_dim": 0}, "v_head_dim=0"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: must be even"),
         ({"qk_head_dim": 20}, "qk_head_dim=20: must be qk_nope_head_dim.*= 24"),

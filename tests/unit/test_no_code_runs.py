@@ -60,4 +60,4 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(tmp_path: Path, target:
     said = done.stdout.splitlines()
     assert len(said) == 2 * len(folders)
     for number, line in enumerate(said):
-        assert str(folders[number // 2]) in line and "tokenizer.json" in line or line == "loaded", line
+        assert (str(folders[number // 2]) in line and "tokenizer.json" in line) or line == "loaded", line

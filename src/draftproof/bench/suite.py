@@ -16,7 +16,7 @@ from draftproof.bench.drive import Client, Job, Run
 from draftproof.bench.rooflines import Peaks, peaks_of
 from draftproof.drafters.recordings import save
 from draftproof.engine.llm import LLM
-from draftproof.engine.memory import free_bytes
+from draftproof.kernels.room import free_bytes
 from draftproof.types import RequestOutput, SamplingParams
 
 Kind = Literal["latency", "throughput", "serve-like"]

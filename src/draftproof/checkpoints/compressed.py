@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.models.loading import Weights
+from draftproof.schema import shown
 
 _KEY = "quantization_config"
 _PARTS = ("transformer_layer_config", "text_config")  # configs within a head's own
@@ -46,32 +47,32 @@ def dequantized(stored: Weights, scheme: Scheme) -> Weights:
     """fp32 where fp8 is stored. A scale without such a weight stays a tensor, which has no place in a head."""
 
     def read(name: str) -> Tensor:
-        tensor = stored.get(name)
+        tensor = stored.read(name)
         if tensor.dtype != _FP8:
             return tensor
         scale = plain.get(f"{name}_scale")
         try:
             return tensor.float() * _spread(scale, tensor, scheme)
         except ValueError as error:
-            raise ValueError(f"{stored.where}: {name}_scale {error}") from None
+            raise ValueError(f"{stored.where}: {stored.stored(name)}_scale {error}") from None
 
     names = [name for name in stored.names() if not name.endswith(".input_scale")]
-    plain = Weights(stored.where, names, read)
+    plain = Weights(stored.where, names, read, stored.stored)
     return plain
 
 
 def _scheme(found: Any, where: str) -> Scheme:
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}={found!r}: must be a dict")
+        raise ValueError(f"{where}={shown(found)}: must be a dict")
     for key, only in (("quant_method", "compressed-tensors"), ("format", "float-quantized")):
         if found.get(key) != only:
-            raise ValueError(f"{where}: {key}={found.get(key)!r}: not supported; {_SUPPORTED}")
+            raise ValueError(f"{where}: {key}={shown(found.get(key))}: not supported; {_SUPPORTED}")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if found.get(key):
-            raise ValueError(f"{where}: {key}={found[key]!r}: not supported; {_SUPPORTED}")
+            raise ValueError(f"{where}: {key}={shown(found[key])}: not supported; {_SUPPORTED}")
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ValueError(f"{where}: config_groups={groups!r}: must be a dict of at least one group")
+        raise ValueError(f"{where}: config_groups={shown(groups)}: must be a dict of at least one group")
     blocks = {_block(group, f"{where}: config_groups: {name}") for name, group in groups.items()} - {None}
     if len(blocks) > 1:
         raise ValueError(
@@ -85,14 +86,14 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
     other strategies."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise ValueError(f"{where}: weights={weights!r}: must be a dict")
+        raise ValueError(f"{where}: weights={shown(weights)}: must be a dict")
     within = f"{where}: weights"
     for key, only in (("type", "float"), ("num_bits", 8), ("symmetric", True), ("dynamic", False)):
         if weights.get(key, only) != only:
-            raise ValueError(f"{within}: {key}={weights[key]!r}: not supported, only {only!r}")
+            raise ValueError(f"{within}: {key}={shown(weights[key])}: not supported, only {only!r}")
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     if strategy not in _STRATEGIES:
-        raise ValueError(f"{within}: strategy={strategy!r}: not supported, only {', '.join(_STRATEGIES)}")
+        raise ValueError(f"{within}: strategy={shown(strategy)}: not supported, only {', '.join(_STRATEGIES)}")
     if strategy != "block":
         return None
     if (
@@ -100,7 +101,7 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
         or len(block) != 2
         or not all(type(size) is int and size > 0 for size in block)
     ):
-        raise ValueError(f"{within}: block_structure={block!r}: must be two numbers of at least 1")
+        raise ValueError(f"{within}: block_structure={shown(block)}: must be two numbers of at least 1")
     return block[0], block[1]
 
 

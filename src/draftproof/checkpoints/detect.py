@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from draftproof.checkpoints import (
     compressed,
@@ -14,19 +16,22 @@ from draftproof.checkpoints import (
     zlab,
 )
 from draftproof.drafters.build import DraftCheckpoint
-from draftproof.models.config import read_json, reading
+from draftproof.models.config import read_raw, reading
 from draftproof.models.loading import Weights, WeightSource
 
 _HEADS = (gemma4_assistant, zlab, speculators, safeailab)
 _READERS = (*_HEADS, language_model)  # the first that matches reads
 
 
-def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The checkpoint in `directory`, with `weights` where given instead of the files there.
+def read(
+    directory: Path, weights: WeightSource | None = None, overrides: Mapping[str, Any] | None = None
+) -> DraftCheckpoint:
+    """The checkpoint in `directory`, with `weights` where given instead of the files there, and `overrides` in place
+    of config.json's own keys.
 
     ValueError where no format fits.
     """
-    raw = read_json(directory / "config.json")
+    raw, _ = read_raw(directory, overrides)
     for reader in _READERS:
         with reading(directory / "config.json"):
             if not reader.matches(directory, raw):
@@ -50,7 +55,7 @@ def is_draft_head(directory: Path) -> bool:
     path = directory / "config.json"
     if not path.is_file():
         return False
-    raw = read_json(path)
+    raw, _ = read_raw(directory)
     with reading(path):
         return any(reader.matches(directory, raw) for reader in _HEADS)
 

@@ -6,10 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftproof import schema
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.gemma4 import Gemma4Settings
 from draftproof.models import config as model_config
 from draftproof.models.loading import Weights, WeightSource
+from draftproof.schema import flag, whole
+
+_OWN_KEYS = schema.words(
+    """model_type text_config backbone_hidden_size num_centroids centroid_intermediate_top_k use_ordered_embeddings
+    tie_word_embeddings dtype torch_dtype"""
+)
+# of the towers whose tokens only the target reads
+_OTHERS = schema.words(
+    """boi_token_id eoi_token_id image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index
+    boi_token_index eoi_token_index image_token_index"""
+)
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
@@ -19,32 +31,35 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """All layers borrow keys and values, whether the file says so or leaves it out."""
     where = str(directory / "config.json")
-    text: dict[str, Any] = {**(raw.get("text_config") or {})}
-    num_layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers") or None
-    if shared not in (None, num_layers):
+    model_config.check_keys(raw, where, _OWN_KEYS | _OTHERS)
+    within = f"{where}: text_config"
+    text: dict[str, Any] = {**schema.section(raw, "text_config", where)}
+    num_layers = whole(text, "num_hidden_layers", within)
+    shared = whole(text, "num_kv_shared_layers", within, 0, default=0) or num_layers
+    if shared != num_layers:
         raise ValueError(
-            f"{where}: num_kv_shared_layers={shared}, but num_hidden_layers={num_layers}: an assistant has no keys "
+            f"{within}: num_kv_shared_layers={shared}, but num_hidden_layers={num_layers}: an assistant has no keys "
             "and values of its own, so the two must be equal"
         )
-    if text.get("hidden_size_per_layer_input"):
-        size = text["hidden_size_per_layer_input"]
-        raise ValueError(f"{where}: hidden_size_per_layer_input={size}: must be 0 in an assistant")
-    if text.get("enable_moe_block"):
-        raise ValueError(
-            f"{where}: enable_moe_block={text['enable_moe_block']!r}: must be false in an assistant"
-        )
+    size = whole(text, "hidden_size_per_layer_input", within, 0, default=0)
+    if size:
+        raise ValueError(f"{within}: hidden_size_per_layer_input={size}: must be 0 in an assistant")
+    if flag(text, "enable_moe_block", within):
+        raise ValueError(f"{within}: enable_moe_block=True: must be false in an assistant")
     text |= {"num_kv_shared_layers": num_layers, "hidden_size_per_layer_input": 0}
-    tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-    layers = model_config.parse({**text, "tie_word_embeddings": tied}, where=where)
-    ordered = raw.get("use_ordered_embeddings", False)
+    tied = flag(raw, "tie_word_embeddings", where, flag(text, "tie_word_embeddings", within, True))
+    layers = model_config.parse({**text, "tie_word_embeddings": tied}, where=within)
+    ordered = flag(raw, "use_ordered_embeddings", where)
+    num_centroids = whole(raw, "num_centroids", where, default=2048)
+    num_chosen = whole(raw, "centroid_intermediate_top_k", where, default=32)
     return DraftCheckpoint(
         method="gemma4_mtp",
         where=where,
         settings=Gemma4Settings(
             layers=layers,
-            backbone_hidden_size=raw.get("backbone_hidden_size", 1536),
-            num_centroids=raw.get("num_centroids", 2048) if ordered else 0,
-            num_chosen=raw.get("centroid_intermediate_top_k", 32) if ordered else 0,
+            backbone_hidden_size=whole(raw, "backbone_hidden_size", where, default=1536),
+            num_centroids=num_centroids if ordered else 0,
+            num_chosen=num_chosen if ordered else 0,
         ),
         weights=Weights.open(directory) if weights is None else weights,
         directory=directory,

@@ -28,7 +28,7 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
         method="draft_model" if mask is None else "pard",
         where=where,
         settings=DraftModelSettings(
-            model=model_config.read_config(directory, extra=_OWN_KEYS),
+            model=model_config.language_model(raw, where, extra=_OWN_KEYS),
             mask_token=mask,
         ),
         weights=Weights.open(directory) if weights is None else weights,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftproof.checkpoints import values
+from draftproof.schema import section, whole
 
 _KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 def mask_token(raw: Mapping[str, Any], where: str) -> int | None:
     """The first that is there: in `dflash_config`, then under the formats' own names."""
-    nested: Mapping[str, Any] = raw.get("dflash_config") or {}
+    nested = section(raw, "dflash_config", where)
     for place, keys, part in ((nested, _KEYS[:1], f"{where}: dflash_config"), (raw, _KEYS, where)):
         for key in keys:
             if place.get(key) is not None:
-                return values.whole(place, key, part, 0)
+                return whole(place, key, part, 0)
     return None

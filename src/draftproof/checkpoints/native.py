@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.mtp import NativeMtpSettings
-from draftproof.models.config import ModelConfig, read_config, read_json
+from draftproof.models.config import ModelConfig, language_model, read_raw
 from draftproof.models.loading import Weights, WeightSource
+from draftproof.schema import whole
 
 KEY = "num_nextn_predict_layers"
 
@@ -39,21 +41,26 @@ FORMS: Mapping[str, Form] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "m
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
 
 
-def read(directory: Path, weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The modules of the target in `directory`, with `weights` where given instead of the files there.
+def read(
+    directory: Path, weights: WeightSource | None = None, overrides: Mapping[str, Any] | None = None
+) -> DraftCheckpoint:
+    """The modules of the target in `directory`, with `weights` where given instead of the files there, and `overrides`
+    in place of config.json's own keys.
 
     ValueError where there are none, naming what config.json says and what the files hold.
     """
-    where, target = str(directory / "config.json"), read_config(directory)
-    form, num = FORMS.get(target.model_type), read_json(directory / "config.json").get(KEY)
+    raw, where = read_raw(directory, overrides)
+    target = language_model(raw, where)
+    form = FORMS.get(target.model_type)
     if form is None:
         raise ValueError(
             f"speculative_config: method='mtp' without model: {where} is of model_type={target.model_type!r}, and "
             f"prediction modules are known of {', '.join(FORMS)}; give the module's folder as model"
         )
-    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+    num = whole(raw, KEY, where, 0, default=0)
+    if num < 1:
         raise ValueError(
-            f"speculative_config: method='mtp' without model: {where} says {KEY}={num!r}, so the model has no "
+            f"speculative_config: method='mtp' without model: {where} says {KEY}={raw.get(KEY)!r}, so the model has no "
             "prediction modules; give a module's folder as model, or take another method"
         )
     return DraftCheckpoint(
@@ -89,9 +96,19 @@ def _modules(directory: Path, form: Form, num_layers: int, num: int) -> Weights:
             f"({form.modules}.{first} and on); download the files that are missing, or leave out method='mtp': some "
             "releases come without them"
         )
-    return Weights(files.where, theirs, lambda name: files.get(theirs[name]))
+
+    def stored(name: str) -> str:
+        _, number, rest = name.split(".", 2)
+        return theirs.get(name, f"model.{form.modules}.{first + int(number)}.{_theirs(rest, form)}")
+
+    return Weights(files.where, theirs, lambda name: files.read(theirs[name]), stored)
 
 
 def _ours(name: str, form: Form) -> str:
     stem, _, kind = name.rpartition(".")
     return f"{_OURS[form.names.index(stem)]}.{kind}" if stem in form.names else f"layers.0.{name}"
+
+
+def _theirs(name: str, form: Form) -> str:
+    stem, _, kind = name.rpartition(".")
+    return f"{form.names[_OURS.index(stem)]}.{kind}" if stem in _OURS else name.removeprefix("layers.0.")

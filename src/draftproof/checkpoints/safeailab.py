@@ -10,7 +10,6 @@ from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
 from draftproof.checkpoints.tensors import open_weights, tensor_names
-from draftproof.checkpoints.values import flag, ids, whole
 from draftproof.config import reject_unknown_keys
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
@@ -18,6 +17,7 @@ from draftproof.drafters.tapped import TappedSettings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
+from draftproof.schema import flag, ids, section, texts, whole
 
 # keys of the flat form that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
@@ -37,7 +37,7 @@ _USUAL = {
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
     """By a key, by the architecture's name, else by tensors: the config of the first EAGLE is an ordinary Llama's."""
-    if "draft_vocab_size" in raw or "eagle" in _architecture(raw):
+    if "draft_vocab_size" in raw or "eagle" in _architecture(raw, str(directory / "config.json")):
         return True
     names = tensor_names(directory)
     return "fc.weight" in names and "hidden_norm.weight" not in names
@@ -51,7 +51,8 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     layers = model_config.parse(flat, where=where, extra=_HARMLESS_KEYS)
     if flag(raw, "qkv_bias", where):
         layers = dataclasses.replace(layers, qkv_bias=True)
-    names, architecture = frozenset(map(_rename, tensor_names(directory))), _architecture(raw)
+    names = frozenset(map(_rename, tensor_names(directory)))
+    architecture = _architecture(raw, where)
     weights = open_weights(directory).renamed(_rename) if weights is None else weights
     mask = mask_token(raw, where)
     parallel = "peagle" in architecture or "mask_hidden" in names or (not names and mask is not None)
@@ -60,12 +61,14 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     settings = _eagle3(raw, layers, mask, where) if third else _eagle1(raw, layers, where)
     if isinstance(settings, TappedSettings) and "lm_head.weight" not in weights:
         _without_head(settings, directory)
+    nested = raw.get(_TAPS) is None and bool(section(raw, "eagle_config", where).get(_TAPS))
     return DraftCheckpoint(
         method="peagle" if parallel else "eagle3" if third else "eagle",
         where=where,
         settings=settings,
         weights=weights,
         directory=directory,
+        tap_shift=int(nested),
     )
 
 
@@ -106,7 +109,7 @@ def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where
 def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
     """None: the usual ones; empty: the state after the final norm. Nested ids count layers from their outputs: i is the
     state that enters layer i + 1."""
-    nested, within = raw.get("eagle_config") or {}, f"{where}: eagle_config"
+    nested, within = section(raw, "eagle_config", where), f"{where}: eagle_config"
     reject_unknown_keys(within, nested, [_TAPS, _FUSES, *_USUAL])
     for key, usual in _USUAL.items():
         if flag(nested, key, within, usual) != usual:
@@ -118,8 +121,8 @@ def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
     return None if nested.get(_TAPS) is None else tuple(i + 1 for i in ids(nested, _TAPS, within, -1))
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    return " ".join(raw.get("architectures") or ()).lower()
+def _architecture(raw: Mapping[str, Any], where: str) -> str:
+    return " ".join(texts(raw, "architectures", where)).lower()
 
 
 def _rename(name: str) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
-from draftproof.checkpoints.values import flag, ids, whole
 from draftproof.drafters.block import BlockSettings
 from draftproof.drafters.dflash2 import DFlash2Settings
 from draftproof.drafters.dspark import DSparkSettings
 from draftproof.drafters.xpress import XPressSettings
 from draftproof.models.config import ModelConfig
+from draftproof.schema import flag, ids, shown, whole
 
 
 def dflash(
@@ -30,9 +30,9 @@ def dflash(
 
 
 def dspark(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> DSparkSettings:
-    kind = raw.get("markov_head_type", "vanilla")
+    kind: Any = "vanilla" if raw.get("markov_head_type") is None else raw["markov_head_type"]
     if kind not in ("vanilla", "gated", "rnn"):
-        raise ValueError(f"{where}: markov_head_type={kind!r}: must be 'vanilla', 'gated' or 'rnn'")
+        raise ValueError(f"{where}: markov_head_type={shown(kind)}: must be 'vanilla', 'gated' or 'rnn'")
     return DSparkSettings(
         block=dflash(raw, layers, where, anchor=True),
         rank=whole(raw, "markov_rank", where, 0, default=256),

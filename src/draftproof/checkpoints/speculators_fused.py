@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
-from draftproof.checkpoints.values import flag, ids, whole
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.mtp import MtpSettings
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.models.config import ModelConfig
+from draftproof.schema import flag, ids, whole
 
 _NAMES = (  # the first that fits: `mtp_layers.0.` is how four others begin
     ("mtp_layers.0.input_proj.", "fc."),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from draftproof.models.loading import Weights
+from draftproof.models.loading import Weights, index_names
 
-_SAFE = ("model.safetensors", "model.safetensors.index.json")
+_INDEX = "model.safetensors.index.json"
+_SAFE = ("model.safetensors", _INDEX)
 _PICKLE = "pytorch_model.bin"
+_CODE = re.compile(r"(?:GLOBAL|global|class) ([\w.]+)")
 
 
 def open_weights(directory: Path) -> Weights:
@@ -17,24 +23,51 @@ def open_weights(directory: Path) -> Weights:
     path = directory / _PICKLE
     if not _is_pickled(directory):
         return Weights.open(directory)
-    try:
-        return Weights.of(torch.load(path, map_location="cpu", weights_only=True), str(path))
-    except Exception as error:
-        raise ValueError(
-            f"{path}: cannot be read as plain tensors ({type(error).__name__}: {error}); convert it to safetensors"
-        ) from error
+    return Weights.of(_plain_tensors(path, "cpu"), str(path))
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """Names alone, to tell formats apart by; none where nothing can be read, which is for the reader to say."""
-    try:
-        if _is_pickled(directory):
-            path = directory / _PICKLE
-            return frozenset(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+    """Names alone, to tell formats apart by; none where no file is. ValueError for a file that cannot be read."""
+    if _is_pickled(directory):
+        return frozenset(_plain_tensors(directory / _PICKLE, "meta"))
+    if (directory / _INDEX).is_file():
+        return frozenset(index_names(directory / _INDEX))
+    if len(list(directory.glob("*.safetensors"))) == 1 or (directory / _SAFE[0]).is_file():
         return frozenset(Weights.open(directory).names())
-    except Exception:
-        return frozenset()
+    return frozenset()
 
 
 def _is_pickled(directory: Path) -> bool:
     return (directory / _PICKLE).is_file() and not any((directory / name).is_file() for name in _SAFE)
+
+
+def _plain_tensors(path: Path, device: str) -> Mapping[str, Tensor]:
+    """What torch.save wrote of a dict of tensors; on "meta" without their data."""
+    fix = "download it again, or convert it to safetensors"
+    if _is_compressed(path):  # could be any size once unpacked; torch.save compresses nothing
+        raise ValueError(f"{path}: cannot be read as plain tensors: its parts are compressed; {fix}")
+    try:
+        # a legacy file cannot be mapped; a zip is, so that names cost no reading
+        found = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # the unpickler raises whatever a broken file makes it raise
+        code = _CODE.search(str(error))
+        why = f"it holds {code[1]}, which is never run" if code else "it is damaged, or no file of torch.save"
+        raise ValueError(f"{path}: cannot be read as plain tensors: {why}; {fix}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path}: holds no dict of tensors but a {type(found).__name__}; {fix}")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{path}: entry {name!r:.80} is no tensor with a name but of type {type(tensor).__name__}; {fix}"
+            )
+    return found
+
+
+def _is_compressed(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+        return False  # torch will say what is wrong

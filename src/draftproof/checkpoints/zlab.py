@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftproof.checkpoints import values
+from draftproof import schema
 from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.block import BlockSettings
 from draftproof.drafters.build import DraftCheckpoint
@@ -16,20 +16,29 @@ from draftproof.models.loading import Weights, WeightSource
 _OWN_KEYS = ("dflash_config", "block_size", "num_target_layers", "mask_token_id")
 
 
+_NESTED_KEYS = ("mask_token_id", "target_layer_ids", "block_size")
+
+
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
     """The flat form: other formats with the same architecture describe their layers in a part of their own."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         return False
-    return "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or ())
+    where = str(directory / "config.json")
+    return "dflash_config" in raw or "DFlashDraftModel" in schema.texts(raw, "architectures", where)
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """The format counts layers from their outputs, so its id i is the state that enters layer i + 1; the last layer's
     it reads after the final norm."""
     where = str(directory / "config.json")
-    own: Mapping[str, Any] = raw.get("dflash_config") or {}
-    ids = values.ids(own, "target_layer_ids", f"{where}: dflash_config", -1)
-    block_size = values.whole({**own, **raw}, "block_size", where, 2, 64)
+    own, within = schema.section(raw, "dflash_config", where), f"{where}: dflash_config"
+    schema.check_known(own, within, _NESTED_KEYS)
+    ids = schema.ids(own, "target_layer_ids", within, -1)
+    part, sizes = (where, raw) if raw.get("block_size") is not None else (within, own)
+    block_size = schema.whole(sizes, "block_size", part, 2, 64)
+    target_layers = raw.get("num_target_layers")
+    if target_layers is not None:
+        target_layers = schema.whole(raw, "num_target_layers", where)
     layers = model_config.parse(raw, where=where, extra=_OWN_KEYS)
     return DraftCheckpoint(
         method="dflash",
@@ -47,4 +56,6 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
         weights=Weights.open(directory) if weights is None else weights,
         directory=directory,
         num_drafts=block_size - 1,
+        num_target_layers=target_layers,
+        tap_shift=1,
     )

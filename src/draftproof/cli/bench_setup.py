@@ -211,7 +211,7 @@ def find_target(engine: Mapping[str, Any]) -> tuple[EngineConfig, Path, ModelCon
     from draftproof.models.config import read_config
 
     config, directory = locate(EngineConfig.from_kwargs(**engine))
-    return config, directory, read_config(directory)
+    return config, directory, read_config(directory, overrides=config.hf_overrides)
 
 
 def make_prompts(

@@ -32,6 +32,7 @@ ENGINE_HELP = {
     "model": "Target model: a directory or a hub id. Left out: the small model that comes with draftproof.",
     "tokenizer": "Tokenizer directory or hub id, if it is not the model's.",
     "revision": "Branch, tag or commit of a hub id.",
+    "hf_overrides": "Keys that replace those of the target's config.json, as JSON; null takes one out.",
     "speculative_config": "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory.",
     "dtype": "Arithmetic of the target: auto, float32, bfloat16 or float16.",
     "load_format": "auto, or dummy: random weights, of the models' folders only config.json is read.",
@@ -183,7 +184,11 @@ class NumbersType(click.ParamType[Any]):
         return numbers
 
 
-SPECIAL: dict[str, click.ParamType[Any]] = {"speculative_config": DrafterType(), "logit_bias": JsonType()}
+SPECIAL: dict[str, click.ParamType[Any]] = {
+    "hf_overrides": JsonType(),
+    "speculative_config": DrafterType(),
+    "logit_bias": JsonType(),
+}
 
 
 def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[str, Any]:

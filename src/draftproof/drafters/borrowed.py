@@ -27,7 +27,7 @@ def caches_lent(given: DraftBuild, layers: ModelConfig, backbone_hidden_size: in
             raise ValueError(f"{where}: has layers of type {kind!r}, but the target has none; {other}")
         mine = next(layer for layer in own.layers if layer.kind == kind)
         theirs = next(layer for layer in target.gemma.layers if layer.owns_cache and layer.cache == cache)
-        for name in ("num_kv_heads", "head_dim", "rope"):
+        for name in ("num_kv_heads", "head_dim", "rope", "window"):
             wanted, found = getattr(mine, name), getattr(theirs, name)
             if wanted != found:
                 raise ValueError(f"{where}: {kind}: {name}={wanted}, but the target's is {found}; {other}")

@@ -23,7 +23,8 @@ class DraftCheckpoint:
     """A draft checkpoint in the project's own terms, whatever its files looked like.
 
     `settings` is the method's dataclass; `num_drafts` the checkpoint's own K; `target` the model it was made for, as
-    the files name it.
+    the files name it; `num_target_layers`: how many that one has, where they say; `tap_shift`: what was added to the
+    files' numbers of tapped layers, to tell of them as the files do.
     """
 
     method: str
@@ -33,6 +34,8 @@ class DraftCheckpoint:
     directory: Path
     num_drafts: int | None = None
     target: str | None = None
+    num_target_layers: int | None = None
+    tap_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

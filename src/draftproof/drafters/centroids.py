@@ -41,7 +41,7 @@ def _order(given: DraftBuild, num_centroids: int, num_chosen: int, vocab: int) -
             f"{where}: num_centroids={num_centroids}, centroid_intermediate_top_k={num_chosen}: the first must "
             f"divide vocab_size={vocab}, the second lie between 1 and the first"
         )
-    order_V = given.checkpoint.weights.get("masked_embedding.token_ordering", (vocab,)).long()
+    order_V = given.checkpoint.weights.get("masked_embedding.token_ordering", (vocab,), "ids").long()
     if not torch.equal(order_V.sort().values, torch.arange(vocab)):
         raise ValueError(
             f"{where}: masked_embedding.token_ordering must name each of {vocab} tokens once; download the files again"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from draftproof.drafters.build import DraftBuild
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights
+from draftproof.schema import read_json, section
 
 # what checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are used
 # where the head wants them
@@ -66,8 +66,8 @@ def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) ->
     assert given.checkpoint is not None
     where, target = given.checkpoint.where, given.target.config
     check_vocabulary(given, layers.vocab_size)
-    given.target.check_taps(taps)
-    shape = given.checkpoint.weights.shape("fc.weight") if taps else None
+    _check_layers(given, taps)
+    shape = given.checkpoint.weights.shape("fc.weight", 2) if taps else None
     if shape is not None and shape[1] != len(taps) * target.hidden_size:
         raise ValueError(
             f"{where}: fc.weight reads {shape[1]} features, but {len(taps)} tapped layers of the target's "
@@ -77,6 +77,25 @@ def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) ->
     own = all(name in given.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight"))
     if not (taps and own):
         check_hidden(given, layers.hidden_size)
+
+
+def _check_layers(given: DraftBuild, taps: Sequence[int]) -> None:
+    """ValueError where the head was made for a target of another number of layers, with the files' own ids."""
+    assert given.checkpoint is not None
+    where, shift = given.checkpoint.where, given.checkpoint.tap_shift
+    made_for, last = given.checkpoint.num_target_layers, given.target.config.num_layers
+    if made_for not in (None, last):
+        raise ValueError(
+            f"{where}: num_target_layers={made_for}, but the target's num_hidden_layers is {last}; this draft head "
+            "belongs to another target"
+        )
+    wrong = [i for i in taps if not 0 <= i <= last]
+    if wrong:
+        raise ValueError(
+            f"{where}: tapped layer id {wrong[0] - shift} of {[i - shift for i in taps]} is out of range: the target "
+            f"has num_layers={last}, so ids run from {-shift} to {last - shift}; this draft head belongs to another "
+            "target"
+        )
 
 
 def checked_mask_token(given: DraftBuild, mask_token: int | None) -> int:
@@ -122,7 +141,8 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    vocab = json.loads(path.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+    vocab = section(read_json(path), "model", str(path)).get("vocab")
     if isinstance(vocab, list):  # a Unigram model's: pairs of piece and score
-        return {str(pair[0]): i for i, pair in enumerate(vocab)}
+        pairs = all(isinstance(pair, list) and pair for pair in vocab)
+        return {str(pair[0]): i for i, pair in enumerate(vocab)} if pairs else None
     return vocab if isinstance(vocab, dict) else None

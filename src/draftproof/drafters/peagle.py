@@ -49,10 +49,10 @@ class PEagleHead:
 
 
 def _mask_state(given: DraftBuild, width: int) -> Tensor:
-    """[1, X]; files have one or two axes more than it needs, or none."""
+    """[1, X]; files have it with one axis, two or three."""
     assert given.checkpoint is not None
-    shape = given.checkpoint.weights.shape("mask_hidden") or (1, 1, width)
-    axes = (1,) * (min(len(shape), 3) - 1)
+    shape = given.checkpoint.weights.shape("mask_hidden", 1, 2, 3) or (1, 1, width)
+    axes = (1,) * (len(shape) - 1)
     return given.build.tensor("mask_hidden", (*axes, width)).view(1, width)
 
 

@@ -59,8 +59,8 @@ def _note_owner(given: DraftBuild, name: str) -> None:
 def _target_ids(given: DraftBuild, draft_vocab_size: int) -> Tensor:
     """int64 [D], on the CPU. ValueError where the file names ids that the target has not."""
     assert given.checkpoint is not None
-    vocab = given.target.config.vocab_size
-    ids_D = given.checkpoint.weights.get("d2t", (draft_vocab_size,)).long() + torch.arange(draft_vocab_size)
+    vocab, weights = given.target.config.vocab_size, given.checkpoint.weights
+    ids_D = weights.get("d2t", (draft_vocab_size,), "ids").long() + torch.arange(draft_vocab_size)
     if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab:
         raise ValueError(f"{given.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")
     given.notes["vocabulary"] = f"{draft_vocab_size} of the target's {vocab} ids, by d2t"

@@ -40,6 +40,7 @@ from draftproof.kernels.certify import own_dtypes
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.room import free_bytes
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, kv_shapes
 from draftproof.models.layers import Build
@@ -90,7 +91,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     config, directory = locate(config)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
-    files = Files(directory, RandomWeights(1, base.device, base.dtype), config.load_format)
+    random = RandomWeights(1, base.device, base.dtype)
+    files = Files(directory, random, config.load_format, config.hf_overrides)
     plans = draft_plans(speculative, files) if speculative else []
     num_drafts = max((plan.num_drafts for plan in plans), default=0)
     dummy = config.load_format == "dummy"
@@ -131,7 +133,8 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     if not detect.is_draft_head(directory):
         return config, directory
     given = vllm_names.named(config.speculative_config or SpeculativeConfig())
-    head = detect.read(directory, Files(directory, RandomWeights(), config.load_format).weights(given))
+    weights = Files(directory, RandomWeights(), config.load_format).weights(given)
+    head = detect.read(directory, weights, given.hf_overrides)
     target = detect.target_of(head)
     if target is None:
         raise ValueError(
@@ -153,10 +156,12 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
 
 
 def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
-    model = read_config(directory)
+    model = read_config(directory, overrides=config.hf_overrides)
     device = memory.pick_device(config.device)
     backends.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
     dtype = memory.pick_dtype(config.dtype, model.dtype, device)
+    max_model_len = _max_model_len(config, model)
+    memory.check_tables(config, max_model_len, _rotary_sizes(model), device)
     library = native.load(progress) if config.native and device.type == "cpu" else None
     where = Where(device=device, dtype=dtype, block_size=config.block_size)
     ops, backend = operators.select(config, model, where, library, progress)
@@ -178,8 +183,14 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
         ),
         graphs=new_graphs(),
         new_graphs=new_graphs,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len,
     )
+
+
+def _rotary_sizes(model: ModelConfig) -> int:
+    """Sizes of a head that rotate, over all tables of the model."""
+    ropes = {layer.rope for layer in model.gemma.layers} if model.gemma else {model.rope}
+    return sum(rope.rotary_dim for rope in ropes)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -276,9 +287,9 @@ def _engine(
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
     engine = Engine(_parts(base, target, drafting, num_blocks))
     if base.device.type == "cuda":
-        show, free = progress or (lambda what, done, total: None), memory.free_bytes(base.device)
+        show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         engine.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
-        return engine, max(0, free - memory.free_bytes(base.device))
+        return engine, max(0, free - free_bytes(base.device))
     return engine, 0
 
 

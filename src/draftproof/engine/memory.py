@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from draftproof.cache.pool import KVShape
 from draftproof.config import EngineConfig
+from draftproof.kernels.room import free_bytes
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
@@ -133,6 +132,18 @@ def num_blocks(
     return min(wanted, affordable)
 
 
+def check_tables(config: EngineConfig, max_model_len: int, rotary_sizes: int, device: torch.device) -> None:
+    """ValueError where the tables that have a place for each position do not fit: tokens and blocks of every slot, and
+    `rotary_sizes` cosines and sines."""
+    per_position = 4 * (rotary_sizes + (config.max_num_seqs + 1) * (1 + 1 / config.block_size))
+    needed, free = max_model_len * per_position, free_bytes(device)
+    if needed > free:
+        raise ValueError(
+            f"max_model_len={max_model_len}: tables of all positions would take {needed / 2**30:.2f} GiB, but "
+            f"{free / 2**30:.2f} GiB are free; lower max_model_len or max_num_seqs"
+        )
+
+
 def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
     if device.type != "cuda":
         return int(free * CACHE_SHARE)
@@ -163,14 +174,3 @@ def peak_bytes(rehearse: Callable[[], None]) -> int:
     peak = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     return 2 * peak
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

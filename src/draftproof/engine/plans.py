@@ -14,7 +14,7 @@ from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.loading import WeightSource, resolve
 
-_OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting")
+_OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting", "hf_overrides")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,13 @@ class DraftPlan:
 @dataclass(frozen=True, slots=True)
 class Files:
     """What draft checkpoints are read from. `target`: the target's folder; `random`: weights given to draft checkpoints
-    in place of their files where `load_format` is "dummy": their own, or else this one, the engine's."""
+    in place of their files where `load_format` is "dummy": their own, or else this one, the engine's; `overrides`: keys
+    that replace those of the target's config.json."""
 
     target: Path
     random: WeightSource
     load_format: Literal["auto", "dummy"] = "auto"
+    overrides: Mapping[str, Any] | None = None
 
     def weights(self, settings: SpeculativeConfig) -> WeightSource | None:
         """None: those of the checkpoint's files."""
@@ -65,7 +67,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
     if method and method.may_be_native and _is_target(settings, files.target):
-        checkpoint = native.read(files.target, files.weights(settings))
+        checkpoint = native.read(files.target, files.weights(settings), files.overrides)
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
         raise ValueError(
@@ -73,7 +75,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
             if settings.method
             else "speculative_config: give 'method' (such as 'ngram') or 'model' (a draft checkpoint)"
         )
-    checkpoint = detect.read(_folder(settings), files.weights(settings))
+    checkpoint = detect.read(_folder(settings), files.weights(settings), settings.hf_overrides)
     if not vllm_names.accepts(settings.method, checkpoint.method):
         raise ValueError(
             f"speculative_config: method={settings.method!r}, but {checkpoint.where} is a checkpoint for "

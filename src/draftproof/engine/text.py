@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from draftproof.schema import read_json, section, shown
 from draftproof.types import FinishReason, SamplingParams
 
 BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
@@ -129,15 +129,7 @@ class Tokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
-    return parsed
+    return read_json(path) if path.is_file() else {}
 
 
 def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
@@ -156,10 +148,12 @@ def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
     if type(backend.model).__name__ != "BPE" or "ByteLevel" not in repr(backend.decoder):
         return None
     named = [config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
-    extra = config.get("extra_special_tokens", [])
+    where, extra = str(directory / "tokenizer_config.json"), config.get("extra_special_tokens") or []
+    if not isinstance(extra, (dict, list)):
+        raise ValueError(f"{where}: extra_special_tokens={shown(extra)}: must be a list of tokens")
     named += extra.values() if isinstance(extra, dict) else extra
-    named += config.get("added_tokens_decoder", {}).values()
-    contents = {str(t["content"] if isinstance(t, dict) else t) for t in named if t is not None}
+    named += section(config, "added_tokens_decoder", where).values()
+    contents = {str(t.get("content") if isinstance(t, dict) else t) for t in named if t is not None}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     return backend if contents <= known else None
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftproof import schema
 from draftproof.models.moe_config import MoEConfig, parse_gemma_moe
 from draftproof.models.rope import RopeConfig, parse_rope
 
@@ -51,6 +52,32 @@ use_bidirectional_attention cache_implementation global_head_dim num_global_key_
 attention_k_eq_v num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
 vocab_size_per_layer_input enable_moe_block num_experts top_k_experts moe_intermediate_size"""
 _OWN_KEYS = frozenset(_OWN.split())
+# What is checked before anything is made of it: least values, what a number must exceed, flags.
+_COUNTS: Mapping[str, int] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 1,
+    "vocab_size": 1,
+    "intermediate_size": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_global_key_value_heads": 1,
+    "head_dim": 1,
+    "global_head_dim": 1,
+    "max_position_embeddings": 1,
+    "sliding_window": 1,
+    "sliding_window_pattern": 1,
+    "_sliding_window_pattern": 1,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
+_NUMBERS: Mapping[str, float | None] = {
+    "query_pre_attn_scalar": 0,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "rope_local_base_freq": 0,
+}
+_FLAGS = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
 # A nested config's keys that hold for its text model too.
 _OUTER_KEYS = (
     "eos_token_id",
@@ -109,8 +136,10 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
     supported, by name. The shared head size, number of kv heads and rotary embedding are those of sliding layers."""
     if "text_config" in raw:
         outer = {key: raw[key] for key in _OUTER_KEYS if raw.get(key) is not None}
-        raw = {"model_type": f"gemma{generation}_text", **raw["text_config"], **outer}
+        inner = schema.section(raw, "text_config", where)
+        raw = {"model_type": f"gemma{generation}_text", **inner, **outer}
     raw = {**_DEFAULTS[generation], **{k: v for k, v in raw.items() if v is not None}}
+    _check(raw, where)
     _refuse(raw, generation, where)
     kinds = _kinds(raw, generation, where)
     plain = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
@@ -123,12 +152,26 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
         norm_offset=1.0 if generation == 3 else 0.0,
         embed_scale=raw["hidden_size"] ** 0.5,
         attention_scale=scale,
-        final_cap=float(raw.get("final_logit_softcapping") or 0.0),
+        final_cap=float(raw.get("final_logit_softcapping", 0)),
         values_normed=generation == 4,
         layer_scalars=generation == 4,
         per_layer_size=raw.get("hidden_size_per_layer_input", 0),
         moe=parse_gemma_moe(raw, where) if generation == 4 else None,
     )
+
+
+def _check(raw: Mapping[str, Any], where: str) -> None:
+    """ValueError for a value of the wrong type or out of range; those that `config.parse` reads it checks again."""
+    for key in _COUNTS:
+        if key in raw:
+            schema.whole(raw, key, where, low=_COUNTS[key])
+    for key in _NUMBERS:
+        if key in raw:
+            schema.number(raw, key, where, above=_NUMBERS[key])
+    for key in _FLAGS:
+        schema.flag(raw, key, where)
+    for key in ("rope_parameters", "rope_scaling", "per_layer_config"):
+        schema.section(raw, key, where)
 
 
 def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
@@ -147,6 +190,7 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
             both not in (None, False, "vision"),
             "tokens must not see later ones",
         ),
+        ("enable_moe_block", generation == 3 and raw.get("enable_moe_block"), "has no experts"),
         (
             "vocab_size_per_layer_input",
             raw.get("hidden_size_per_layer_input") and own != vocab,
@@ -154,23 +198,30 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
         ),
     ):
         if wrong:
-            raise ValueError(f"{where}: {key}={raw.get(key)!r}: {fix} (Gemma {generation})")
+            raise ValueError(f"{where}: {key}={schema.shown(raw.get(key))}: {fix} (Gemma {generation})")
 
 
 def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[Kind, ...]:
     """Of the layers: as listed, or each so many'th sees everything; in Gemma 4 the last one always does."""
     num_layers = raw["num_hidden_layers"]
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    given = raw.get("layer_types") or [
-        "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)
-    ]
-    if len(given) != num_layers or set(given) - set(KINDS):
-        raise ValueError(
-            f"{where}: layer_types={given!r}: must be a list of num_hidden_layers={num_layers} entries, each "
-            "'full_attention' or 'sliding_attention'"
-        )
+    given = raw.get("layer_types")
+    if given is None:
+        given = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    check_layer_types(given, num_layers, where)
     last = ["full_attention"] if generation == 4 else list(given[-1:])
     return (*given[:-1], *last)
+
+
+def check_layer_types(types: object, num_layers: int, where: str) -> None:
+    """ValueError where `layer_types` is no list of a known kind for each layer."""
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in KINDS for kind in types):
+        other = next((kind for kind in types if kind not in KINDS), None) if isinstance(types, list) else None
+        hint = "" if other is None else f"; {schema.shown(other)} is not supported"
+        raise ValueError(
+            f"{where}: layer_types={schema.shown(types)}: must be a list of num_hidden_layers={num_layers} entries, "
+            f"each 'full_attention' or 'sliding_attention'{hint}"
+        )
 
 
 def _layer(
@@ -178,9 +229,9 @@ def _layer(
 ) -> GemmaLayerConfig:
     kind, num_layers = kinds[index], len(kinds)
     head_dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
-    k_is_v = kind == "full_attention" and bool(raw.get("attention_k_eq_v"))
+    k_is_v = kind == "full_attention" and schema.flag(raw, "attention_k_eq_v", where)
     if generation == 4 and kind == "full_attention":
-        own = (raw.get("per_layer_config") or {}).get(str(index))
+        own = _own_sizes(raw, index, where)
         if own is None:
             own = {"head_dim": raw["global_head_dim"]} if "per_layer_config" not in raw else {}
             own |= (
@@ -209,6 +260,17 @@ def _layer(
     )
 
 
+def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> Mapping[str, int] | None:
+    """What `per_layer_config` says of a layer; None where it says nothing."""
+    sizes, here = schema.section(raw, "per_layer_config", where), f"{where}: per_layer_config"
+    if sizes.get(str(index)) is None:
+        return None
+    own = schema.section(sizes, str(index), here)
+    known = ("head_dim", "num_key_value_heads")
+    schema.check_known(own, f"{here}: {index}", known)
+    return {key: schema.whole(own, key, f"{here}: {index}") for key in known if own.get(key) is not None}
+
+
 def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int:
     """A layer past the first `num_own` reads the cache of the last of those of its kind."""
     if index < num_own:
@@ -226,13 +288,9 @@ def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int
 
 def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) -> dict[str, Any]:
     """The rotary settings of one kind of layer, as a flat dict."""
-    given = raw.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or any(
-        not isinstance(v, (Mapping, type(None))) for v in given.values()
-    ):
-        raise ValueError(
-            f"{where}: rope_parameters={given!r}: must hold a dict for each of {', '.join(KINDS)}"
-        )
+    given = schema.section(raw, "rope_parameters", where)
+    for key in given:
+        schema.section(given, key, f"{where}: rope_parameters")
     found = {**_ROPE[generation][kind], **(given.get(kind) or {})}
     if (
         generation == 3 and not given
@@ -240,8 +298,9 @@ def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) ->
         key = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         found["rope_theta"] = raw.get(key, found["rope_theta"])
         if kind == "full_attention":
-            found |= {k: v for k, v in (raw.get("rope_scaling") or {}).items() if k != "type"}
-            found["rope_type"] = (raw.get("rope_scaling") or {}).get("type", found["rope_type"])
+            scaling = schema.section(raw, "rope_scaling", where)
+            found |= {k: v for k, v in scaling.items() if k != "type"}
+            found["rope_type"] = scaling.get("type", found["rope_type"])
     return found
 
 
@@ -249,17 +308,15 @@ def _rope(given: Mapping[str, Any], head_dim: int, max_positions: int, where: st
     """Type "proportional": the leading part of the pairs rotates, at the frequencies that it has in a whole head."""
     if given.get("rope_type") != "proportional":
         return parse_rope({"rope_parameters": given}, head_dim, max_positions, where)
-    known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
-    share, unknown = given.get("partial_rotary_factor", 1.0), sorted(set(given) - known)
-    if unknown or not 0 <= share <= 1:
-        raise ValueError(
-            f"{where}: rotary embedding {dict(given)!r}: partial_rotary_factor must be from 0 to 1, and no keys but "
-            f"{', '.join(sorted(known))} are known"
-        )
+    here = f"{where}: rotary embedding"
+    schema.check_known(given, here, ("rope_type", "rope_theta", "partial_rotary_factor", "factor"))
+    share = schema.number(given, "partial_rotary_factor", here, default=1.0)
+    if share > 1:
+        raise ValueError(f"{here}: partial_rotary_factor={share:g}: must be a number from 0 to 1")
     return RopeConfig(
-        theta=float(given["rope_theta"]),
+        theta=schema.number(given, "rope_theta", here, low=1),
         rotary_dim=head_dim,
         type="proportional",
-        factor=float(given.get("factor", 1.0)),
+        factor=schema.number(given, "factor", here, above=0, default=1.0),
         num_turning=int(share * head_dim // 2),
     )

@@ -9,13 +9,13 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftproof.models.config import read_json, token_ids
+from draftproof.schema import number, read_json, section, shown, token_ids, whole
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
@@ -30,17 +30,27 @@ _ROOTS = ("model.", "model.language_model.", "language_model.model.")  # text mo
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
+Kind = Literal["numbers", "ids"]
+# What a tensor of a kind may be stored as: others (int8, float8, complex, bool) mean something else than their numbers.
+_DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
+    "numbers": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "ids": (torch.int64, torch.int32),
+}
+
+
 class WeightSource(Protocol):
     """Where layers get their tensors."""
 
     def __contains__(self, name: object) -> bool: ...
 
-    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """The tensor `name`, on the CPU and as stored; ValueError where it is missing or not of `shape`."""
+    def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
+        """The tensor `name`, on the CPU and as stored; ValueError where it is missing, not of `shape`, or not stored
+        as a `kind` is."""
         ...
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The stored shape of `name`, None where any would do; ValueError where it is missing."""
+    def shape(self, name: str, *num_dims: int) -> tuple[int, ...] | None:
+        """The stored shape of `name`, None where any would do; ValueError where it is missing or has none of the
+        numbers of dimensions `num_dims`."""
         ...
 
 
@@ -96,12 +106,20 @@ def root_of(weights: WeightSource) -> str:
 class Weights:
     """The tensors of one checkpoint, read when asked for; it remembers which were."""
 
-    __slots__ = ("_asked", "_names", "_read", "where")
+    __slots__ = ("_asked", "_names", "_read", "stored", "where")
 
-    def __init__(self, where: str, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self,
+        where: str,
+        names: Iterable[str],
+        read: Callable[[str], Tensor],
+        stored: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """stored: what the files call a tensor, for errors."""
         self.where = where
         self._names = frozenset(names)
         self._read = read
+        self.stored = stored
         self._asked: set[str] = set()
 
     @classmethod
@@ -118,7 +136,12 @@ class Weights:
     def renamed(self, rename: Callable[[str], str]) -> Weights:
         """The same tensors under the names that `rename` gives them."""
         names = {rename(name): name for name in self._names}
-        return Weights(self.where, names, lambda name: self._read(names[name]))
+        return Weights(
+            self.where,
+            names,
+            lambda name: self._read(names[name]),
+            lambda name: self.stored(names.get(name, name)),
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -126,22 +149,46 @@ class Weights:
     def names(self) -> list[str]:
         return sorted(self._names)
 
-    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """A tensor that is there, as stored and unchecked."""
+        return self._read(name)
+
+    def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
         """See `WeightSource`."""
+        stored = self.stored(name)
         if name not in self._names:
-            raise ValueError(f"{self.where}: tensor {name!r} is missing{self._nearby(name)}")
+            raise ValueError(f"{self.where}: tensor {stored!r} is missing{self._nearby(stored)}")
         tensor = self._read(name)
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            form = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            form = "without data" if tensor.device.type == "meta" else form
+            raise ValueError(
+                f"{self.where}: tensor {stored!r} is stored {form}: must be a plain dense tensor; convert the file"
+            )
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
-                f"{self.where}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{self.where}: tensor {stored!r} has shape {list(tensor.shape)}, but config.json asks for "
                 f"{list(shape)}; the two files are not of the same model"
             )
+        if tensor.dtype not in _DTYPES[kind]:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[kind])
+            raise ValueError(
+                f"{self.where}: tensor {stored!r} is stored as {str(tensor.dtype).removeprefix('torch.')}: must be one "
+                f"of {allowed}; quantised checkpoints are not supported here, take the unquantised one"
+            )
         self._asked.add(name)
-        return tensor
+        return tensor.detach()
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str, *num_dims: int) -> tuple[int, ...]:
         """See `WeightSource`."""
-        return tuple(self.get(name).shape)
+        found = tuple(self.get(name).shape)
+        if len(found) not in num_dims:
+            allowed = " or ".join(map(str, num_dims))
+            raise ValueError(
+                f"{self.where}: tensor {self.stored(name)!r} has shape {list(found)}: must have {allowed} dimensions; "
+                "the files are not of this model"
+            )
+        return found
 
     def _nearby(self, name: str) -> str:
         tail = ".".join(name.split(".")[-2:])
@@ -163,13 +210,31 @@ class Weights:
         lost = [name for name in left if own(name)]
         if lost:
             raise ValueError(
-                f"{self.where}: {len(lost)} tensors have no place in this model, such as {', '.join(lost[:3])}; "
+                f"{self.where}: {len(lost)} tensors have no place in this model, such as "
+                f"{', '.join(map(self.stored, lost[:3]))}; "
                 "results would be wrong without them: check that config.json belongs to these files"
             )
         if left:
             logging.getLogger(__name__).warning(
-                "%s: %d tensors are not used, such as %s", self.where, len(left), ", ".join(left[:3])
+                "%s: %d tensors are not used, such as %s",
+                self.where,
+                len(left),
+                ", ".join(map(self.stored, left[:3])),
             )
+
+
+def index_names(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, as an index says; ValueError where it says none, or names files elsewhere."""
+    weight_map = section(read_json(index), "weight_map", str(index))
+    if not weight_map:
+        raise ValueError(f"{index}: has no 'weight_map'; download the model again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{index}: weight_map: {shown(name)}={shown(file)}: must be the name of a file beside it; download the "
+                "model again"
+            )
+    return dict(weight_map)
 
 
 class _Files:
@@ -190,13 +255,17 @@ class _Files:
         file = self._file_of[name]
         try:
             return self._handle(file).get_tensor(name)
-        except SafetensorError as error:
+        except (
+            SafetensorError,
+            KeyError,
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # a dtype torch lacks
             raise self._broken(file, error) from error
 
     def _from_index(self, index: Path) -> dict[str, str]:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index}: has no 'weight_map'; download the model again")
+        weight_map = index_names(index)
         for file in sorted(set(weight_map.values())):
             if not (self.directory / file).is_file():
                 raise ValueError(f"{index}: names {file}, which is not there; download the model again")
@@ -260,7 +329,7 @@ class RandomWeights:
     def __contains__(self, name: object) -> bool:
         return True
 
-    def get(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
+    def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
         """In the dtype and on the device given at the start, unlike files; `shape` is needed.
 
         The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU. An order of ids is theirs.
@@ -279,7 +348,7 @@ class RandomWeights:
         gain = next((gain * shape[0] ** -0.5 for part, gain in _BRANCHES.items() if part in name), 1.0)
         return noise.mul_(gain * shape[-1] ** -0.5)
 
-    def shape(self, name: str) -> None:
+    def shape(self, name: str, num_dims: int) -> None:
         """See `WeightSource`."""
         return
 
@@ -301,20 +370,16 @@ def read_generation_config(directory: Path) -> GenerationDefaults:
     path = directory / "generation_config.json"
     if not path.is_file():
         return GenerationDefaults()
-    raw = read_json(path)
+    raw, where = read_json(path), str(path)
 
-    def number(key: str) -> float | None:
-        value = raw.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ValueError(f"{path}: {key}={value!r}: must be a number; correct or remove it")
-        return None if value is None else float(value)
+    def given(key: str) -> float | None:
+        return None if raw.get(key) is None else number(raw, key, where)
 
-    top_k = number("top_k")
     return GenerationDefaults(
         eos_token_ids=token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id"),
-        temperature=number("temperature"),
-        top_p=number("top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        top_k=None if raw.get("top_k") is None else whole(raw, "top_k", where, -1),
+        min_p=given("min_p"),
+        repetition_penalty=given("repetition_penalty"),
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.kernels.certify import Shape
 from draftproof.models.rope import score_factor
+from draftproof.schema import flag, shown, whole
 
 if TYPE_CHECKING:
     from draftproof.models.config import ModelConfig
@@ -49,27 +50,21 @@ class MlaConfig:
 
 def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
     """ValueError for a size that is missing or makes no sense."""
-
-    def size(key: str) -> int:
-        value = raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where}: {key}={value!r}: must be a whole number of at least 1")
-        return value
-
-    nope, rope = size("qk_nope_head_dim"), size("qk_rope_head_dim")
+    nope, rope = whole(raw, "qk_nope_head_dim", where), whole(raw, "qk_rope_head_dim", where)
     if rope % 2:
         raise ValueError(f"{where}: qk_rope_head_dim={rope}: must be even, rotary embedding turns pairs")
     if raw.get("qk_head_dim") not in (None, nope + rope):
         raise ValueError(
-            f"{where}: qk_head_dim={raw['qk_head_dim']!r}: must be qk_nope_head_dim + qk_rope_head_dim = {nope + rope}"
+            f"{where}: qk_head_dim={shown(raw['qk_head_dim'])}: must be qk_nope_head_dim + qk_rope_head_dim = "
+            f"{nope + rope}"
         )
     return MlaConfig(
-        q_rank=None if raw.get("q_lora_rank") is None else size("q_lora_rank"),
-        kv_rank=size("kv_lora_rank"),
+        q_rank=None if raw.get("q_lora_rank") is None else whole(raw, "q_lora_rank", where),
+        kv_rank=whole(raw, "kv_lora_rank", where),
         nope_dim=nope,
         rope_dim=rope,
-        v_dim=size("v_head_dim"),
-        interleaved=bool(raw.get("rope_interleave", True)),
+        v_dim=whole(raw, "v_head_dim", where),
+        interleaved=flag(raw, "rope_interleave", where, True),
         scale=(nope + rope) ** -0.5 * score_factor(raw, where),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftproof.kernels.experts import Routing
+from draftproof.schema import flag, number, shown, whole
 
 # How a row chooses its experts:
 #   softmax         the likeliest ones
@@ -77,16 +78,20 @@ class MoEConfig:
 def parse_moe(raw: Mapping[str, Any], family: MoEFamily, num_layers: int, where: str) -> MoEConfig:
     """The experts of a config. Raises ValueError for a missing or impossible value, with key and fix."""
     count_key = next((key for key in family.count if raw.get(key) is not None), family.count[0])
-    num_experts = _whole(raw, count_key, where)
-    top_k = _whole(raw, "num_experts_per_tok", where)
+    num_experts = whole(raw, count_key, where)
+    top_k = whole(raw, "num_experts_per_tok", where)
     if top_k > num_experts:
         raise ValueError(f"{where}: num_experts_per_tok={top_k}: must be at most {count_key}={num_experts}")
     normalized = family.normalized
     if isinstance(normalized, str):
-        normalized = _flag(raw, normalized, where)
+        if raw.get(normalized) is None:
+            raise ValueError(
+                f"{where}: {normalized} is missing: it decides how experts are weighted; add true or false"
+            )
+        normalized = flag(raw, normalized, where)
     sigmoid = family.scoring == "biased_sigmoid"
     groups, top_groups = _groups(raw, num_experts, top_k, where) if sigmoid else (1, 1)
-    width = _whole(raw, family.width, where)
+    width = whole(raw, family.width, where)
     return MoEConfig(
         num_experts=num_experts,
         width=width,
@@ -94,13 +99,15 @@ def parse_moe(raw: Mapping[str, Any], family: MoEFamily, num_layers: int, where:
             top_k=top_k,
             sigmoid=sigmoid,
             normalize=normalized,
-            scale=_scale(raw, where) if sigmoid else 1.0,
+            scale=number(raw, "routed_scaling_factor", where, above=0) if sigmoid else 1.0,
             groups=groups,
             top_groups=top_groups,
         ),
         biased=sigmoid,
-        shared_width=width * _whole(raw, "n_shared_experts", where, least=0) if sigmoid else 0,
-        dense_layers=_first_dense(raw, where) if sigmoid else _listed_dense(raw, num_layers, where),
+        shared_width=width * whole(raw, "n_shared_experts", where, low=0) if sigmoid else 0,
+        dense_layers=_first_dense(raw, num_layers, where)
+        if sigmoid
+        else _listed_dense(raw, num_layers, where),
         blocks=family.blocks,
         parts=family.parts,
     )
@@ -108,17 +115,17 @@ def parse_moe(raw: Mapping[str, Any], family: MoEFamily, num_layers: int, where:
 
 def parse_gemma_moe(raw: Mapping[str, Any], where: str) -> MoEConfig | None:
     """Gemma 4's experts, beside the MLP of every layer; None where it has none. Raises as `parse_moe` does."""
-    if raw.get("enable_moe_block") is None or not _flag(raw, "enable_moe_block", where):
+    if not flag(raw, "enable_moe_block", where):
         return None
-    num_experts, top_k = _whole(raw, "num_experts", where), _whole(raw, "top_k_experts", where)
+    num_experts, top_k = whole(raw, "num_experts", where), whole(raw, "top_k_experts", where)
     if top_k > num_experts:
         raise ValueError(f"{where}: top_k_experts={top_k}: must be at most num_experts={num_experts}")
     return MoEConfig(
         num_experts=num_experts,
-        width=_whole(raw, "moe_intermediate_size", where),
+        width=whole(raw, "moe_intermediate_size", where),
         routing=Routing(top_k=top_k),
         biased=False,
-        shared_width=_whole(raw, "intermediate_size", where),
+        shared_width=whole(raw, "intermediate_size", where),
         dense_layers=frozenset(),
         blocks=(),
         parts=("gate_proj", "up_proj", "down_proj"),
@@ -128,8 +135,8 @@ def parse_gemma_moe(raw: Mapping[str, Any], where: str) -> MoEConfig | None:
 def _groups(raw: Mapping[str, Any], num_experts: int, top_k: int, where: str) -> tuple[int, int]:
     for key, only in _SIGMOID_ONLY.items():
         if raw.get(key, only) not in (None, only):
-            raise ValueError(f"{where}: {key}={raw[key]!r}: not supported, only {only!r}")
-    groups, top_groups = _whole(raw, "n_group", where), _whole(raw, "topk_group", where)
+            raise ValueError(f"{where}: {key}={shown(raw[key])}: not supported, only {only!r}")
+    groups, top_groups = whole(raw, "n_group", where), whole(raw, "topk_group", where)
     size = num_experts // groups
     if num_experts % groups or (groups > 1 and size < 2):
         raise ValueError(
@@ -145,37 +152,14 @@ def _groups(raw: Mapping[str, Any], num_experts: int, top_k: int, where: str) ->
     return groups, top_groups
 
 
-def _first_dense(raw: Mapping[str, Any], where: str) -> frozenset[int]:
-    return frozenset(range(_whole(raw, "first_k_dense_replace", where, least=0)))
+def _first_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
+    return frozenset(range(min(whole(raw, "first_k_dense_replace", where, low=0), num_layers)))
 
 
 def _listed_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
     """`mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
-    listed = raw.get("mlp_only_layers") or []
+    listed = [] if raw.get("mlp_only_layers") is None else raw["mlp_only_layers"]
     if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-        raise ValueError(f"{where}: mlp_only_layers={listed!r}: must be a list of layer numbers")
-    step = _whole(raw, "decoder_sparse_step", where) if raw.get("decoder_sparse_step") is not None else 1
+        raise ValueError(f"{where}: mlp_only_layers={shown(listed)}: must be a list of layer numbers")
+    step = whole(raw, "decoder_sparse_step", where) if raw.get("decoder_sparse_step") is not None else 1
     return frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step)
-
-
-def _scale(raw: Mapping[str, Any], where: str) -> float:
-    value = raw.get("routed_scaling_factor")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{where}: routed_scaling_factor={value!r}: must be a number greater than 0")
-    return float(value)
-
-
-def _whole(raw: Mapping[str, Any], key: str, where: str, least: int = 1) -> int:
-    value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{where}: {key}={value!r}: must be a whole number of at least {least}")
-    return value
-
-
-def _flag(raw: Mapping[str, Any], key: str, where: str) -> bool:
-    value = raw.get(key)
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"{where}: {key}={value!r}: must be true or false; it decides how experts are weighted"
-        )
-    return value

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.kernels.room import free_bytes
+from draftproof.schema import flag, number, section, shown, unknown_key, whole
+
 _EVERY_TYPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -35,7 +38,7 @@ _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
     ),
 }
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-MOST_TABLE_BYTES = 32 << 30
+TABLE_PIECE = 1 << 14  # positions that are computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,88 +78,84 @@ def parse_rope(
     given = dict(_flat(raw, where))
     kind = str(given.get("rope_type") or given.get("type") or "default")
     _check_type(kind, where)
+    here = f"{where}: rotary embedding"
+    known = _EVERY_TYPE | _KEYS_OF_TYPE[kind]
     for key, value in given.items():
-        if key not in _EVERY_TYPE | _KEYS_OF_TYPE[kind] and value is not None:
-            raise ValueError(
-                f"{where}: unknown key {key!r}={value!r} in the rotary embedding of type {kind!r}: "
-                f"it may change the arithmetic; known: {', '.join(sorted(_EVERY_TYPE | _KEYS_OF_TYPE[kind]))}"
-            )
-    rotary_dim = _rotary_dim(
-        given.get("partial_rotary_factor", raw.get("partial_rotary_factor")), head_dim, where, default_rotary
-    )
-    theta = _number(given, "rope_theta", raw.get("rope_theta", default_theta), where)
+        if key not in known and value is not None:
+            raise unknown_key(key, value, f"{here} of type {kind!r}", known)
+    share = number(raw, "partial_rotary_factor", where, default=default_rotary or 1.0)
+    share = number(given, "partial_rotary_factor", where, default=share)
+    rotary_dim = _rotary_dim(share, head_dim, where, whole_heads=default_rotary is None)
+    theta = number(raw, "rope_theta", where, low=1, default=default_theta)
+    theta = number(given, "rope_theta", where, low=1, default=theta)
     if kind == "default":
         return RopeConfig(theta=theta, rotary_dim=rotary_dim)
     if kind == "linear":
-        return RopeConfig(
-            theta=theta, rotary_dim=rotary_dim, type=kind, factor=_number(given, "factor", None, where)
-        )
-    original = int(_number(given, "original_max_position_embeddings", max_positions, where))
+        factor = number(given, "factor", here, above=0)
+        return RopeConfig(theta=theta, rotary_dim=rotary_dim, type=kind, factor=factor)
+    original = whole(given, "original_max_position_embeddings", here, default=max_positions)
     if kind == "llama3":
+        low = number(given, "low_freq_factor", here, above=0)
         return RopeConfig(
             theta=theta,
             rotary_dim=rotary_dim,
             type=kind,
-            factor=_number(given, "factor", None, where),
-            low_freq_factor=_number(given, "low_freq_factor", None, where),
-            high_freq_factor=_number(given, "high_freq_factor", None, where),
+            factor=number(given, "factor", here, above=0),
+            low_freq_factor=low,
+            high_freq_factor=number(given, "high_freq_factor", here, above=low),
             original_max_positions=original,
         )
-    return _parse_yarn(given, theta, rotary_dim, original, max_positions, where)
+    return _parse_yarn(given, theta, rotary_dim, original, max_positions, here)
 
 
-def _rotary_dim(partial: Any, head_dim: int, where: str, default: float | None) -> int:
-    if default is None:
-        if partial not in (None, 1, 1.0):
-            raise ValueError(
-                f"{where}: partial_rotary_factor={partial!r}: this family rotates whole heads; remove "
-                "the key or set 1.0"
-            )
-        return head_dim
-    partial = default if partial is None else partial
-    is_number = isinstance(partial, (int, float)) and not isinstance(partial, bool) and 0 < partial <= 1
-    size = int(head_dim * partial) if is_number else 0
-    if size == 0 or size % 2:
+def _rotary_dim(share: float, head_dim: int, where: str, *, whole_heads: bool) -> int:
+    if whole_heads and share != 1:
         raise ValueError(
-            f"{where}: partial_rotary_factor={partial!r}: must be a number up to 1 that leaves an even part of "
+            f"{where}: partial_rotary_factor={share:g}: this family rotates whole heads; remove the key or set 1.0"
+        )
+    size = int(head_dim * share)
+    if share > 1 or size == 0 or size % 2:
+        raise ValueError(
+            f"{where}: partial_rotary_factor={share:g}: must be a number up to 1 that leaves an even part of "
             f"head_dim={head_dim}"
         )
     return size
 
 
 def _parse_yarn(
-    given: Mapping[str, Any], theta: float, rotary_dim: int, original: int, max_positions: int, where: str
+    given: Mapping[str, Any], theta: float, rotary_dim: int, original: int, max_positions: int, here: str
 ) -> RopeConfig:
+    if theta == 1:
+        raise ValueError(f"{here}: rope_theta={theta:g}: must be greater than 1 with rope_type='yarn'")
     # without a factor it is told by both lengths, where there are two
-    factor = _number(given, "factor", max_positions / original if max_positions > original else None, where)
-    attention = given.get("attention_factor")
-    if attention is None:
-        mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
-        if mscale and mscale_all:
-            attention = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
-        else:
-            attention = _yarn_scale(factor, 1.0)
+    stretch = max_positions / original if max_positions > original else None
+    factor = number(given, "factor", here, above=0, default=stretch)
+    mscale = number(given, "mscale", here, default=0)
+    mscale_all = number(given, "mscale_all_dim", here, default=0)
+    attention = _yarn_scale(factor, 1.0)
+    if mscale and mscale_all:
+        attention = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
     return RopeConfig(
         theta=theta,
         rotary_dim=rotary_dim,
         type="yarn",
         factor=factor,
         original_max_positions=original,
-        attention_factor=float(attention),
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
+        attention_factor=number(given, "attention_factor", here, above=0, default=attention),
+        beta_fast=number(given, "beta_fast", here, above=0, default=32),
+        beta_slow=number(given, "beta_slow", here, above=0, default=1),
+        truncate=flag(given, "truncate", here, True),
     )
 
 
 def score_factor(raw: Mapping[str, Any], where: str) -> float:
     """What a stretched rotary embedding (`mscale_all_dim`) multiplies attention scores by in DeepSeek's models."""
-    given = _flat(raw, where)
+    given, here = _flat(raw, where), f"{where}: rotary embedding"
     stretched = str(given.get("rope_type") or given.get("type") or "default") != "default"
-    mscale_all = given.get("mscale_all_dim")
+    mscale_all = number(given, "mscale_all_dim", here, default=0)
     if not stretched or not mscale_all:
         return 1.0
-    return _yarn_scale(_number(given, "factor", None, where), mscale_all) ** 2
+    return _yarn_scale(number(given, "factor", here, above=0), mscale_all) ** 2
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
@@ -165,17 +164,14 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 def _flat(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The rotary settings as one dict; a dict per layer type is taken where all its entries agree."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{where}: rope_parameters={given!r}: must be a dict such as {{'rope_theta': 10000.0}}"
-        )
+    given = section(raw, "rope_scaling", where) or section(raw, "rope_parameters", where)
     if not any(isinstance(value, Mapping) for value in given.values()):
         return given
     layers = [value for value in given.values() if value is not None]
     if not all(isinstance(value, Mapping) and value == layers[0] for value in layers):
         raise ValueError(
-            f"{where}: rope_parameters={dict(given)!r}: rotary settings that differ between layers are not supported"
+            f"{where}: rope_parameters={shown(dict(given))}: rotary settings that differ between layers are not "
+            "supported"
         )
     return layers[0]
 
@@ -188,15 +184,7 @@ def _check_type(kind: str, where: str) -> None:
             "the scaling and keep to the original context length"
         )
     if kind not in _KEYS_OF_TYPE:
-        raise ValueError(f"{where}: rope_type={kind!r}: must be one of {', '.join(_KEYS_OF_TYPE)}")
-
-
-def _number(given: Mapping[str, Any], key: str, default: Any, where: str) -> float:
-    value = given.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{where}: {key}={value!r} in the rotary embedding: must be a number greater than 0")
-    return float(value)
+        raise ValueError(f"{where}: rope_type={shown(kind)}: must be one of {', '.join(_KEYS_OF_TYPE)}")
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -255,13 +243,18 @@ def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> Tensor
     A row does not depend on `length`: a longer table extends a shorter one bit for bit. The angle is rounded to fp32
     as in training; its cosine is taken by numpy in fp64, because torch's depends on where a thread's slice ends.
     """
-    needed = 8 * length * rope.rotary_dim
-    if needed > MOST_TABLE_BYTES:
+    needed, free = 4 * length * rope.rotary_dim, free_bytes(device)
+    if needed > free:
         raise ValueError(
             f"rotary embedding: a table of {length} positions and {rope.rotary_dim} sizes of a head would take "
-            f"{needed / 2**30:.0f} GiB; lower max_model_len, or mend max_position_embeddings or head_dim in config.json"
+            f"{needed / 2**30:.0f} GiB, but {free / 2**30:.2f} GiB are free; lower max_model_len, or mend "
+            "max_position_embeddings or head_dim in config.json"
         )
-    positions_P = torch.arange(length, dtype=torch.float32)
-    angles_PF = (positions_P[:, None] * inverse_frequencies(rope)[None, :]).double().numpy()
-    table = np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=1).astype(np.float32)
-    return (torch.from_numpy(table) * rope.attention_factor).to(device)
+    frequencies_F = inverse_frequencies(rope)[None, :]
+    table = np.empty((length, rope.rotary_dim), dtype=np.float32)
+    for start in range(0, length, TABLE_PIECE):
+        piece = table[start : start + TABLE_PIECE]
+        positions_P = torch.arange(start, start + len(piece), dtype=torch.float32)
+        angles_PF = (positions_P[:, None] * frequencies_F).double().numpy()
+        np.concatenate((np.cos(angles_PF), np.sin(angles_PF)), axis=1, out=piece, casting="same_kind")
+    return torch.from_numpy(table).mul_(rope.attention_factor).to(device)

@@ -1,0 +1,16 @@
+"""Broken files, a sample of those that `python -m tests.fuzz_files` makes."""
+
+from __future__ import annotations
+
+from tests import fuzz_files
+
+NUM_CASES = 100
+
+
+def test_a_broken_file_is_one_line_or_changes_nothing() -> None:
+    found = fuzz_files.run(range(NUM_CASES), seed=0)
+    assert len(found) == NUM_CASES
+    bad = [case for case in found if case[2] not in fuzz_files.GOOD]
+    assert not bad, "\n".join(map(str, bad))
+    verdicts = {(kind, verdict) for _, kind, verdict, _ in found}
+    assert {(kind, "error") for kind in fuzz_files.KINDS} <= verdicts, verdicts
