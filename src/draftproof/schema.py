@@ -28,6 +28,7 @@ LARGEST: Mapping[str, int] = {
     "vocab_size_per_layer_input": 1 << 24,
     "hidden_size": 1 << 20,
     "backbone_hidden_size": 1 << 20,
+    "target_hidden_size": 1 << 20,
     "hidden_size_per_layer_input": 1 << 20,
     "intermediate_size": 1 << 22,
     "moe_intermediate_size": 1 << 22,

@@ -31,6 +31,8 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
         )
     settings, own_keys = _SETTINGS[kind]
     model_config.check_keys(raw, where, _KEYS | own_keys)
+    if raw.get("target_hidden_size") is not None:
+        schema.whole(raw, "target_hidden_size", where)
     envelope = schema.section(raw, "speculators_config", where)
     within = f"{where}: speculators_config"
     verifier = schema.section(envelope, "verifier", within)

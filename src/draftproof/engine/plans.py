@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from draftproof.config import ENGINE_WIDE, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.models.loading import WeightSource, resolve
+from draftproof.schema import shown
 
 _OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting", "hf_overrides")
 
@@ -67,6 +68,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
     if method and method.may_be_native and _is_target(settings, files.target):
+        _refuse_given(settings, ("hf_overrides",), "is in the target's files, whose hf_overrides hold")
         checkpoint = native.read(files.target, files.weights(settings), files.overrides)
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
@@ -168,11 +170,15 @@ def _refuse_model(settings: SpeculativeConfig) -> None:
 
 
 def _refuse_settings_of_checkpoints(settings: SpeculativeConfig) -> None:
-    for key in _OF_CHECKPOINTS:
+    _refuse_given(settings, _OF_CHECKPOINTS, "has no checkpoint")
+
+
+def _refuse_given(settings: SpeculativeConfig, keys: Sequence[str], why: str) -> None:
+    """ValueError for the first of `keys` that has a value; `why`: the method cannot use it."""
+    for key in keys:
         value = getattr(settings, key)
-        if value is not None and value is not False:
+        if value not in (None, False, {}):
             instead = ", or give it to those of its drafters that have" if settings.drafters else ""
             raise ValueError(
-                f"speculative_config: {key}={value!r}: method={settings.method!r} has no checkpoint; leave it "
-                f"out{instead}"
+                f"speculative_config: {key}={shown(value)}: method={settings.method!r} {why}; leave it out{instead}"
             )

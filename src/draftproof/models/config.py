@@ -235,6 +235,8 @@ def _family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
     """The keys of a draft head's config beside those of its layers: known, bookkeeping, or refused by name."""
+    _dtype(raw, where)
+    flag(raw, "tie_word_embeddings", where)
     for key, value in raw.items():
         if key in _HARMLESS_KEYS or key in known or value is None:
             continue
@@ -281,6 +283,9 @@ def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int, w
 
 def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str) -> tuple[int, ...]:
     """Each layer's window, 0 = none; what the keys mean is the family's business (`families.Windows`)."""
+    for key in ("sliding_window", "max_window_layers"):  # in force or not
+        if raw.get(key) is not None:
+            whole(raw, key, where, 0)
     size = raw.get("sliding_window", family.default_window)
     if family.windows == "never":
         return (0,) * num_layers

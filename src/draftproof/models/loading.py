@@ -30,10 +30,13 @@ _ROOTS = ("model.", "model.language_model.", "language_model.model.")  # text mo
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-Kind = Literal["numbers", "ids"]
+# "finite": numbers among which NaN or infinity would make outputs wrong that look right, as in a choice of experts.
+Kind = Literal["numbers", "finite", "ids"]
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # What a tensor of a kind may be stored as: others (int8, float8, complex, bool) mean something else than their numbers.
 _DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
-    "numbers": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "numbers": _NUMBERS,
+    "finite": _NUMBERS,
     "ids": (torch.int64, torch.int32),
 }
 
@@ -175,6 +178,10 @@ class Weights:
             raise ValueError(
                 f"{self.where}: tensor {stored!r} is stored as {str(tensor.dtype).removeprefix('torch.')}: must be one "
                 f"of {allowed}; quantised checkpoints are not supported here, take the unquantised one"
+            )
+        if kind == "finite" and not tensor.isfinite().all():
+            raise ValueError(
+                f"{self.where}: tensor {stored!r} holds NaN or infinity; download the files again"
             )
         self._asked.add(name)
         return tensor.detach()

@@ -51,11 +51,7 @@ class MoE:
         self._bias_E = None
         if config.biased:  # never rounded: it decides which of two close experts is chosen
             name = f"{block}.gate.e_score_correction_bias"
-            bias_E = build.weights.get(name, (config.num_experts,))
-            if (
-                not bias_E.isfinite().all()
-            ):  # a choice of experts hides it: outputs would be finite, and wrong
-                raise ValueError(f"tensor {name!r} holds NaN or infinity; download the files again")
+            bias_E = build.weights.get(name, (config.num_experts,), "finite")
             self._bias_E = bias_E.to(build.device, torch.float32, copy=True)
         gate, up, down = config.parts
         tensors = ExpertWeights(build, f"{block}.experts", config.num_experts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.room import free_bytes
-from draftproof.schema import flag, number, section, shown, unknown_key, whole
+from draftproof.schema import flag, number, section, shown, text, unknown_key, whole
 
 _EVERY_TYPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -76,9 +76,9 @@ def parse_rope(
     Raises ValueError for types whose frequencies depend on the length of the text, unknown types and unknown keys.
     """
     given = dict(_flat(raw, where))
-    kind = str(given.get("rope_type") or given.get("type") or "default")
-    _check_type(kind, where)
     here = f"{where}: rotary embedding"
+    kind = _type(given, here)
+    _check_type(kind, where)
     known = _EVERY_TYPE | _KEYS_OF_TYPE[kind]
     for key, value in given.items():
         if key not in known and value is not None:
@@ -151,7 +151,7 @@ def _parse_yarn(
 def score_factor(raw: Mapping[str, Any], where: str) -> float:
     """What a stretched rotary embedding (`mscale_all_dim`) multiplies attention scores by in DeepSeek's models."""
     given, here = _flat(raw, where), f"{where}: rotary embedding"
-    stretched = str(given.get("rope_type") or given.get("type") or "default") != "default"
+    stretched = _type(given, here) != "default"
     mscale_all = number(given, "mscale_all_dim", here, default=0)
     if not stretched or not mscale_all:
         return 1.0
@@ -174,6 +174,11 @@ def _flat(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             "supported"
         )
     return layers[0]
+
+
+def _type(given: Mapping[str, Any], here: str) -> str:
+    kind = text(given, "type" if given.get("rope_type") is None else "rope_type", here)
+    return "default" if kind is None else kind
 
 
 def _check_type(kind: str, where: str) -> None:
