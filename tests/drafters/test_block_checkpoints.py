@@ -121,13 +121,13 @@ LAYERS = "transformer_layer_config"
         ),
         ("dflash", {"block_size": 1}, "block_size=1: must be an integer from 2 to 64"),
         ("dflash", {"block_size": 2}, "num_speculative_tokens=2, but the draft head's block_size=2 allows 1"),
-        ("zlab_dflash_a", {"block_size": None}, "block_size=None: must be an integer from 2 to 64"),
+        ("zlab_dflash_a", {"block_size": None}, "block_size is missing: add it, an integer from 2 to 64"),
         (
             "zlab_dflash_a",
             {"dflash_config": {"target_layer_ids": [0, 2, 5]}},
             "5 means the state after the final",
         ),
-        ("zlab_dflash_a", {"dflash_config": {"target_layer_ids": [0, 2, 6]}}, "id 7 of .*num_layers=6"),
+        ("zlab_dflash_a", {"dflash_config": {"target_layer_ids": [0, 2, 6]}}, "id 6 of .*num_layers=6"),
         (
             "zlab_dflash_a",
             {"dflash_config": {"target_layer_ids": []}},

@@ -81,7 +81,7 @@ def test_random_weights_stand_in_for_the_files() -> None:
         (MIMO, "model.mtp_layers.", {}, "num_nextn_predict_layers=1, but the files hold 0"),
         (TWO, "", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0, so the model has no"),
         (MIMO, "", {"num_nextn_predict_layers": None}, "num_nextn_predict_layers=None, so the model has no"),
-        (MIMO, "model.mtp_layers.0.input_proj", {}, "'modules.0.fc.weight' is missing"),
+        (MIMO, "model.mtp_layers.0.input_proj", {}, "'model.mtp_layers.0.input_proj.weight' is missing"),
     ],
 )
 def test_modules_that_are_not_there_are_refused_with_both_numbers(
@@ -108,7 +108,7 @@ def test_a_tensor_of_a_module_that_has_no_place_is_refused(tmp_path: Path) -> No
     tensors["model.mtp_layers.0.self_attn.o_proj.bias"] = tensors["model.norm.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"1 tensors have no place.*modules.0.layers.0.self_attn.o_proj.bias"
+        ValueError, match=r"1 tensors have no place.*model.mtp_layers.0.self_attn.o_proj.bias"
     ):
         engine(folder)
 
