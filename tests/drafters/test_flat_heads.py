@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof import LLM
 from draftproof.checkpoints import detect
 from draftproof.drafters.tapped import TappedSettings
-from draftproof.models.config import read_json
+from draftproof.schema import read_json
 from tests.drafters.derived import flat_from_speculators
 from tests.drafters.heads import ORACLE, Pair, close
 from tests.drafters.test_checkpoints import copied
@@ -65,6 +65,21 @@ def test_a_flat_p_eagle_drafts_what_the_other_format_drafts(tmp_path: Path, form
         )
         drafts.append([llm.draft([3, 7, 11, token], 5) for token in range(20, 30)])
     assert drafts[0] == drafts[1] and len({tuple(d) for d in drafts[0]}) > 3
+
+
+def test_a_flat_p_eagle_is_what_eagle3_with_parallel_drafting_asks_for(tmp_path: Path) -> None:
+    """vLLM's way to name it; a head of the same form without masks drafts one token after another."""
+    asked = {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 5}
+    target, head = str(ORACLE / "target_llama"), str(flat(tmp_path / "head", "EAGLE-3's name"))
+    llm, plain = (
+        LLM(target, dtype="float32", max_model_len=64, speculative_config=given)
+        for given in ({**asked, "model": head}, {"model": head, "num_speculative_tokens": 5})
+    )
+    drafts = llm.draft([3, 7, 11, 20], 5)
+    assert len(drafts) == 5 and drafts == plain.draft([3, 7, 11, 20], 5)
+    serial = {**asked, "model": str(ORACLE / "safeailab_eagle3_a")}
+    with pytest.raises(ValueError, match="method='eagle3' drafts one token after another"):
+        LLM(str(ORACLE / "target_eagle_a"), speculative_config=serial)
 
 
 def test_a_flat_p_eagle_says_what_its_residual_is(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof import LLM
 from draftproof.checkpoints.tensors import open_weights
 from draftproof.drafters.head import HeadDrafter
-from draftproof.models.config import read_json
+from draftproof.schema import read_json
 from tests.drafters.derived import speculators_from_original
 from tests.drafters.heads import ORACLE, Pair
 

@@ -93,7 +93,9 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
             raise ValueError(f"{within}: {key}={shown(weights[key])}: not supported, only {only!r}")
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     if strategy not in _STRATEGIES:
-        raise ValueError(f"{within}: strategy={shown(strategy)}: not supported, only {', '.join(_STRATEGIES)}")
+        raise ValueError(
+            f"{within}: strategy={shown(strategy)}: not supported, only {', '.join(_STRATEGIES)}"
+        )
     if strategy != "block":
         return None
     if (
@@ -107,10 +109,8 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
 
 def _spread(scale: Tensor, weight: Tensor, scheme: Scheme) -> Tensor:
     """fp32, of a shape that multiplies the weight. ValueError for what cannot be its scales."""
-    if weight.ndim != 2 or not scale.dtype.is_floating_point:
-        raise ValueError(
-            f"is of {scale.dtype} for a weight of shape {list(weight.shape)}: must be floats for a matrix"
-        )
+    if weight.ndim != 2:
+        raise ValueError(f"is for a weight of shape {list(weight.shape)}: must be for a matrix")
     scale = scale.float()
     if not (scale.isfinite() & (scale >= 0)).all():
         raise ValueError("holds a number that is no scale: each must be finite, 0 or greater")
@@ -124,8 +124,8 @@ def _spread(scale: Tensor, weight: Tensor, scheme: Scheme) -> Tensor:
         high, wide = scheme.block
         blocks = (-(-num_rows // high), -(-num_columns // wide))
         if tuple(scale.shape) == blocks:
-            spread = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
-            return spread[:num_rows, :num_columns]
+            tall = scale.repeat_interleave(min(high, num_rows), 0)[:num_rows]
+            return tall.repeat_interleave(min(wide, num_columns), 1)[:, :num_columns]
         allowed += f" or {list(blocks)}"
     raise ValueError(
         f"has shape {list(scale.shape)}: must have {allowed} for a weight of {list(weight.shape)}"

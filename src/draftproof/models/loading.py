@@ -355,7 +355,7 @@ class RandomWeights:
         gain = next((gain * shape[0] ** -0.5 for part, gain in _BRANCHES.items() if part in name), 1.0)
         return noise.mul_(gain * shape[-1] ** -0.5)
 
-    def shape(self, name: str, num_dims: int) -> None:
+    def shape(self, name: str, *num_dims: int) -> None:
         """See `WeightSource`."""
         return
 
