@@ -105,9 +105,9 @@ def test_what_released_files_leave_out() -> None:
     ("changes", "message"),
     [
         ({"enable_moe_block": "yes"}, r"enable_moe_block='yes': must be true or false"),
-        ({"enable_moe_block": True}, r"num_experts=None: must be a whole number"),
+        ({"enable_moe_block": True}, r"num_experts is missing: add it"),
         ({**EXPERTS, "top_k_experts": 9}, r"top_k_experts=9: must be at most num_experts=8"),
-        ({**EXPERTS, "moe_intermediate_size": 0}, r"moe_intermediate_size=0: must be a whole number"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, r"moe_intermediate_size=0: must be an integer from 1"),
         ({"use_bidirectional_attention": "all"}, r"use_bidirectional_attention='all'"),
         ({"hidden_activation": "silu"}, r"hidden_activation='silu': only 'gelu_pytorch_tanh'"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
@@ -128,6 +128,11 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(changes: dict[str, 
     parse(RAW4)
     with pytest.raises(ValueError, match=message):
         parse({**RAW4, **changes})
+
+
+def test_gemma_3_has_no_experts() -> None:
+    with pytest.raises(ValueError, match=r"enable_moe_block=True: has no experts \(Gemma 3\)"):
+        parse({**RAW3, **EXPERTS})
 
 
 def test_a_model_that_borrows_every_key_is_no_target() -> None:

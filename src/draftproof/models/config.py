@@ -268,17 +268,21 @@ def _switch(raw: Mapping[str, Any], switch: bool | str, where: str) -> bool:
 
 def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
     if family.mla:  # what rotates
-        return whole(raw, "qk_rope_head_dim", where)
+        return _even(raw, "qk_rope_head_dim", where)
     default = family.default_head_dim if "head_dim" not in raw else None
     if raw.get("head_dim") is None and default is None and hidden % heads:
         raise ValueError(
             f"{where}: hidden_size={hidden} is no multiple of num_attention_heads={heads}, and head_dim is missing: "
             "add it"
         )
-    head_dim = whole(raw, "head_dim", where, default=default or hidden // heads)
-    if head_dim % 2:
-        raise ValueError(f"{where}: head_dim={head_dim}: must be even, rotary embedding turns pairs")
-    return head_dim
+    return _even(raw, "head_dim", where, default or hidden // heads)
+
+
+def _even(raw: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    size = whole(raw, key, where, default=default)
+    if size % 2:
+        raise ValueError(f"{where}: {key}={size}: must be even, rotary embedding turns pairs")
+    return size
 
 
 def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str) -> tuple[int, ...]:

@@ -51,8 +51,6 @@ class MlaConfig:
 def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
     """ValueError for a size that is missing or makes no sense."""
     nope, rope = whole(raw, "qk_nope_head_dim", where), whole(raw, "qk_rope_head_dim", where)
-    if rope % 2:
-        raise ValueError(f"{where}: qk_rope_head_dim={rope}: must be even, rotary embedding turns pairs")
     if raw.get("qk_head_dim") not in (None, nope + rope):
         raise ValueError(
             f"{where}: qk_head_dim={shown(raw['qk_head_dim'])}: must be qk_nope_head_dim + qk_rope_head_dim = "
