@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, SamplingParams
+from tests.drafters.derived import compressed_fp8, flat_from_speculators
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 PAIRS = {  # head -> target; a head in its target's folder is a native one
@@ -50,6 +51,9 @@ PAIRS = {  # head -> target; a head in its target's folder is a native one
     "mtp_glm4_moe_a": "mtp_glm4_moe_a",
     "mtp_mimo_a": "mtp_mimo_a",
     "target_llama": "target_llama",  # a language model as its own drafter
+    "eagle3_fp8": "target_llama",  # these three are made of others: `make`
+    "peagle_flat": "target_llama",
+    "peagle_flat_fp8": "target_llama",
 }
 MOST_SECONDS, MOST_BYTES = 5.0, 1 << 30
 PROMPT = {"prompt_token_ids": [34, 54, 92, 36, 56, 5, 76]}
@@ -187,7 +191,7 @@ def break_pickle(rng: random.Random, folder: Path, marker: Path) -> str:
     loose: list[Any] = [
         Harmful(marker), {name: Harmful(marker)}, {**tensors, "x": Harmful(marker)}, [1, 2], 7, None, {},
         {**tensors, name: 1}, {**tensors, name: "x"}, {**tensors, 5: tensor}, {"state_dict": tensors},
-        {**tensors, name: tensor.to_sparse()}, {**tensors, name: tensor.to("meta")},
+        {**tensors, name: tensor.float().to_sparse()}, {**tensors, name: tensor.to("meta")},
         {**tensors, name: torch.nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())},
         {**tensors, name: tensor.flatten()[:1].expand(10**9)}, {**tensors, name: None}, set(tensors),
     ]  # fmt: skip
@@ -255,18 +259,30 @@ def current_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_case(seed: int, number: int, expected: dict[str, list[int]], work: Path) -> tuple[str, str, str]:
+def make(folder: Path) -> None:
+    """Heads that are not among the recorded ones."""
+    compressed_fp8(ORACLE / "eagle3", folder / "eagle3_fp8", "block")
+    flat_from_speculators(ORACLE / "peagle", folder / "peagle_flat", {"pard_token": 255})
+    compressed_fp8(folder / "peagle_flat", folder / "peagle_flat_fp8", "channel")
+
+
+def run_case(
+    seed: int, number: int, expected: dict[str, list[int]], made: Path, work: Path
+) -> tuple[str, str, str]:
     """(kind, verdict, what was broken and what came of it); verdict "error" and "same" are good."""
     rng = random.Random(f"{seed} {number}")
     kind = list(KINDS)[number % len(KINDS)]
-    flat = [head for head in PAIRS if head.startswith("safeailab")]  # the format that may come as a pickle
+    # the format that may come as a pickle
+    flat = [head for head in PAIRS if head.startswith(("safeailab", "peagle_flat"))]
     head_name = rng.choice(flat * 40 + list(PAIRS) if kind == "pickle" else list(PAIRS))
     target_name = PAIRS[head_name]
     native = head_name == target_name and head_name.startswith("mtp_")
     shutil.rmtree(work, ignore_errors=True)
     target, head = work / "target", work / ("target" if native else "head")
     for source, folder in {target: target_name, head: head_name}.items():
-        shutil.copytree(ORACLE / folder, source, ignore=shutil.ignore_patterns("oracle_io*"))
+        recorded = ORACLE / folder
+        original = recorded if recorded.is_dir() else made / folder
+        shutil.copytree(original, source, ignore=shutil.ignore_patterns("oracle_io*"))
     if head_name == "safeailab_eagle3_a" and kind == "pickle":
         (head / "model.safetensors").unlink()
     marker = work / "ran"
@@ -303,10 +319,14 @@ def work_on(numbers: Sequence[int], seed: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
+        make(work / "made")
         expected = {name: decode(engine(ORACLE / name, None))[0] for name in set(PAIRS.values())}
         for number in numbers:
             print(json.dumps([number]), flush=True)
-            print(json.dumps([number, *run_case(seed, number, expected, work / "pair")]), flush=True)
+            print(
+                json.dumps([number, *run_case(seed, number, expected, work / "made", work / "pair")]),
+                flush=True,
+            )
 
 
 def run(numbers: Sequence[int], seed: int) -> list[tuple[int, str, str, str]]:

@@ -16,7 +16,7 @@ from draftproof import LLM
 from draftproof.checkpoints import compressed, detect
 from draftproof.models.loading import Weights
 from draftproof.schema import read_json
-from tests.drafters.derived import compressed_fp8
+from tests.drafters.derived import compressed_fp8, flat_from_speculators
 from tests.drafters.heads import ORACLE, Pair
 
 HEADS = {
@@ -149,6 +149,19 @@ def test_scales_that_do_not_fit_are_refused_by_name(
     change(head, tensors)
     with pytest.raises(ValueError, match=message):
         Pair(str(head), "target_llama", ORACLE / "eagle3")
+
+
+def test_a_part_that_is_repeated_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
+    """A pickle of a few bytes may stand for a matrix of any size."""
+    flat = flat_from_speculators(ORACLE / "peagle", tmp_path / "flat", {"pard_token": 255})
+    head = compressed_fp8(flat, tmp_path / "fp8", "channel")
+    tensors = load_file(head / "model.safetensors")
+    rows, columns = tensors["fc.weight"].shape
+    tensors["fc.weight"] = tensors["fc.weight"][:1].clone().expand(rows, columns)
+    (head / "model.safetensors").unlink()
+    torch.save(tensors, head / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"tensor 'fc\.weight' is stored as a repeated part"):
+        Pair(str(head), "target_llama", ORACLE / "peagle")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.models.loading import Weights
+from draftproof.models.loading import Weights, check_dense
 from draftproof.schema import shown
 
 _KEY = "quantization_config"
@@ -50,6 +50,7 @@ def dequantized(stored: Weights, scheme: Scheme) -> Weights:
         tensor = stored.read(name)
         if tensor.dtype != _FP8:
             return tensor
+        check_dense(tensor, f"{stored.where}: tensor {stored.stored(name)!r}")
         scale = plain.get(f"{name}_scale")
         try:
             return tensor.float() * _spread(scale, tensor, scheme)

@@ -106,6 +106,21 @@ def root_of(weights: WeightSource) -> str:
     return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
 
 
+def check_dense(tensor: Tensor, what: str) -> None:
+    """ValueError, beginning with `what`, for a tensor that is not all there: sparse, quantised, or a part repeated."""
+    form = None
+    if tensor.device.type != "cpu":
+        form = "without data"
+    elif tensor.is_quantized:
+        form = "quantised"
+    elif tensor.layout != torch.strided:
+        form = str(tensor.layout).removeprefix("torch.")
+    elif tensor.untyped_storage().nbytes() < tensor.nbytes:
+        form = "as a repeated part"
+    if form is not None:
+        raise ValueError(f"{what} is stored {form}: must be a plain dense tensor; convert the file")
+
+
 class Weights:
     """The tensors of one checkpoint, read when asked for; it remembers which were."""
 
@@ -162,12 +177,7 @@ class Weights:
         if name not in self._names:
             raise ValueError(f"{self.where}: tensor {stored!r} is missing{self._nearby(stored)}")
         tensor = self._read(name)
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            form = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            form = "without data" if tensor.device.type == "meta" else form
-            raise ValueError(
-                f"{self.where}: tensor {stored!r} is stored {form}: must be a plain dense tensor; convert the file"
-            )
+        check_dense(tensor, f"{self.where}: tensor {stored!r}")
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
                 f"{self.where}: tensor {stored!r} has shape {list(tensor.shape)}, but config.json asks for "
