@@ -10,15 +10,12 @@ from draftproof import LLM, SamplingParams, assets
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN: dict[str, dict[str, Any]] = {g["head"]: g for g in json.loads((DATA / "golden.json").read_text())}
-SUPPORTED = [
-    *("tiny-eagle3", "tiny-mtp", "tiny-dflash", "tiny-peagle", "tiny-dspark", "tiny-dflash2"),
-    *("small-eagle3", "small-mtp", "small-dflash"),
-]
+SUPPORTED = list(GOLDEN)
 
 
 def find(name: str, extra: Path | None) -> Path | None:
     """The folder of a model or head: in the package, the tests' data or `extra`; None where none has it."""
-    places = [assets.path(assets.TARGET).parent, DATA, *([extra] if extra else [])]
+    places = [assets.path(assets.TARGET).parent, DATA, DATA / "heads", *([extra] if extra else [])]
     return next((root / name for root in places if (root / name).is_dir()), None)
 
 

@@ -5,7 +5,7 @@ Shapes: T target rows, N draft rows, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect, native
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
@@ -23,6 +24,7 @@ from draftproof.drafters.modules import ModulesDrafter
 from draftproof.kernels import ops
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.native import Library
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import Build
@@ -33,7 +35,7 @@ ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 
 
 class Pair:
-    """A target and a head for it, fp32, torch operators."""
+    """A target and a head for it; `library` None: torch operators."""
 
     head: DraftHead
 
@@ -46,14 +48,21 @@ class Pair:
         options: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.float32,
         fp8: bool = False,
+        library: Library | None = None,
+        double: Callable[[Path], Weights] | None = None,
     ) -> None:
         """`reference`: the folder of inputs and outputs, where it is not the head's own. A head in the folder of its
-        target is a native one. `dtype`, `fp8`: the head's."""
+        target is a native one. `dtype`, `fp8`: the head's. `double`: reads a folder's weights, for a pair in fp64, made
+        and run inside `Double`."""
         directory = ORACLE / target
-        planner = LinearPlanner(CPU, exact=True, max_rows=256, library=None)
-        weights = Weights.open(directory)
-        self.target = Decoder.load(weights, read_config(directory), ops.TORCH, planner, CPU, torch.float32)
-        checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder)
+        planner = LinearPlanner(CPU, exact=True, max_rows=256, library=library)
+        self.ops, self.library = ops.select(CPU, library), library
+        self.dtype = torch.float64 if double else torch.float32
+        dtype = torch.float64 if double else dtype
+        weights = double(directory) if double else Weights.open(directory)
+        self.target = Decoder.load(weights, read_config(directory), self.ops, planner, CPU, self.dtype)
+        own = double(ORACLE / folder) if double else None
+        checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder, own)
         given = DraftBuild(
             config=EngineConfig(),
             own=SpeculativeConfig(),
@@ -63,7 +72,7 @@ class Pair:
             target=self.target,
             target_weights=weights,
             target_directory=directory,
-            build=Build(checkpoint.weights, ops.TORCH, planner, CPU, dtype, exact=False, fp8=fp8),
+            build=Build(checkpoint.weights, self.ops, planner, CPU, dtype, exact=False, fp8=fp8),
             max_model_len=256,
             max_positions=256,
         )
@@ -85,7 +94,11 @@ class Pair:
         return out.taps
 
     def memory(self, num_slots: int = 1) -> Paged:
-        return Paged(self.drafter.spec.kv, num_slots=num_slots)
+        return self.paged(self.drafter.spec.kv, num_slots=num_slots)
+
+    def paged(self, kv: Sequence[KVShape], **settings: Any) -> Paged:
+        """A cache for the operators and the dtype of the pair."""
+        return Paged(kv, dtype=self.dtype, library=self.library, **settings)
 
     def run(
         self, paged: Paged, tokens: list[int], features: Tensor | None, positions: list[int], slots: list[int]
@@ -95,7 +108,7 @@ class Pair:
         return self.head(torch.tensor(tokens), features, attn)
 
     def bind(self, paged: Paged) -> None:
-        self.drafter.bind(DraftMemory(ops=ops.TORCH, backend=paged.backend, cache=paged.cache, graphs=EAGER))
+        self.drafter.bind(DraftMemory(ops=self.ops, backend=paged.backend, cache=paged.cache, graphs=EAGER))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+from tests.exact import Double, Exact, jittered, settle
 
 _SIZES = {
     "vocab_size": 199,
@@ -277,3 +280,31 @@ def states(model: Any, tokens: list[int]) -> tuple[Tensor, list[Tensor], Tensor]
         hook.remove()
     entering = [h[0] for h in out.hidden_states[:-1]]
     return out.logits[0], [*entering, seen[0]], out.hidden_states[-1][0]
+
+
+@dataclass(frozen=True)
+class States:
+    """What `states` gives, in fp64."""
+
+    logits: Exact
+    streams: list[Exact]
+    final: Exact
+
+
+@torch.no_grad()
+def exact(model: Any, tokens: list[int]) -> States:
+    """`model` in fp64: its weights are fp32 numbers, everything that it computes from them is not."""
+
+    def run(seed: int | None) -> list[Tensor]:
+        double = copy.deepcopy(model).double()
+        double.set_experts_implementation("eager")  # the others have no fp64
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in double.parameters():
+                parameter.copy_(jittered(parameter, generator))
+        with Double():
+            logits, streams, final = states(double, tokens)
+        return [logits, final, *streams]
+
+    logits, final, *streams = settle(run)
+    return States(logits, streams, final)
