@@ -1,4 +1,4 @@
-# make demo | test | lint | format | bench | structure | clean;  GPU=1: CUDA build of torch
+# make demo | test | test-processors | lint | format | bench | structure | clean;  GPU=1: CUDA build of torch
 # Needs Linux and Python 3.11 or newer; everything is installed into .venv from PyPI.
 
 SHELL := /bin/bash
@@ -12,16 +12,20 @@ EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
 PYTEST_ARGS ?= -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev demo test lint format bench clean
+.PHONY: help venv dev demo test test-processors lint format bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 demo: $(RUN_STAMP) ## install, then decode the embedded model plainly and speculatively, and compare
 	@$(BIN)/draftproof demo $(DEMO_ARGS)
 
 test: $(DEV_STAMP) lint ## install, lint, run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python tools/processors.py --quick --pytest-args='$(PYTEST_ARGS)'
+
+test-processors: $(DEV_STAMP) ## equality, conformance and kernel tests as on other processors, in one table
+	$(BIN)/python tools/processors.py --pytest-args='$(PYTEST_ARGS)' $(PROCESSORS_ARGS)
 
 lint: $(DEV_STAMP) ## format, lint, types, import direction, length of functions
 	$(BIN)/ruff format --check .

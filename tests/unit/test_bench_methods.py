@@ -49,8 +49,9 @@ def test_answers_are_the_same_though_drafts_were_accepted(results: tuple[dict[st
     for row in found["methods"][4:]:
         assert row["num_accepted"] > 0 and row["num_faults"] == 0
         assert row["tau"] == pytest.approx(1 + sum(row["accepted_per_position"]))
-    scores = {(row["num_right"], row["num_asked"]) for row in found["methods"]}
-    assert len(scores) == 1 and scores.pop()[1] == 1
+    for row in found["methods"]:
+        assert row["num_same"] == row["num_outputs"] and row["num_asked"] == 1
+    assert "| same answers |" in page and page.count(" 2 of 2 |") == 7
 
 
 def test_a_step_is_divided_into_its_parts(results: tuple[dict[str, Any], str]) -> None:
@@ -61,7 +62,7 @@ def test_a_step_is_divided_into_its_parts(results: tuple[dict[str, Any], str]) -
     assert rows["draft"]["draft_ms"] > 2 * rows["ngram"]["draft_ms"]
 
 
-def test_an_answer_that_differs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_differs_is_reported() -> None:
     def make(method: Method) -> LLM:
         """Beside a drafter another target: that its answers differ does not hang on any rounding."""
         if method.config is None:
@@ -72,8 +73,34 @@ def test_an_answer_that_differs_is_reported(capsys: pytest.CaptureFixture[str]) 
     params = SamplingParams(temperature=1, max_tokens=48, ignore_eos=True)
     comparison = Comparison(make, [Method("ngram", {"method": "ngram"})], [question], params)
     comparison.run()
-    assert [row["identical"] for row in comparison.records()] == [True, False]
-    assert methods_report.identity(comparison.records()).startswith("identical: NO (ngram)")
+    rows = comparison.records()
+    assert [row["identical"] for row in rows] == [True, False]
+    assert [row["num_same"] for row in rows] == [1, 0]
+    assert methods_report.identity(rows).startswith("identical: NO (ngram)")
+    assert methods_report.table(rows)[-1].endswith("| 0 of 1 |")
+
+
+def test_right_answers_are_those_of_the_reference() -> None:
+    """Two of four questions have for a reference what the target says, two a number that is one higher."""
+    llm = LLM(max_num_seqs=1)
+    digits = [llm.tokenizer.encode(str(digit))[-1] for digit in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=digits, ignore_eos=True)
+    prompts = [[*llm.tokenizer.encode("total = "), digit] for digit in digits[:4]]
+    said = [int(o.outputs[0].text) for o in llm.generate(prompts, params, use_tqdm=False)]
+    references = [str(said[0]), str(said[1]), str(said[2] + 1), str(said[3] + 1)]
+    pairs = zip(prompts, references, strict=True)
+    questions = [Question(id=r, token_ids=p, reference=r) for p, r in pairs]
+
+    def make(method: Method) -> LLM:
+        return LLM(max_num_seqs=1, **({"speculative_config": dict(method.config)} if method.config else {}))
+
+    comparison = Comparison(make, [Method("ngram", {"method": "ngram"})], questions, params)
+    comparison.run()
+    rows = comparison.records()
+    assert [(row["num_right"], row["num_asked"]) for row in rows] == [(2, 4), (2, 4)]
+    assert " right |" in methods_report.table(rows)[0]
+    poor = [row | {"num_right": 0} for row in rows]
+    assert " right |" not in methods_report.table(poor)[0], "a score that cannot fall says nothing"
 
 
 def test_found_checkpoints_that_do_not_fit_are_left_out_with_the_reason(

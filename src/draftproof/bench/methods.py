@@ -238,6 +238,7 @@ class Comparison:
             "num_right": sum(scores),
             "num_asked": len(scores),
             "identical": not run.differences,
+            "num_same": run.tally.requests - len(run.differences),
             "num_outputs": run.tally.requests,
             "num_tokens": run.tally.tokens,
             "num_drafted": stats.num_draft_tokens,

@@ -11,6 +11,7 @@ from draftproof.bench import plots
 
 Record = Mapping[str, Any]
 MOST_POSITIONS = 5  # in the table; methods.json has all
+WORTH_SHOWING = 0.1  # share of right answers: a score near 0 says nothing of a drafter, since it can hardly fall
 
 COLUMNS = (
     ("method", "name", ""),
@@ -23,7 +24,7 @@ COLUMNS = (
     ("tokens/s", "tokens_per_second", ".0f"),
     ("speed-up", "speedup", ".2f"),
     ("right", "num_right", ""),
-    ("same answers", "identical", ""),
+    ("same answers", "num_same", ""),
 )
 
 
@@ -73,7 +74,7 @@ def conditions(results: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Record]) -> list[str]:
     """One line a method; columns that say nothing are left out."""
     shown = [c for c in COLUMNS if any(row[c[1]] is not None for row in rows)]
-    if not any(row["num_asked"] for row in rows):
+    if not any(row["num_right"] >= max(1, WORTH_SHOWING * row["num_asked"]) for row in rows):
         shown = [c for c in shown if c[1] != "num_right"]
     lines = [[title for title, _, _ in shown], ["---"] * len(shown)]
     lines += [[_cell(row, key, form) for _, key, form in shown] for row in rows]
@@ -98,10 +99,11 @@ def _cell(row: Record, key: str, form: str) -> str:
         return " ".join(f"{share:.2f}" for share in value[:MOST_POSITIONS]) + more
     if key == "num_right":
         return f"{value} of {row['num_asked']}"
-    if value is None or (key == "num_speculative_tokens" and not value):
+    is_plain = not row["num_speculative_tokens"]
+    if value is None or (is_plain and key in ("num_speculative_tokens", "num_same")):
         return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
+    if key == "num_same":
+        return f"{value} of {row['num_outputs']}"
     return format(value, form) if form else str(value)
 
 

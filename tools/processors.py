@@ -1,0 +1,152 @@
+"""Runs the tests that promise bits as on other processors, which libraries and compilers can imitate, in one table.
+
+python tools/processors.py [--quick] [--setting NAME]... [TEST ...]
+Exit status 1 where a test failed. Each setting has processes and a cache folder of its own: certificates made under one
+say nothing about another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+COMPILERS = ("c++", "g++", "clang++")
+MARCH = "-march=x86-64-v3"  # AVX2 and no more
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An imitated processor. `narrow`: our own code is compiled for `MARCH`."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    narrow: bool = False
+
+
+MKL, ONEDNN, ATEN = (
+    {"MKL_CBWR": "AVX2"},
+    {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+)
+SETTINGS = {
+    "default": Setting(),
+    "mkl-avx2": Setting(MKL),
+    "mkl-compatible": Setting({"MKL_CBWR": "COMPATIBLE"}),
+    "onednn-avx2": Setting(ONEDNN),
+    "aten-avx2": Setting(ATEN),
+    "march-v3": Setting(narrow=True),
+    "all-avx2": Setting({**MKL, **ONEDNN, **ATEN}, narrow=True),
+    "openblas-haswell": Setting({"OPENBLAS_CORETYPE": "Haswell"}),
+}
+TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters")
+QUICK = ("mkl-avx2", "all-avx2")
+QUICK_TESTS = (
+    *("tests/conformance/test_attention.py", "tests/conformance/test_fallback.py"),
+    *("tests/kernels/test_experts.py", "tests/kernels/test_linear.py"),
+    *("tests/models/test_against_transformers.py", "tests/models/test_moe.py"),
+    "tests/drafters/test_oracle_gemma4.py",
+    "tests/conformance/test_drafters.py::test_output_equals_plain_decoding[eagle3-one batch-float32]",
+    "tests/conformance/test_drafters.py::test_output_equals_plain_decoding[eagle3-chunks of 7-bfloat16]",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`failures`: names of tests, or why none ran."""
+
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    failures: list[str]
+
+    def row(self, name: str) -> str:
+        first = ", ".join(self.failures[:3]) + (" ..." if len(self.failures) > 3 else "")
+        return f"{name:<18}{self.passed:>7}{self.failed:>7}{self.skipped:>8}{self.seconds:>8.0f}  {first}".rstrip()
+
+
+HEAD = f"{'setting':<18}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>8}  first failures"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tests", nargs="*", help=f"default: {' '.join(TESTS)}")
+    parser.add_argument(
+        "--setting", action="append", choices=SETTINGS, help="one of them; repeat it for more"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK)} only, a few tests")
+    parser.add_argument("--pytest-args", default="", help="more arguments for pytest, such as '-n 2'")
+    given = parser.parse_args(argv)
+    tests = given.tests or (QUICK_TESTS if given.quick else TESTS)
+    names = given.setting or (QUICK if given.quick else SETTINGS)
+    failed = False
+    print(HEAD, flush=True)
+    for name in names:
+        outcome = run(name, [*shlex.split(given.pytest_args), *tests])
+        print(outcome.row(name), flush=True)
+        failed |= outcome.failed > 0
+    return int(failed)
+
+
+def run(name: str, arguments: Sequence[str]) -> Outcome:
+    """pytest with these arguments under the setting `name`."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = environment_of(name, Path(folder))
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        start = time.monotonic()
+        done = subprocess.run(
+            [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        return read(report, done, time.monotonic() - start)
+
+
+def environment_of(name: str, folder: Path) -> dict[str, str]:
+    """What processes run in; `folder` is for a compiler that knows nothing wider than `MARCH`."""
+    setting, environment = SETTINGS[name], dict(os.environ)
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof-processors" / name
+    cache.mkdir(parents=True, exist_ok=True)
+    environment |= setting.environment
+    environment["XDG_CACHE_HOME"] = str(cache)
+    if setting.narrow:
+        environment["PATH"] = f"{narrow_compilers(folder)}{os.pathsep}{environment['PATH']}"
+    return environment
+
+
+def narrow_compilers(folder: Path) -> Path:
+    """A folder of compilers that take -march=native for `MARCH`."""
+    for name in COMPILERS:
+        real = shutil.which(name)
+        if real is not None:
+            script = folder / name
+            script.write_text(f'#!/bin/bash\nexec {shlex.quote(real)} "${{@/#-march=native/{MARCH}}}"\n')
+            script.chmod(0o755)
+    return folder
+
+
+def read(report: Path, done: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
+    """What the junit report says; a run without one, or without a test in it, has failed."""
+    if done.returncode not in (0, 1) or not report.exists():
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return Outcome(0, 1, 0, seconds, [f"pytest ended with {done.returncode}: {said[-1] if said else ''}"])
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    failures = [f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}" for case in bad]
+    return Outcome(len(cases) - len(bad) - skipped, len(bad), skipped, seconds, failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
