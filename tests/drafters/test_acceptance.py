@@ -87,9 +87,7 @@ def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
 
 
 def test_a_flat_p_eagle_is_accepted_as_often_as_the_reference(tmp_path: Path) -> None:
-    found = golden.folders("tiny-peagle", Path(EXTRA) if EXTRA else None)
-    if found is None:
-        pytest.skip("set DRAFTPROOF_TEST_MODELS to the folder that holds this model")
+    found = required("tiny-peagle")
     keys = {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}
     head = flat_from_speculators(found[1], tmp_path / "tiny-peagle", keys)
     measured, expected = golden.measure(found[0], head)

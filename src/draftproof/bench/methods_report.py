@@ -11,7 +11,9 @@ from draftproof.bench import plots
 
 Record = Mapping[str, Any]
 MOST_POSITIONS = 5  # in the table; methods.json has all
-WORTH_SHOWING = 0.1  # share of right answers: a score near 0 says nothing of a drafter, since it can hardly fall
+WORTH_SHOWING = (
+    0.1  # share of right answers: a score near 0 says nothing of a drafter, since it can hardly fall
+)
 
 COLUMNS = (
     ("method", "name", ""),
