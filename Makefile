@@ -1,4 +1,4 @@
-# make demo | test | test-processors | lint | format | bench | structure | clean;  GPU=1: CUDA build of torch
+# make demo | test | test-processors | lint | format | bench | clean;  GPU=1: CUDA build of torch
 # Needs Linux and Python 3.11 or newer; everything is installed into .venv from PyPI.
 
 SHELL := /bin/bash

@@ -52,6 +52,11 @@ SAMPLES: dict[type, Any] = {bool: True, int: 7, str: "x", float: 0.7, list: [(1,
 LOGGER = "draftproof.drafters.vllm_names"
 
 
+def folder_name(value: object) -> str | None:
+    """A test's name says the folder's own: checkpoints are made in another temporary folder by each process."""
+    return Path(value).name if isinstance(value, str) and "/" in value else None
+
+
 def rows(*effects: str, key: str | None = None) -> list[Any]:
     chosen = [
         row
@@ -233,6 +238,7 @@ def test_a_whole_config_of_vllms_runs_with_one_line(caplog: pytest.LogCaptureFix
         ("draft_model", PARD, None, "pard"),
         ("eagle", EAGLE1, None, "eagle"),
     ],
+    ids=folder_name,
 )
 def test_the_checkpoints_content_says_which(
     method: str, model: str, target: str | None, ours: str, caplog: pytest.LogCaptureFixture
@@ -254,6 +260,7 @@ def test_the_checkpoints_content_says_which(
         ("dflash", MTP, "mtp"),
         ("eagle3", EAGLE1, "eagle"),
     ],
+    ids=folder_name,
 )
 def test_a_checkpoint_of_another_kind_is_refused(method: str, model: str, ours: str) -> None:
     with pytest.raises(ValueError, match=f"method='{method}', but .* is a checkpoint for '{ours}'"):
@@ -262,7 +269,9 @@ def test_a_checkpoint_of_another_kind_is_refused(method: str, model: str, ours: 
 
 @pytest.mark.parametrize("parallel", [True, False, None])
 @pytest.mark.parametrize(
-    ("method", "model"), [("eagle3", PEAGLE), ("draft_model", PARD), ("dflash", DFLASH2)]
+    ("method", "model"),
+    [("eagle3", PEAGLE), ("draft_model", PARD), ("dflash", DFLASH2)],
+    ids=folder_name,
 )
 def test_parallel_drafting_is_what_such_checkpoints_do(
     method: str, model: str, parallel: bool | None
