@@ -1,7 +1,7 @@
 """Random prompts in chunks of many sizes, alone and in batches: the same ids and log-probabilities, bit for bit.
 
 `python -m tests.chunk_sizes --help`; the quick form runs as a test. Meant for torch's operators alone, whose libraries
-choose their way by processor, and for processors imitated through the environment (tests.processors).
+choose their way by processor, and for processors imitated through the environment (tools/processors.py).
 """
 
 from __future__ import annotations

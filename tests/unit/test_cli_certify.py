@@ -74,6 +74,12 @@ def test_what_is_used_is_what_an_engine_uses(monkeypatch: pytest.MonkeyPatch) ->
     assert (backend.products is PRODUCTS) == (used == {"chunked"})
 
 
+def test_overrides_of_the_config_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--hf-overrides", '{"num_attention_heads": 2}', "--json"]) == 0
+    lines = lines_of(capsys.readouterr().out)
+    assert all(str(line["shape"]).startswith("2/2 of") for line in lines if line["operator"] == "attention")
+
+
 def test_a_model_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "here", "--model", "there"]) == 2
     assert "give one of them" in capsys.readouterr().err

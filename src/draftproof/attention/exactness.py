@@ -6,6 +6,7 @@ Shapes: T rows, N kv heads, G query heads per kv head, S slots, B blocks per slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,9 @@ from torch import Tensor
 from draftproof.kernels.exactness import Bits, Check
 from draftproof.kernels.sums import pieces_sum
 
-CONTEXTS = (
-    5,
-    64,
-    70,
-    192,
-    256,
-    330,
-)  # tokens of each slot: around chunks, and where libraries change their way
+# Tokens of each slot: around chunks, and around lengths at which libraries change their way.
+CONTEXTS = (5, 64, 70, 192, 256, 330, 520, 1100)
+LIKE_A_PROMPT = 40  # rows of one slot that share a call: more than any version puts into one product
 VERIFIED = 6  # rows of each slot, the last of its context, as a verify pass has them
 SHORT = 16  # numbers: a sum of fewer may round alike in any order
 SPREAD = 9  # cancelling numbers differ in size by up to 2^18, so that sums of bf16 numbers round in fp32 too
@@ -76,8 +72,7 @@ def scores_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, dev
 
 
 def values_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Weights of 1, values that cancel over the keys. Not for keys that are the values: they are ordinary here."""
-    assert not shape.shared
+    """Weights of 1, values that cancel over the keys."""
     return _check(_cancelling_values(shape), shape, block_size, dtype, device)
 
 
@@ -110,12 +105,23 @@ def _check(
     )
     return Check(
         num_rows=len(rows),
-        width=max(CONTEXTS) * shape.num_heads * 16,  # so that the largest call has a hundred rows or two
+        width=max(CONTEXTS) * shape.num_heads * 16,
+        groups=_prompts(rows),
+        proof_rows=tuple(i for i, (slot, end) in enumerate(rows) if end == CONTEXTS[slot]),
         run=data.run,
         wrong=split_by_the_batch,
         too_short=min(shape.head_dim, shape.window or SHORT) < SHORT,
         device=device,
     )
+
+
+def _prompts(rows: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """The rows of each slot again and again, LIKE_A_PROMPT of them: as many as share a padded length in a prompt."""
+    groups = []
+    for slot in range(len(CONTEXTS)):
+        own = [i for i, (of, _) in enumerate(rows) if of == slot]
+        groups.append(tuple(own[i % len(own)] for i in range(LIKE_A_PROMPT)))
+    return tuple(groups)
 
 
 def _paged(x_SLND: Tensor, table_SB: Tensor, block_size: int) -> Tensor:
@@ -162,7 +168,8 @@ def _cancelling_values(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, f
         pairs_LND = torch.randn(half, *size[2:], generator=generator) * scale_L
         v_LND[order_L[:half]], v_LND[order_L[half : 2 * half]] = pairs_LND, -pairs_LND
     q_THD = torch.zeros(_num_rows(), shape.num_heads, shape.head_dim)
-    return q_THD, torch.randn(size, generator=generator), v_SLND, 1.0
+    k_SLND = v_SLND if shape.shared else torch.randn(size, generator=generator)
+    return q_THD, k_SLND, v_SLND, 1.0
 
 
 def split_by_the_batch(

@@ -29,6 +29,7 @@ class Entry:
     devices: tuple[str, ...]
     needs_library: bool = False
     needs_triton: bool = False
+    by_name_only: bool = False  # for comparison: never chosen by itself
 
 
 def _compiled(library: Library | None) -> AttentionBackend:
@@ -48,7 +49,7 @@ BACKENDS: dict[str, Entry] = {
     "chunked": Entry(lambda _: ChunkedAttention(PRODUCTS), ("cpu",)),
     "elementwise": Entry(lambda _: ChunkedAttention(TREES), ("cpu",)),
     "triton": Entry(_triton, ("cuda",), needs_triton=True),
-    "reference": Entry(lambda _: reference_attention, ("cpu", "cuda")),
+    "reference": Entry(lambda _: reference_attention, ("cpu", "cuda"), by_name_only=True),
 }
 
 
@@ -86,7 +87,7 @@ def versions(
         and (gpu.available(device) or not entry.needs_triton)
     ]
     if name is None:
-        return {key: BACKENDS[key].build(library) for key in usable}
+        return {key: BACKENDS[key].build(library) for key in usable if not BACKENDS[key].by_name_only}
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BACKENDS)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from functools import partial
 from typing import Any
 
@@ -32,14 +31,15 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
     """Certify every operator and product shape of MODEL on this machine, and time it.
 
     A version passes if a row has the same bits alone and in every batch tried, on data that would show another order
-    of sums. Operators that only move bits, and those on integers, have nothing to round and are not listed. Weights are
-    random; of the model only config.json is read. Exit status 1 where something would run that is not exact.
+    of sums or another rounding. Operators that only move bits, and those on integers, have nothing to round and are
+    not listed. Weights are random, as large as the model's; of its files only config.json is read. Exit status 1 where
+    something would run that is not exact.
     """
     from rich import box
     from rich.table import Table
 
     from draftproof.config import EngineConfig
-    from draftproof.engine.certificates import survey
+    from draftproof.engine.certificates import GROUPED, survey
     from draftproof.engine.llm import show_progress
 
     if target is not None and engine.get("model") not in (None, target):
@@ -47,7 +47,8 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
     config = EngineConfig.from_kwargs(**{**engine, **({} if target is None else {"model": target})})
     lines = survey(config, show_progress)
     bad = [line for line in lines if line.used and line.exact < 1 and line.operator != "product"]
-    unserved = {(x.operator, x.shape) for x in lines} - {(x.operator, x.shape) for x in lines if x.used}
+    served = {(x.operator, x.shape) for x in lines if x.used}
+    unserved = {(x.operator, x.shape) for x in lines if x.operator != GROUPED} - served
     if as_json:
         for line in lines:
             print(json.dumps(dataclasses.asdict(line)))
@@ -61,7 +62,7 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
         if show_all or line.used:
             exact = "yes" if line.exact == 1 else f"{line.exact:.0%} of row counts" if line.exact else "no"
             used = "yes" if line.used else ""
-            time_us = f"{line.microseconds:.0f}" if math.isfinite(line.microseconds) else "not timed"
+            time_us = "not timed" if line.microseconds is None else f"{line.microseconds:.0f}"
             table.add_row(line.operator, line.shape, line.version, exact, time_us, used)
     options.print_table(table)
     for operator, shape in sorted(unserved):

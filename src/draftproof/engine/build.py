@@ -36,7 +36,7 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
-from draftproof.kernels.certify import own_dtypes
+from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
@@ -85,7 +85,7 @@ class _Base:
 
 
 @torch.inference_mode(False)  # what is made here is written to later, in whatever mode
-@own_dtypes()
+@own_precision()
 def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
     config, directory = locate(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,16 +16,17 @@ from draftproof.engine import memory, operators
 from draftproof.engine.build import locate
 from draftproof.kernels import native
 from draftproof.kernels import ops as operator_tables
-from draftproof.kernels.certify import own_dtypes
+from draftproof.kernels.certify import own_precision
 from draftproof.kernels.choices import Choice
 from draftproof.kernels.exactness import Case, OperatorCertifier
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, read_config
-from draftproof.models.decoder import Decoder
+from draftproof.models.decoder import Decoder, kv_shapes
 from draftproof.models.loading import RandomWeights
 from draftproof.models.operators import Where, target_cases
 
 TIMED_ROWS = 8
+GROUPED = "grouped product"
 CALLS = 20
 
 
@@ -32,25 +34,26 @@ CALLS = 20
 class Line:
     """One version of one operator or product at one shape. `exact`: share of the numbers of rows at which a row has
     the bits that it has alone; 1.0 is exact, less is called at those numbers only, if at all. `microseconds`: a call
-    with TIMED_ROWS rows. `used`: by an engine of these settings."""
+    with TIMED_ROWS rows, None where it was not timed. `used`: by an engine of these settings."""
 
     operator: str
     shape: str
     version: str
     exact: float
-    microseconds: float
+    microseconds: float | None
     used: bool
 
 
 @torch.inference_mode(False)
-@own_dtypes()
+@own_precision()
 def survey(config: EngineConfig, progress: native.Progress | None = None) -> list[Line]:
     """Certify everything anew for the target of `config`; its weights are random, only config.json is read.
 
     Raises ValueError for settings that cannot run here.
     """
     config, directory = locate(config)
-    model, device = read_config(directory), memory.pick_device(config.device)
+    model, device = read_config(directory, overrides=config.hf_overrides), memory.pick_device(config.device)
+    registry.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
     library = native.load(progress) if config.native and device.type == "cpu" else None
     dtype = memory.pick_dtype(config.dtype, model.dtype, device)
     where = Where(device=device, dtype=dtype, block_size=config.block_size)
@@ -70,7 +73,8 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> lis
     for shape, choice in planner.choices.items():
         lines += _product_lines(shape.key(), choice)
     for shape, exact in planner.grouped_shapes.items():
-        lines.append(Line("experts' product", shape.key(), "grouped", float(exact), float("nan"), exact))
+        # where it is inexact, each expert's product is one of those above
+        lines.append(Line(GROUPED, shape.key(), "grouped", float(exact), None, exact))
     return lines
 
 
@@ -93,13 +97,16 @@ def _operator_lines(
 
 
 def _product_lines(shape: str, choice: Choice) -> list[Line]:
-    """Of each way; where buckets have ways of their own, those in use are named."""
+    """A line for each way; where buckets have ways of their own, those in use are named."""
     used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.way}
     lines = []
     for verdict in choice.verdicts:
-        i = next(i for i, rows in enumerate(verdict.rows) if rows >= TIMED_ROWS)
+        last = len(verdict.rows) - 1
+        i = next((i for i, rows in enumerate(verdict.rows) if rows >= TIMED_ROWS), last)
+        us = verdict.microseconds[i]
         exact = 0.0 if verdict.exact is None else verdict.exact
-        lines.append(Line("product", shape, verdict.way, exact, verdict.microseconds[i], verdict.way in used))
+        time_us = us if math.isfinite(us) else None
+        lines.append(Line("product", shape, verdict.way, exact, time_us, verdict.way in used))
     return lines
 
 

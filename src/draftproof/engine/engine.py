@@ -29,7 +29,7 @@ from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.state import Size, State
-from draftproof.kernels.certify import own_dtypes, threads
+from draftproof.kernels.certify import own_precision, threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.transfer import download, upload
@@ -89,7 +89,7 @@ def _as_certified(method: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         engine = args[0]
         assert isinstance(engine, Engine)
-        with threads(engine.parts.num_threads), own_dtypes():
+        with threads(engine.parts.num_threads), own_precision():
             return method(*args, **kwargs)
 
     return run

@@ -11,6 +11,7 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.config import EngineConfig
 from draftproof.kernels import native
 from draftproof.kernels import ops as operators
+from draftproof.kernels.certify import NoPowerError
 from draftproof.kernels.exactness import Case, OperatorCertifier
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig
@@ -58,7 +59,13 @@ def select(
         usable = versions_of(operator, tables, backends)
         if not certifier.knows(cases, usable):
             show("certifying operators, once for this machine", number, len(grouped))
-        name = certifier.first_exact(cases, usable)
+        try:
+            name = certifier.first_exact(cases, usable)
+        except NoPowerError as error:
+            raise ValueError(
+                f"exact=True: {error}, so a model of these sizes gets no certificate; exact=False runs without the "
+                "promise"
+            ) from error
         if name is None:
             raise ValueError(_refusal(operator, cases, list(usable), config))
         if operator == ATTENTION:

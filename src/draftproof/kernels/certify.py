@@ -205,10 +205,20 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_dtypes() -> Iterator[None]:
-    """No autocast of a caller's, which would multiply in other dtypes than the model has."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        yield  # which is what steps find, and asking costs less than setting
-        return
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
+def own_precision() -> Iterator[None]:
+    """The model's dtypes and fp32 sums, whatever a caller set: autocast and matmul precision would choose others.
+
+    Asking costs less than setting, and is all that most steps do.
+    """
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class Store:
 
     def add(self, entries: Mapping[str, Any]) -> None:
         """Atomic; a folder that cannot be written only costs the next start its time."""
-        temporary = self._path.with_suffix(f".{os.getpid()}")
+        temporary = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({**self.read(), **entries}, indent=1))

@@ -11,14 +11,22 @@ import torch
 
 from draftproof.kernels import gpu, native
 
+# Prefixes of variables that change what libraries compute.
 LIBRARIES = (
-    "ONEDNN",
-    "DNNL",
-    "MKL",
     "ATEN",
+    "CUBLAS",
+    "DNNL",
+    "GLIBC_TUNABLES",
+    "GOMP",
+    "KMP",
+    "MKL",
+    "NVIDIA_TF32",
     "OMP",
+    "ONEDNN",
     "OPENBLAS",
-)  # prefixes of variables that change what they compute
+    "TORCH",
+    "TRITON",
+)
 
 
 def key(device: torch.device, library: native.Library | None) -> str:
@@ -28,6 +36,10 @@ def key(device: torch.device, library: native.Library | None) -> str:
     facts = (
         name,
         torch.__version__,
+        torch.__config__.show(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cpu.get_cpu_capability(),
         gpu.version(device),
         torch.get_num_threads(),

@@ -59,7 +59,7 @@ class TorchExperts:
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         """See `ExpertOps`."""
-        scores_TE = 1.0 / (1.0 + torch.exp(-logits_TE)) if routing.sigmoid else _softmax(logits_TE)
+        scores_TE = 1.0 / (1.0 + torch.exp(-logits_TE)) if routing.sigmoid else self._softmax(logits_TE)
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if routing.groups > 1:
             choice_TE = _keep_groups(choice_TE, routing)
@@ -91,11 +91,10 @@ class TorchExperts:
             total_TH = total_TH + weight_T[:, None] * y_PH[place_T]
         return (total_TH if base_TH is None else total_TH + base_TH.float()).to(dtype)
 
-
-def _softmax(logits_TE: Tensor) -> Tensor:
-    """torch's own may choose its layout by the number of rows."""
-    exps_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
-    return exps_TE / row_sum(exps_TE)
+    def _softmax(self, logits_TE: Tensor) -> Tensor:
+        """torch's own may choose its layout by the number of rows."""
+        exps_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
+        return exps_TE / row_sum(exps_TE)
 
 
 def _keep_groups(choice_TE: Tensor, routing: Routing) -> Tensor:

@@ -215,7 +215,9 @@ class LinearPlanner:
     def _candidates(self, shape: Shape) -> list[Way]:
         """All that a choice may name."""
         ways = self._ways(shape)
-        return ways if gpu.available(self._device) else [*ways, *cpu_planner.fallbacks(ways[0])]
+        if gpu.available(self._device):
+            return [*ways, products.SLOW]
+        return [*ways, *cpu_planner.fallbacks(ways[0])]
 
     def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:
         slow = [shape for shape in shapes if self._choices[shape].way == products.SLOW.name]

@@ -1,4 +1,4 @@
-"""Checks of the operators of `Ops` that compute: data that shows a wrong order of sums, and twins that must fail.
+"""Checks of the operators of `Ops` that compute: data, and twins whose result follows the batch, which must fail.
 
 Operators that only move bits (gather, pick, concat, swap) and those on integers (step) have nothing to round.
 Shapes: T rows, H width, I intermediate, V vocabulary, D head size, E experts, K experts a row, S parts of a sum.
@@ -7,7 +7,7 @@ Shapes: T rows, H width, I intermediate, V vocabulary, D head size, E experts, K
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from draftproof.kernels.sample import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
 SAMPLED_ROWS = 10  # two of each kind of parameters
+LOGIT_ROWS = 32  # at least, of logits: few rows of many columns may round alike in two orders
+SHORT_SUM = 8  # numbers: a sum of fewer may round alike in any order
+SHORT_NORM = 16
 LARGE, SMALL = (
     2.0**7,
     2.0**-4,
@@ -35,10 +38,13 @@ def _generator(seed: int) -> torch.Generator:
 def norm_rows(num_rows: int, width: int) -> tuple[Tensor, float]:
     """(fp32 [T, H], eps) whose mean square nearly cancels with the negative eps, so that what is left is rounding.
 
-    Two entries of every row are LARGE, at places of its own: their squares are in every row's sum alike.
+    Two entries of every row are LARGE, at places of its own: their squares are in every row's sum alike. Rows narrower
+    than SHORT_NORM are ordinary ones.
     """
     generator = _generator(3)
     x_TH = SMALL * torch.randn(num_rows, width, generator=generator)
+    if width < SHORT_NORM:
+        return x_TH, 1e-6
     for row_H in x_TH:
         row_H[torch.randperm(width, generator=generator)[:2]] = LARGE
     return x_TH, -2 * LARGE**2 / width + 0.1 * SMALL**2
@@ -58,6 +64,7 @@ def rms_norm_check(width: int, dtype: torch.dtype, device: torch.device, weight_
         run=run,
         wrong=_wrong_rms_norm,
         device=device,
+        too_short=width < SHORT_NORM,
     )
 
 
@@ -104,6 +111,7 @@ def add_rms_norm_check(
         run=run,
         wrong=_wrong_add_rms_norm,
         device=device,
+        too_short=width < SHORT_NORM and not num_parts,
     )
 
 
@@ -192,6 +200,7 @@ def rope_store_check(
         run=data.run,
         wrong=_wrong_rope,
         device=device,
+        too_short=normed and shape.head_dim < SHORT_NORM,
     )
 
 
@@ -242,7 +251,7 @@ def soft_cap_check(vocab_size: int, cap: float, device: torch.device) -> Check:
 
 def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
     """One logit of 0, whose exponential is about twice the sum of all others': a logarithm near 0 hides no bit."""
-    num_rows = num_test_rows(vocab_size)
+    num_rows = max(LOGIT_ROWS, num_test_rows(vocab_size))
     others_MV = torch.randn(num_rows, vocab_size, generator=_generator(11)) - math.log(vocab_size) - 1.2
     others_MV[:, 0] = 0
     logits_MV = others_MV.to(device)
@@ -260,6 +269,7 @@ def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
         run=run,
         wrong=wrong,
         device=device,
+        too_short=vocab_size < SHORT_SUM,
     )
 
 
@@ -297,17 +307,29 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
 
 
 class _WrongExperts(TorchExperts):
-    """Weights are off by some roundings, sums rounded to bf16 on the way, where rows share the call."""
+    """Where rows share the call, the sum under a softmax is made in two pieces, chosen weights and experts are added
+    beginning with the last."""
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        experts_TK, weights_TK = super().route(logits_TE, bias_E, routing)
-        return experts_TK, weights_TK if len(logits_TE) == 1 else weights_TK * (1 + 2.0**-20)
+        experts_TK, weights_TK = super().route(logits_TE, bias_E, replace(routing, normalize=False))
+        if routing.normalize:
+            total_T1 = torch.zeros_like(weights_TK[:, :1])
+            columns = weights_TK.split(1, dim=1)
+            for column_T1 in columns if len(logits_TE) == 1 else columns[::-1]:
+                total_T1 = total_T1 + column_T1
+            weights_TK = weights_TK / total_T1
+        return experts_TK, weights_TK
 
     def combine(
         self, y_PH: Tensor, place_TK: Tensor, weights_TK: Tensor, base_TH: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        y_PH = y_PH if len(place_TK) == 1 else y_PH.bfloat16().float()
+        if len(place_TK) > 1:
+            place_TK, weights_TK = place_TK.flip(1), weights_TK.flip(1)
         return super().combine(y_PH, place_TK, weights_TK, base_TH, dtype)
+
+    def _softmax(self, logits_TE: Tensor) -> Tensor:
+        exps_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
+        return exps_TE / pieces_sum(exps_TE, -1, 1 if len(logits_TE) == 1 else 2).unsqueeze(-1)
 
 
 def route_check(num_experts: int, routing: Routing, device: torch.device, *, biased: bool) -> Check:
@@ -325,6 +347,7 @@ def route_check(num_experts: int, routing: Routing, device: torch.device, *, bia
         run=run,
         wrong=_WrongExperts(),
         device=device,
+        too_short=num_experts < SHORT_SUM and routing.top_k < 3,
     )
 
 
@@ -332,7 +355,9 @@ def combine_check(width: int, top_k: int, dtype: torch.dtype, device: torch.devi
     """shared: a shared expert's output is added."""
     num_rows = num_test_rows(width * top_k)
     y_TKH = torch.randn(num_rows, top_k, width, generator=_generator(16))
-    y_TKH[:, 1::2] = -y_TKH[:, : 2 * (top_k // 2) : 2] * (1 + 2.0**-10)  # neighbours cancel
+    y_TKH[:, 1::2] = -y_TKH[:, : 2 * (top_k // 2) : 2] * (
+        1 + 2.0**-10
+    )  # neighbours cancel, the others' rounding stays
     y_TKH = y_TKH.to(device)
     weights_TK = torch.full((num_rows, top_k), 1 / 3, device=device)
     base_TH = (1e-3 * torch.randn(num_rows, width, generator=_generator(17))).to(device, dtype)
@@ -349,4 +374,5 @@ def combine_check(width: int, top_k: int, dtype: torch.dtype, device: torch.devi
         run=run,
         wrong=_WrongExperts(),
         device=device,
+        too_short=top_k < 3,  # two numbers have one sum
     )

@@ -17,7 +17,7 @@ from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.config import ModelConfig
 
-SPLIT_K_PARTS = (1, 4)  # on a GPU a sum over K may come in so many parts, which the norm behind adds up
+SPLIT_K_PARTS = 4  # on a GPU a sum over K may come in so many parts, which the norm behind adds up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def _norms(model: ModelConfig, where: Where) -> Iterator[Case]:
         key = f"{width} {_name(where.dtype)}, weight {_name(kind)}"
         yield Case("rms_norm", key, partial(checks.rms_norm_check, width, where.dtype, where.device, kind))
     hidden = model.hidden_size
-    for parts in (0, *(SPLIT_K_PARTS[1:] if where.device.type == "cuda" else ())):
+    for parts in (0, SPLIT_K_PARTS) if where.device.type == "cuda" else (0,):
         key = f"{hidden} {_name(where.dtype)}, weight {_name(weight)}{f', {parts} parts' if parts else ''}"
         make = partial(checks.add_rms_norm_check, hidden, where.dtype, where.device, weight, parts)
         yield Case("add_rms_norm", key, make)
@@ -86,12 +86,13 @@ def _attentions(model: ModelConfig, where: Where) -> Iterator[Case]:
         yield Case(
             "attention", f"{key}{shared}, scores", partial(scores_check, attention, block, dtype, device)
         )
-        if not attention.shared:
-            yield Case("attention", f"{key}, values", partial(values_check, attention, block, dtype, device))
+        yield Case(
+            "attention", f"{key}{shared}, values", partial(values_check, attention, block, dtype, device)
+        )
 
 
 def _attention_shapes(model: ModelConfig) -> Iterator[tuple[RopeShape, AttentionShape]]:
-    """Of each layer."""
+    """Each layer's sizes."""
     heads = model.num_heads
     if model.gemma is not None:
         for layer in model.gemma.layers:
