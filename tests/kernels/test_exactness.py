@@ -52,8 +52,13 @@ MADE: dict[str, tuple[str, Callable[[torch.dtype, torch.device], Check]]] = {
     "sample": ("sample", lambda d, at: checks.sample_check(999, at)),
     "route": ("experts", lambda d, at: checks.route_check(8, Routing(top_k=2), at, biased=False)),
     "route to one": ("experts", lambda d, at: checks.route_check(1, Routing(top_k=1), at, biased=False)),
+    "route by sigmoids": (
+        "experts",
+        lambda d, at: checks.route_check(8, Routing(top_k=2, sigmoid=True), at, biased=True),
+    ),
     "route in groups": ("experts", lambda d, at: checks.route_check(256, GROUPS, at, biased=True)),
     "combine": ("experts", lambda d, at: checks.combine_check(64, 4, d, at, shared=True)),
+    "combine three": ("experts", lambda d, at: checks.combine_check(64, 3, d, at, shared=False)),
     "combine one": ("experts", lambda d, at: checks.combine_check(64, 1, d, at, shared=False)),
 }
 ATTENTION = {
@@ -119,6 +124,29 @@ def slow_from(rows: int) -> Callable[[Tensor, Tensor, float], Tensor]:
         return rms_norm_torch(x_TH.flip(-1), weight_H.flip(-1), eps).flip(-1)
 
     return norm
+
+
+ROUTINGS = [
+    (num_experts, Routing(top_k=top_k, sigmoid=sigmoid, normalize=normalize, scale=2.5 if sigmoid else 1.0))
+    for num_experts in (2, 6, 8, 16, 60, 64, 128, 256)
+    for top_k in (1, 2, 3, 4, 6, 8)
+    for sigmoid in (False, True)
+    for normalize in (False, True)
+    if top_k <= num_experts
+]
+
+
+def test_the_data_of_experts_has_power_at_every_number_of_them() -> None:
+    for num_experts, routing in ROUTINGS:
+        exactness.prove_power(checks.route_check(num_experts, routing, CPU, biased=routing.sigmoid))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_data_of_sums_over_experts_has_power(dtype: torch.dtype, shared: bool) -> None:
+    for width in (24, 64, 2048):
+        for top_k in (1, 2, 3, 4, 6, 8):
+            exactness.prove_power(checks.combine_check(width, top_k, dtype, CPU, shared=shared))
 
 
 VOCABULARIES = (50, 32000, 32064, 49152, 128256, 151936, 200064, 256000, 262144)
