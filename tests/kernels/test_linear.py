@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.kernels import certify, linear, native, products
+from draftproof.kernels import certify, cpu_planner, linear, native, products
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.choices import BucketForm
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
@@ -222,6 +222,33 @@ def test_a_way_that_splits_k_at_many_rows_is_kept_below(tmp_path: Path) -> None:
     planner.certify()
     assert {row.way for row in planner.report()} == {"sometimes"}
     check_rows_are_independent(product, torch.float32, (2, 3, 8, 16, 17, 24, 33, 64, 70))
+
+
+def test_a_certificate_that_costs_more_than_it_gains_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that looks fastest, but may only be called at 24 rows and more: decoding would fill it up with zeros."""
+
+    class Timed:
+        def __init__(self, form: Form, us: list[float]) -> None:
+            self._form, self.us = form, us
+
+        def __call__(self, x_TK: Tensor) -> Tensor:
+            return self._form(x_TK)
+
+    def always(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
+        return Timed(products.SLOW.make(weight, bias, out_dtype), [2.0, 2.0, 2.0, 2.0])
+
+    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
+        right, wrong = (make(weight, bias, out_dtype) for make in (products.SLOW.make, split_k))
+        return Timed(lambda x: right(x) if len(x) >= 24 else wrong(x), [1.0, 1.0, 1.0, 1.0])
+
+    def times(form: Form, x_TK: Tensor, rows: tuple[int, ...]) -> list[float]:
+        return [9.0, 9.0, 1.0, 1.0] if isinstance(form, BucketForm) else form.us  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(cpu_planner, "_times", times)
+    shape = Shape(64, INPUTS, torch.float32, torch.float32, False)
+    choice = cpu_planner.plan(shape, [Way("always", always, any_rows=True), Way("sometimes", sometimes)])
+    assert choice.way == "always"
+    assert {v.way: v.exact == 1 for v in choice.verdicts} == {"always": True, "sometimes": False}
 
 
 def test_data_that_cannot_see_a_split_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

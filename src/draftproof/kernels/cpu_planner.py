@@ -1,7 +1,8 @@
 """Which way a CPU multiplies by weights of a shape: the fastest one that has the reference's bits.
 
-Ways do not share a weight on a CPU (each packs it), so a shape has one. Ways are timed first and certified in order of
-speed, until one has its certificate wherever it is timed: all have the same bits then, so the clock may decide.
+Ways do not share a weight on a CPU (each packs it), so a shape has one. Ways are timed first; the fastest is certified,
+and timed again as its certificate lets it run, until the fastest of all is one that has its certificate. All that have
+one have the same bits, so the clock may decide.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -40,11 +41,6 @@ class _Candidate:
     def us(self) -> list[float]:
         return self.raw_us if self.planned_us is None else self.planned_us
 
-    @property
-    def is_whole(self) -> bool:
-        """Its certificate costs it nothing."""
-        return self.planned_us is not None and sum(self.planned_us) <= CLEARLY_SLOWER * sum(self.raw_us)
-
 
 def plan(shape: Shape, ways: Sequence[Way], *, thorough: bool = False) -> Choice:
     """Time, then certify; `ways` in their fixed order, the first is the reference. `thorough`: certify every way."""
@@ -53,18 +49,20 @@ def plan(shape: Shape, ways: Sequence[Way], *, thorough: bool = False) -> Choice
     x_TK, weight_NK = cancelling(max(rows), shape, seed=0)
     candidates = [_Candidate(way, _times(_make(way, weight_NK, shape), x_TK, rows)) for way in ways]
     reference = Reference(shape, ways[0], table, CPU)
-    left = list(candidates)
-    while left:
-        candidate = _fastest(left, [c.raw_us for c in candidates])
-        _certify(candidate, reference, weight_NK, x_TK, rows, shape)
-        left.remove(candidate)
-        if candidate.is_whole and not thorough:
-            break
-    usable = [c for c in candidates if c.buckets]
-    if not usable:
-        usable = [_fallback(ways[0], reference, weight_NK, x_TK, rows, shape)]
-    best = _fastest(usable, [c.us for c in usable])
-    return _choice(shape, best, [*candidates, *(c for c in usable if c not in candidates)], rows, len(table))
+    usable, best = list(candidates), None
+    while usable and best is None:
+        likely = _fastest(usable, [c.us for c in candidates])
+        if likely.buckets is None:
+            _certify(likely, reference, weight_NK, x_TK, rows, shape)
+        elif likely.buckets:
+            best = likely
+        usable = [c for c in usable if c.buckets != ()]
+    for candidate in candidates if thorough else ():
+        if candidate.buckets is None:
+            _certify(candidate, reference, weight_NK, x_TK, rows, shape)
+    if best is None:
+        best = _fallback(ways[0], reference, weight_NK, x_TK, rows, shape)
+    return _choice(shape, best, [*candidates, *([] if best in candidates else [best])], rows, len(table))
 
 
 def _fastest(candidates: Sequence[_Candidate], others: Sequence[Sequence[float]]) -> _Candidate:
