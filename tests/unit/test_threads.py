@@ -154,6 +154,66 @@ def test_turns_go_round() -> None:
     assert order == ["patient", "again"]
 
 
+class _Watched:
+    """A lock that calls `before` when it is about to be released, and may deny that it is held."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None, denies: bool = False) -> None:
+        self.num_taken, self._lock, self._before, self._denies = 0, threading.Lock(), before, denies
+
+    def acquire(self, blocking: bool = True) -> bool:
+        taken = self._lock.acquire(blocking)
+        self.num_taken += taken
+        return taken
+
+    def release(self) -> None:
+        self._before()
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return not self._denies and self._lock.locked()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def test_who_has_waited_keeps_the_turn() -> None:
+    """It is taken once: let go of in between, it would be somebody else's."""
+    turns, turn = Turns(), _Watched()
+    turns._turn = turn  # type: ignore[assignment]
+    with turns.take():
+        assert turn.num_taken == 1 and not turns._queue.locked()
+
+
+def test_what_is_put_off_never_waits_for_a_turn() -> None:
+    """Nor where the turn is taken between a look and a grip."""
+    turns, done = Turns(), list[int]()
+    turns._turn = _Watched(denies=True)  # type: ignore[assignment]
+
+    def work() -> None:
+        with turns.take():
+            turns.soon(partial(done.append, 1))
+            assert not done
+
+    together([work])
+    assert done == [1]
+
+
+def test_what_is_put_off_at_the_very_end_of_a_turn_is_done_after_it() -> None:
+    turns, done, late = Turns(), list[int](), [7]
+
+    def last_moment() -> None:
+        if late:
+            turns.soon(partial(done.append, late.pop()))
+
+    turns._turn = _Watched(last_moment)  # type: ignore[assignment]
+    with turns.take():
+        pass
+    assert done == [7]
+
+
 class AsksItsOwnEngine:
     """A drafter that calls the engine that is calling it."""
 

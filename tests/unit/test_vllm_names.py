@@ -49,6 +49,13 @@ ngram_gpu dspark
 VALUES = {"rejection_sample_method": ["standard", "block", "synthetic", "fly"]}
 VALUES["draft_sample_method"] = ["greedy", "probabilistic"]
 SAMPLES: dict[type, Any] = {bool: True, int: 7, str: "x", float: 0.7, list: [(1, 8, 3)], object: {"a": 1}}
+FIELDS = {
+    "num_speculative_tokens": 7,
+    "parallel_drafting": True,
+    "quantization": "fp8",
+    "max_model_len": 7,
+    "revision": "x",
+}
 LOGGER = "draftproof.drafters.vllm_names"
 
 
@@ -77,6 +84,11 @@ def test_the_table_has_every_key_and_every_method_once() -> None:
     for key, values in VALUES.items():
         assert [row.value for row in TABLE if row.key == key] == values
     assert len({(row.key, row.value) for row in TABLE}) == len(TABLE)
+
+
+def test_of_several_values_the_default_is_vllms() -> None:
+    assert defaults()["rejection_sample_method"] == "standard"
+    assert defaults()["draft_sample_method"] == "greedy"
 
 
 @pytest.mark.parametrize("row", rows("accepted"))
@@ -115,6 +127,10 @@ def test_what_cannot_be_honoured_is_refused_with_what_to_use_instead(row: Row) -
 def test_what_is_read_is_a_setting_of_ours(row: Row, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     if row.key in {f.name for f in dataclasses.fields(SpeculativeConfig)}:
+        value = FIELDS[row.key]
+        settings = SpeculativeConfig.from_dict({row.key: value})
+        assert getattr(settings, row.key) == value != getattr(SpeculativeConfig(), row.key)
+        assert settings.options == {}
         return
     owners = [
         m for m in registry.METHODS.values() if row.key in {f.name for f in dataclasses.fields(m.options)}
@@ -165,6 +181,13 @@ def test_a_model_may_be_a_methods_name(row: Row) -> None:
 )
 def test_a_method_without_checkpoint_may_stand_in_model_too(method: str, model: str) -> None:
     assert named(SpeculativeConfig(method=method, model=model)).model is None
+
+
+def test_a_folder_may_have_a_methods_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named(SpeculativeConfig(method="eagle3", model="eagle3")).model is None
+    (tmp_path / "eagle3").mkdir()
+    assert named(SpeculativeConfig(method="eagle3", model="eagle3")).model == "eagle3"
 
 
 def test_a_dotted_name_alone_is_a_class_unless_it_is_a_folder(

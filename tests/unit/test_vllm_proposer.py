@@ -141,6 +141,22 @@ class Arrays(Recording):
         return torch.tensor([[*ids, 0, 0][:2] for ids in lists])
 
 
+class Leaves(Recording):
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        raise SystemExit(3)
+
+
+class MeddlesWithTheDevice(Recording):
+    """Leaves things as no code should, and returns ids as a tensor for each request."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        lists = super().propose(*args, **kwargs)
+        drafts = [torch.tensor(ids, dtype=torch.int32) for ids in lists]
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        return drafts
+
+
 class TooFew(Recording):
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         return super().propose(*args, **kwargs)[1:]
@@ -157,14 +173,41 @@ class Raises(Recording):
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [("Arrays", ""), ("TooFew", "not a list"), ("Words", "word"), ("Raises", "no idea")]
+    ("name", "fault"),
+    [
+        ("Arrays", ""),
+        ("MeddlesWithTheDevice", ""),
+        ("TooFew", "propose returned drafts for"),
+        ("Words", "'str' object"),
+        ("Raises", "no idea"),
+        ("Leaves", "SystemExit: 3"),
+    ],
 )
 def test_what_it_returns_is_taken_or_counted_as_a_fault(name: str, fault: str) -> None:
     llm = engine({"model": f"{HERE}.{name}", "max_faults": 10_000})
+    before = torch.get_default_device(), torch.get_default_dtype()
     assert not compare(run(LLM(dtype="float32", max_model_len=256)), run(llm))
     guard = llm._frontend.loaded.engine.parts.guard
     assert guard is not None and (guard.num_faults > 0) == bool(fault) and fault in guard.last_fault
     assert (llm.stats.speculation.num_draft_tokens > 0) == (not fault)
+    assert (torch.get_default_device(), torch.get_default_dtype()) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model": f"{HERE}.Raises"}, "Raises"),
+        ({"model": f"{HERE}.Raises", "max_model_len": 200}, "Raises"),
+        (
+            {"method": "chain", "drafters": [{"method": "suffix"}, {"model": f"{HERE}.Raises"}]},
+            "chain of SuffixDrafter, Raises",
+        ),
+    ],
+)
+def test_the_warning_names_the_users_class(config: dict[str, Any], name: str) -> None:
+    llm = engine({**config, "max_faults": 2})
+    with pytest.warns(RuntimeWarning, match=f"^drafter {name} switched off after 2 faults"):
+        run(llm)
 
 
 class OneMore:

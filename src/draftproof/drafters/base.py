@@ -121,6 +121,11 @@ class Drafter(Protocol):
         ...
 
 
+def name_of(drafter: Drafter) -> str:
+    """What messages call it: its own `name`, else its class."""
+    return str(getattr(drafter, "name", type(drafter).__name__))
+
+
 def tell(drafter: Drafter | None, verb: str, *args: object) -> None:
     """Call one of the optional verbs, where the drafter has it."""
     if (method := getattr(drafter, verb, None)) is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified, tell
+from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified, name_of, tell
 from draftproof.drafters.head import DraftMemory
 
 
@@ -20,6 +20,7 @@ class ChainDrafter:
 
     def __init__(self, drafters: Sequence[Drafter], most: Sequence[int]) -> None:
         self._drafters, self._most = list(drafters), list(most)
+        self.name = f"chain of {', '.join(map(name_of, drafters))}"
         self._host_looks = False
         specs = [d.spec for d in drafters]
         layers = sorted({i for s in specs for i in s.taps.layers})

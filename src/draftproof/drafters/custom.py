@@ -44,8 +44,9 @@ def load(name: str, given: DraftBuild) -> Drafter:
     try:
         with contained():
             if vllm_proposer.is_proposer(maker):
-                return vllm_proposer.load(name, maker, given)
-            drafter = maker(given.config if is_class else given)
+                drafter: Any = vllm_proposer.load(name, maker, given)
+            else:
+                drafter = maker(given.config if is_class else given)
     except DrafterError as fault:
         _name_vllm(name, fault)
         argument = "config" if is_class else "given"
@@ -55,7 +56,8 @@ def load(name: str, given: DraftBuild) -> Drafter:
     try:
         with contained():
             wrong = _what_is_wrong(drafter, given.num_drafts)
-            users = None if wrong else UsersDrafter(drafter)
+            own_class = maker if is_class else type(drafter)
+            users = None if wrong else UsersDrafter(drafter, own_class.__name__, given.num_drafts)
     except DrafterError as error:
         raise ValueError(f"speculative_config: method={name!r}: its spec raised {error}") from error
     if users is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.drafters.base import Drafter, Proposal, Verified, no_proposal, tell
+from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal, tell
 from draftproof.drafters.contained import describe
 
 
@@ -81,11 +81,10 @@ class Guard:
 
     def _count(self, what: str) -> None:
         self.num_faults, self.last_fault = self.num_faults + 1, what
-        name = getattr(self.drafter, "name", type(self.drafter).__name__)
         if self.num_faults == self._max_faults:
             self.off = True
             warnings.warn(
-                f"drafter {name} switched off after {self.num_faults} faults; output is not affected, decoding goes "
+                f"drafter {name_of(self.drafter)} switched off after {self.num_faults} faults; output is not affected, decoding goes "
                 f"on plainly. Last fault: {what}",
                 RuntimeWarning,
                 stacklevel=2,

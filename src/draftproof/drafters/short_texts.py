@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.drafters.base import Drafter, Proposal, Verified, tell
+from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, tell
 from draftproof.drafters.head import DraftMemory
 
 
@@ -19,7 +19,7 @@ class ShortTexts:
     same, so its state stays in step."""
 
     def __init__(self, drafter: Drafter, max_model_len: int) -> None:
-        self.spec = drafter.spec
+        self.spec, self.name = drafter.spec, name_of(drafter)
         self._drafter, self._max_model_len = drafter, max_model_len
         self._host_looks = False
 

@@ -20,12 +20,14 @@ from draftproof.drafters.head import DraftMemory
 
 
 class UsersDrafter:
-    """A `Drafter` around a user's. Raises `DrafterError` for whatever that does wrong; `name` is its class."""
+    """A `Drafter` around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
+        """To be made inside `contained`: the user's `layout` is asked here, and never again."""
         self.drafter: Drafter = drafter
-        self.name = type(drafter).__name__
-        self.spec = drafter.spec
+        self.name = name
+        layout = drafter.spec.layout(num_drafts)
+        self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
 
     def bind(self, memory: DraftMemory) -> None:
         try:
@@ -46,10 +48,11 @@ class UsersDrafter:
         given = _copy(verified)
         with contained():
             ids = _plain_ids(self.drafter.propose(given, num_drafts), verified.num_requests, num_drafts)
-        device, width = verified.k_R.device, max(map(len, ids), default=0)
+        counts = [len(row) for row in ids]
+        device, width = verified.k_R.device, max(counts, default=0)
         padded = [row + [0] * (width - len(row)) for row in ids]
         tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
-        return Proposal(tokens_RK, torch.tensor([len(row) for row in ids], device=device))
+        return Proposal(tokens_RK, torch.tensor(counts, dtype=torch.int64, device=device))
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:

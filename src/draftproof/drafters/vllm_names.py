@@ -150,7 +150,7 @@ TABLE: tuple[Row, ...] = (
         "enable_adaptive_verification", bool, "policy='adaptive' chooses by measured costs", default=False
     ),
     _accepted("dspark_draft_topk", int, "all candidates are weighed"),
-    _accepted("xpress_topc", int, "the checkpoint's own number holds"),
+    _accepted("xpress_topc", int, "all tokens are weighed"),
     Row(
         key="draft_tensor_parallel_size",
         effect="refused",
@@ -230,7 +230,8 @@ def named(settings: SpeculativeConfig) -> SpeculativeConfig:
         raise _refusal(row, method)
     if row is not None and len(row.becomes) == 1:
         method = row.becomes[0]
-    if model is not None and model in (settings.method, method, f"[{method}]"):
+    is_a_name = model is not None and model in (settings.method, method, f"[{method}]")
+    if is_a_name and not Path(str(model)).is_dir():
         model = None  # where a method has no checkpoint, vLLM notes its name here
     return dataclasses.replace(settings, method=method, model=model)
 
@@ -272,7 +273,10 @@ def read_options(given: Mapping[str, Any], own: Collection[str] | None) -> dict[
 
 def defaults() -> dict[str, Any]:
     """vLLM's keys with what they are where nobody gives them."""
-    return {row.key: row.default for row in TABLE}
+    found: dict[str, Any] = {}
+    for row in TABLE:  # of a key with several rows, the first has it
+        found.setdefault(row.key, row.default)
+    return found
 
 
 _KEYS = frozenset(row.key for row in TABLE)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import DraftSpec, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.vllm_names import defaults
 
@@ -75,8 +75,8 @@ class VllmConfig:
 
 
 class VllmProposer:
-    """A drafter around an object with vLLM's `propose`. It sees arrays of its own, and whatever it returns beyond what
-    was asked for is cut."""
+    """A user's drafter around an object with vLLM's `propose`, to be wrapped as any user's is. It sees arrays of its
+    own."""
 
     spec = DraftSpec(host_tokens=True)
 
@@ -93,19 +93,14 @@ class VllmProposer:
     def release(self, slot: int) -> None:
         self._num_known.pop(slot, None)
 
-    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """A row of the arrays is a request of this round, in its order. A request whose prompt is not through has
-        sampled nothing."""
+    def propose(self, verified: Verified, num_drafts: int) -> object:
+        """What the object returns, unchecked. A row of the arrays is a request of this round, in its order. A request
+        whose prompt is not through has sampled nothing."""
         sampled = [self._look(r, verified) for r in range(verified.num_requests)]
-        lists: list[Any] = [[]] * len(sampled)
-        if any(sampled):
-            found = self._proposer.propose(sampled, self._lengths_S, self._tokens_SL, **dict.fromkeys(NAMED))
-            lists = found.tolist() if isinstance(found, (np.ndarray, torch.Tensor)) else found
-        if not isinstance(lists, (list, tuple)) or len(lists) != len(sampled):
-            raise TypeError(
-                f"propose returned {lists!r:.200}, not a list of token ids for each of {len(sampled)} requests"
-            )
-        return _proposal(lists, verified, num_drafts)
+        if not any(sampled):
+            return [[] for _ in sampled]
+        found = self._proposer.propose(sampled, self._lengths_S, self._tokens_SL, **dict.fromkeys(NAMED))
+        return found.tolist() if isinstance(found, (np.ndarray, torch.Tensor)) else found
 
     def _look(self, r: int, verified: Verified) -> list[int]:
         """Write request r's row; the tokens that were sampled since its last one."""
@@ -117,15 +112,6 @@ class VllmProposer:
         self._tokens_SL[r, : len(known)] = known
         self._lengths_S[r] = len(known)
         return known[start:].tolist()
-
-
-def _proposal(lists: Sequence[Sequence[int]], verified: Verified, num_drafts: int) -> Proposal:
-    tokens_RK = torch.zeros((len(lists), num_drafts), dtype=torch.int64)
-    wanted = verified.k_R.tolist()
-    kept = [[int(token) for token in ids[:k]] for ids, k in zip(lists, wanted, strict=True)]
-    for r, ids in enumerate(kept):
-        tokens_RK[r, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    return Proposal(tokens_RK, torch.tensor([len(ids) for ids in kept]))
 
 
 def load(name: str, maker: Any, given: DraftBuild) -> VllmProposer:

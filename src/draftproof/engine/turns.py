@@ -39,12 +39,9 @@ class Turns:
         self.check_process()
         if self._turn.locked() and self._holder == threading.get_ident():
             raise RuntimeError("LLM: called from within one of its own steps; call it when that has returned")
-        with (
-            self._queue,
-            self._turn,
-        ):  # a thread that comes back for its next turn stands behind those that wait
-            pass
-        with self._own():
+        with contextlib.ExitStack() as turn:
+            with self._queue:  # a thread that comes back for its next turn stands behind those that wait
+                turn.enter_context(self._own())
             yield
 
     def soon(self, action: Callable[[], None]) -> None:
@@ -54,9 +51,7 @@ class Turns:
         if self._process != os.getpid():
             return
         self._put_off.append(action)
-        if not self._turn.locked():
-            with self._own():
-                pass
+        self._catch_up_if_free()
 
     def check_process(self) -> None:
         """RuntimeError in a process that was forked off the engine's."""
@@ -69,14 +64,26 @@ class Turns:
 
     @contextlib.contextmanager
     def _own(self) -> Iterator[None]:
-        with self._turn:
+        try:
+            with self._turn:
+                self._holder = threading.get_ident()
+                try:
+                    self._catch_up()
+                    yield
+                finally:
+                    self._holder = None
+        finally:
+            self._catch_up_if_free()
+
+    def _catch_up_if_free(self) -> None:
+        """Where the turn is another's, that one looks again when it has released it: nothing is left behind."""
+        while self._put_off and self._turn.acquire(blocking=False):
             self._holder = threading.get_ident()
             try:
                 self._catch_up()
-                yield
             finally:
-                self._catch_up()
                 self._holder = None
+                self._turn.release()
 
     def _catch_up(self) -> None:
         while self._put_off:
