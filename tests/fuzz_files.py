@@ -5,13 +5,14 @@
 A case breaks one file of a pair of target and head: a value of config.json, the dtype or layout of a tensor, the length
 or bytes of a file, or a pickle in place of the weights. Then the pair is loaded and decodes a prompt. What is allowed:
 a ValueError of one line that names the folder, or the output of the unbroken target without a fault of its drafter.
-Within 5 s of processor time and 1 GiB.
+Within 5 s of processor time, 120 s by the clock and 1 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import json
 import os
 import pickle
@@ -56,6 +57,7 @@ PAIRS = {  # head -> target; a head in its target's folder is a native one
     "peagle_flat_fp8": "target_llama",
 }
 MOST_SECONDS, MOST_BYTES = 5.0, 1 << 30
+MOST_WAITING = 120.0  # seconds by the clock, after which a case has hung
 PROMPT = {"prompt_token_ids": [34, 54, 92, 36, 56, 5, 76]}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 NONSENSE: tuple[Any, ...] = (
@@ -314,8 +316,10 @@ def run_case(
     return kind, verdict, what
 
 
-def work_on(numbers: Sequence[int], seed: int) -> None:
-    """Run cases here; a line of JSON each, before which its number is written, so that a crash is told of."""
+def work_on(numbers: Sequence[int], seed: int, limit: float) -> None:
+    """Run cases here; a line of JSON each, before which its number is written, so that a crash is told of. The process
+    ends when a case has taken `limit` seconds."""
+    faulthandler.dump_traceback_later(MOST_WAITING, exit=True)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -323,29 +327,45 @@ def work_on(numbers: Sequence[int], seed: int) -> None:
         expected = {name: decode(engine(ORACLE / name, None))[0] for name in set(PAIRS.values())}
         for number in numbers:
             print(json.dumps([number]), flush=True)
-            print(
-                json.dumps([number, *run_case(seed, number, expected, work / "made", work / "pair")]),
-                flush=True,
-            )
+            faulthandler.dump_traceback_later(limit, exit=True)
+            result = run_case(seed, number, expected, work / "made", work / "pair")
+            faulthandler.cancel_dump_traceback_later()
+            print(json.dumps([number, *result]), flush=True)
 
 
-def run(numbers: Sequence[int], seed: int) -> list[tuple[int, str, str, str]]:
-    """All cases in a process beside this one; another takes over where one dies."""
+def run(numbers: Sequence[int], seed: int, limit: float = MOST_WAITING) -> list[tuple[int, str, str, str]]:
+    """All cases in a process beside this one; another takes over where one dies. `limit`: seconds by the clock."""
     found: list[tuple[int, str, str, str]] = []
     left = list(numbers)
     while left:
-        command = [sys.executable, "-m", "tests.fuzz_files", "--seed", str(seed), "--worker", *map(str, left)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+        done = run_worker(left, seed, limit)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         results = [tuple(line) for line in lines if len(line) == 4]
         found += results  # type: ignore[arg-type]
         last = lines[-1] if lines else [left[0]]
         if len(last) == 1:
             kind = list(KINDS)[last[0] % len(KINDS)]
-            found.append((last[0], kind, "crash", f"exit {done.returncode}: {done.stderr[-500:]}"))
+            _, hung, place = done.stderr.partition("Timeout (")
+            if hung:
+                found.append((last[0], kind, "too much", f"{hung}{place[:500]}"))
+            else:
+                found.append((last[0], kind, "crash", f"exit {done.returncode}: {done.stderr[-500:]}"))
         finished = {number for number, *_ in found}
         left = [number for number in left if number not in finished]
     return sorted(found)
+
+
+def run_worker(numbers: Sequence[int], seed: int, limit: float) -> subprocess.CompletedProcess[str]:
+    """What it leaves behind where it dies goes with the folder that it is given."""
+    command = [sys.executable, "-m", "tests.fuzz_files", "--seed", str(seed), "--limit", str(limit)]
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [*command, "--worker", *map(str, numbers)],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, "TMPDIR": folder},
+        )
 
 
 GOOD = ("error", "same")
@@ -359,12 +379,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", action="store_true", help="print the good cases too")
+    parser.add_argument("--limit", type=float, default=MOST_WAITING, help="seconds by the clock for a case")
     parser.add_argument("--worker", type=int, nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        work_on(given.worker, given.seed)
+        work_on(given.worker, given.seed, given.limit)
         return 0
-    found = run(range(given.first, given.first + given.cases), given.seed)
+    found = run(range(given.first, given.first + given.cases), given.seed, given.limit)
     counts = collections.Counter((kind, verdict) for _, kind, verdict, _ in found)
     verdicts = [*GOOD, *sorted({verdict for _, verdict in counts} - set(GOOD))]
     print(f"| kind | {' | '.join(verdicts)} |")

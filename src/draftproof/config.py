@@ -54,7 +54,7 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("drafters", "options"):
+        for name in ("drafters", "options", "hf_overrides"):
             object.__setattr__(self, name, _copied(getattr(self, name)))
         k = self.num_speculative_tokens
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= 64):
@@ -100,7 +100,8 @@ class EngineConfig:
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
     `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
     and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
-    torch operators (slower); `enforce_eager=True` runs every pass afresh instead of recording it.
+    torch operators (slower); `enforce_eager=True` runs every pass afresh instead of recording it. What is given is
+    copied.
     """
 
     model: str | None = None
@@ -126,6 +127,7 @@ class EngineConfig:
     attention_backend: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hf_overrides", _copied(self.hf_overrides))
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("verification", self.verification, ("exact", "rejection", "block"))

@@ -17,6 +17,7 @@ from tests.drafters.test_checkpoints import copied
 
 TARGETS = {
     "eagle3": "target_llama",
+    "dflash": "target_qwen3",
     "zlab_dflash_a": "target_dflash_a",
     "safeailab_eagle1_a": "target_eagle_a",
     "safeailab_eagle3_a": "target_eagle_a",
@@ -87,6 +88,15 @@ def test_an_assistant_s_own_values_are_checked(tmp_path: Path, key: str, values:
         ("eagle3", "speculators_config", 7, "speculators_config=7: must be an object"),
         ("eagle3", "speculators_config", {"verifier": 7}, "verifier=7: must be an object"),
         ("eagle3", "speculators_config", {"proposal_methods": [7]}, "proposal_methods=.*: must be a list"),
+        ("eagle3", "speculators_config", {"warp": 1}, "speculators_config: unknown key 'warp'=1"),
+        ("eagle3", "speculators_config", {"verifier": {"warp": 1}}, "verifier: unknown key 'warp'=1"),
+        (
+            "eagle3",
+            "speculators_config",
+            {"proposal_methods": [{"speculative_tokens": 2}, {"speculative_token": 2}]},
+            r"proposal_methods\[1\]: unknown key 'speculative_token'=2: did you mean 'speculative_tokens'",
+        ),
+        ("dflash", "dflash_config", {"mask_token": 7}, "dflash_config: unknown key 'mask_token'=7"),
         ("eagle3", "transformer_layer_config", "x", "transformer_layer_config='x': must be an object"),
         ("zlab_dflash_a", "dflash_config", 7, "dflash_config=7: must be an object"),
         ("zlab_dflash_a", "dflash_config", {"causal": True}, "dflash_config: unknown key 'causal'=True"),
@@ -104,6 +114,26 @@ def test_overrides_of_a_head_s_keys(tmp_path: Path) -> None:
     refused(head, "eagle3", r"leave it out with hf_overrides=\{'unheard_of': None\}")
     llm = load(head, "eagle3", hf_overrides={"unheard_of": None, "norm_output": False})
     assert llm.draft([1, 2, 3], 2) == load(ORACLE / "eagle3", "eagle3").draft([1, 2, 3], 2)
+
+
+def test_overrides_may_say_that_the_model_is_a_head(tmp_path: Path) -> None:
+    verifier = {"verifier": {"name_or_path": str(ORACLE / "target_qwen3")}}
+    head = copied("mtp", tmp_path, speculators_model_type=None, architectures=[], speculators_config=verifier)
+    path = head / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in raw.items() if k != "speculators_model_type"}))
+    with pytest.raises(ValueError, match="no 'model_type'"):
+        LLM(str(head))
+    overrides = {"speculators_model_type": "mtp"}
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
+    llm = LLM(
+        str(head), speculative_config={"hf_overrides": overrides, "num_speculative_tokens": 2}, **settings
+    )
+    assert len(llm.draft([1, 2, 3], 2)) == 2
+    with pytest.raises(
+        ValueError, match="no 'model_type'"
+    ):  # they are for the head that is named beside them
+        LLM(str(head), speculative_config={"model": str(ORACLE / "mtp"), "hf_overrides": overrides})
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,9 @@ def test_a_part_that_is_repeated_is_refused_before_it_is_written_out(tmp_path: P
         ({"transform_config": {"a": 1}}, "transform_config=.*not supported"),
         ({"config_groups": {}}, "config_groups={}: must be a dict of at least one"),
         ({"config_groups": [1]}, r"config_groups=\[1\]: must be a dict"),
+        ({"warp": 1}, "quantization_config: unknown key 'warp'=1"),
+        ({"group": {"warp": 1}}, "group_0: unknown key 'warp'=1"),
+        ({"weights": {"warp": 1}}, "group_0: weights: unknown key 'warp'=1"),
         ({"weights": {"num_bits": 4}}, "group_0: weights: num_bits=4: not supported, only 8"),
         ({"weights": {"type": "int"}}, "weights: type='int': not supported, only 'float'"),
         ({"weights": {"symmetric": False}}, "weights: symmetric=False: not supported"),
@@ -192,9 +195,10 @@ def test_other_schemes_are_refused_by_name(tmp_path: Path, edit: dict[str, Any],
     raw = read_json(head / "config.json")
     scheme = raw["quantization_config"]
     scheme["config_groups"]["group_0"]["weights"] |= edit.pop("weights", {})
+    scheme["config_groups"]["group_0"] |= edit.pop("group", {})
     scheme |= edit
     (head / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=f"config.json: quantization_config: .*{message}"):
+    with pytest.raises(ValueError, match=f"config.json: (?=quantization_config: ).*{message}"):
         detect.read(head)
 
 

@@ -114,6 +114,15 @@ def test_modules_in_the_targets_files_read_its_tables(folder: str) -> None:
     assert is_shared(pair) == (True, True)
 
 
+def test_an_assistant_embeds_with_the_targets_table() -> None:
+    """Its output matrix is of another size, and its own."""
+    pair = Pair("gemma4_assistant_a", "target_gemma4_a", num_drafts=3)
+    network: Any = pair.head
+    assert network._embed == pair.target.embed and network._head is not pair.target.head
+    stored = open_weights(ORACLE / "gemma4_assistant_a")
+    assert pair.num_bytes == 4 * sum(stored.get(name).numel() for name in stored.names())
+
+
 def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
     """In an engine, where both lie as the machine's fastest product wants them; memory counts them once."""
     head = Path(__file__).parent.parent / "data" / "tiny-mtp"

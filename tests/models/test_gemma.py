@@ -117,6 +117,7 @@ def test_what_released_files_leave_out() -> None:
         ),
         ({"num_kv_shared_layers": 4}, r"num_kv_shared_layers=4: layer 2 .*'full_attention'.* first 2 layers"),
         ({"layer_types": [SLIDES]}, r"layer_types=.*num_hidden_layers=6"),
+        ({"num_kv_shared_layers": 9}, r"num_kv_shared_layers=9: must be at most num_hidden_layers=6"),
         ({"num_key_value_heads": 3}, r"num_attention_heads=4, num_key_value_heads=3"),
         ({"rope_parameters": {"rope_theta": 1.0}}, r"rope_parameters: rope_theta=1.0: must be an object"),
         ({"rope_parameters": {FULL: {"warp": 2}}}, r"rotary embedding: unknown key 'warp'"),
@@ -128,6 +129,23 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(changes: dict[str, 
     parse(RAW4)
     with pytest.raises(ValueError, match=message):
         parse({**RAW4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ({"warp_factor": 2}, "unknown key 'warp_factor'=2"),
+        ({"eos_token_ids": [1]}, "unknown key 'eos_token_ids'=.*did you mean 'eos_token_id'"),
+        ({"hidden_size": 64}, "unknown key 'hidden_size'=64"),
+        ({"compression_config": {"bits": 4}}, "'compression_config' is set"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config' is set"),
+    ],
+)
+def test_keys_around_a_text_model_are_known_or_refused_by_name(outer: dict[str, Any], message: str) -> None:
+    nested = {"model_type": "gemma4", "text_config": RAW4, "mm_tokens_per_image": 256, "vision_config": {}}
+    parse(nested)
+    with pytest.raises(ValueError, match=message):
+        parse({**nested, **outer})
 
 
 def test_gemma_3_has_no_experts() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from draftproof import LLM
+from draftproof.engine import memory
 from draftproof.models.config import parse, read_config
 from draftproof.models.families import FAMILIES
 from draftproof.models.loading import Weights, read_generation_config
@@ -148,6 +149,25 @@ def test_json_nested_deeply_or_with_endless_numbers(tmp_path: Path, text: str) -
 @pytest.mark.parametrize("key", ["top_k", "temperature", "top_p", "min_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [INF, NAN, "x", True, LONG, [1]])
 def test_generation_defaults_are_checked(tmp_path: Path, key: str, value: Any) -> None:
+    check_generation_default(tmp_path, key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", 1e8),
+        ("top_p", 5),
+        ("top_p", 0),
+        ("min_p", 3),
+        ("repetition_penalty", 0),
+        ("top_k", -2),
+    ],
+)
+def test_generation_defaults_out_of_range_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    check_generation_default(tmp_path, key, value)
+
+
+def check_generation_default(tmp_path: Path, key: str, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ValueError, match=f"{key}=") as error:
         read_generation_config(tmp_path)
@@ -215,7 +235,10 @@ def test_an_index_of_the_wrong_type_is_refused(tmp_path: Path, weight_map: Any) 
         Weights.open(tmp_path)
 
 
-def test_tables_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_are_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 8 << 30)
     shutil.copytree(ORACLE / LLAMA, tmp_path / "target")
     path = tmp_path / "target" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1 << 24}))

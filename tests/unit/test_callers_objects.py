@@ -82,6 +82,18 @@ def test_a_speculative_config_is_copied_at_every_depth(as_dict: bool) -> None:
     assert config.drafters[0]["rates"] == [1, 2] and config.options["more"] == {"a": [3]}
 
 
+def test_overrides_are_copied_at_every_depth() -> None:
+    given: dict[str, Any] = {"rope_parameters": {"rope_theta": 5e5}, "layer_types": ["full_attention"]}
+    configs = [EngineConfig(hf_overrides=given), SpeculativeConfig(hf_overrides=given)]
+    given["rope_parameters"]["rope_theta"] = 7
+    given["layer_types"].clear()
+    for config in configs:
+        assert config.hf_overrides == {
+            "rope_parameters": {"rope_theta": 5e5},
+            "layer_types": ["full_attention"],
+        }
+
+
 def test_what_is_handed_out_is_not_what_is_kept(tight: LLM) -> None:
     stream, tokens = tight.stream(REPEATS, OTHER), list[int]()
     for delta in stream:

@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch
 
 from draftproof import LLM, DraftSpec, EngineConfig, InputLayout, Proposal, Verified
 from draftproof.drafters.contained import DrafterError, contained
+from draftproof.drafters.users import UsersDrafter
 from tests.conformance import faulty
 
 
@@ -144,3 +145,56 @@ def test_what_a_module_a_constructor_and_bind_change_is_put_back_too(
     before = state()
     LLM(dtype="float32", max_model_len=64, speculative_config={"method": "meddling_module.Drafter"})
     assert state() == before
+
+
+class Counts:
+    """A drafter whose layout says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = list[int]()
+        self.spec = DraftSpec(layout=self.layout)
+
+    def layout(self, num_drafts: int) -> InputLayout:
+        self.asked.append(num_drafts)
+        return InputLayout(context="all", masks=num_drafts)
+
+    def propose(self, verified: Verified, num_drafts: int) -> list[list[int]]:
+        return []
+
+
+def test_a_layout_is_asked_for_once_where_its_code_is_contained() -> None:
+    drafter = Counts()
+    users = UsersDrafter(drafter, "Counts", 3)
+    assert users.spec.lookahead(3) == users.spec.lookahead(3) == 3
+    assert drafter.asked == [3]
+
+
+class Silent:
+    """A draw that nobody asks."""
+
+    inputs: tuple[torch.Tensor, ...] = ()
+
+    def over(self, inputs: tuple[torch.Tensor, ...]) -> Silent:
+        return self
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        raise AssertionError("nothing is drawn")
+
+
+def test_counts_of_no_requests_are_whole_numbers() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    verified = Verified(
+        tokens_T=none,
+        positions_T=none,
+        cu_R1=torch.zeros(1, dtype=torch.int64),
+        slots_R=none,
+        live_R=none,
+        next_R=none,
+        k_R=none,
+        taps=(),
+        draw=Silent(),
+        history=lambda r: none,
+    )
+    proposal = UsersDrafter(Counts(), "Counts", 3).propose(verified, 3)
+    assert proposal.count_R.dtype == proposal.tokens_RK.dtype == torch.int64
+    assert proposal.count_R.shape == (0,) and proposal.tokens_RK.shape[0] == 0

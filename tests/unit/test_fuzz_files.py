@@ -14,3 +14,8 @@ def test_a_broken_file_is_one_line_or_changes_nothing() -> None:
     assert not bad, "\n".join(map(str, bad))
     verdicts = {(kind, verdict) for _, kind, verdict, _ in found}
     assert {(kind, "error") for kind in fuzz_files.KINDS} <= verdicts, verdicts
+
+
+def test_a_case_that_hangs_is_told_of() -> None:
+    ((number, _, verdict, what),) = fuzz_files.run([0], seed=0, limit=1e-4)
+    assert (number, verdict) == (0, "too much") and "Timeout" in what

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from draftproof.models.loading import Weights, check_dense
-from draftproof.schema import shown
+from draftproof.schema import check_known, shown, words
 
 _KEY = "quantization_config"
 _PARTS = ("transformer_layer_config", "text_config")  # configs within a head's own
 _FP8 = torch.float8_e4m3fn
 _STRATEGIES = ("tensor", "channel", "block")
+# What is not read of them says how the numbers were found, or what engines that compute in fp8 do.
+_SCHEME_KEYS = words(
+    """quant_method format config_groups ignore version quantization_status global_compression_ratio kv_cache_scheme
+    sparsity_config transform_config run_compressed"""
+)
+_GROUP_KEYS = words("targets weights input_activations output_activations format")
+_WEIGHTS_KEYS = words(
+    """num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs scale_dtype
+    zp_dtype"""
+)
 _SUPPORTED = "supported: compressed-tensors in format 'float-quantized'; or take the unquantised head"
 
 
@@ -71,6 +81,7 @@ def _scheme(found: Any, where: str) -> Scheme:
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if found.get(key):
             raise ValueError(f"{where}: {key}={shown(found[key])}: not supported; {_SUPPORTED}")
+    check_known(found, where, _SCHEME_KEYS)
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError(f"{where}: config_groups={shown(groups)}: must be a dict of at least one group")
@@ -89,6 +100,8 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
     if not isinstance(weights, Mapping):
         raise ValueError(f"{where}: weights={shown(weights)}: must be a dict")
     within = f"{where}: weights"
+    check_known(group, where, _GROUP_KEYS)
+    check_known(weights, within, _WEIGHTS_KEYS)
     for key, only in (("type", "float"), ("num_bits", 8), ("symmetric", True), ("dynamic", False)):
         if weights.get(key, only) != only:
             raise ValueError(f"{within}: {key}={shown(weights[key])}: not supported, only {only!r}")

@@ -50,12 +50,12 @@ def read(
     )
 
 
-def is_draft_head(directory: Path) -> bool:
-    """Whether the folder holds a draft head rather than a language model."""
+def is_draft_head(directory: Path, overrides: Mapping[str, Any] | None = None) -> bool:
+    """Whether the folder holds a draft head rather than a language model; overrides as in `read`."""
     path = directory / "config.json"
     if not path.is_file():
         return False
-    raw, _ = read_raw(directory)
+    raw, _ = read_raw(directory, overrides)
     with reading(path):
         return any(reader.matches(directory, raw) for reader in _HEADS)
 

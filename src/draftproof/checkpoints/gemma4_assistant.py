@@ -10,17 +10,13 @@ from draftproof import schema
 from draftproof.drafters.build import DraftCheckpoint
 from draftproof.drafters.gemma4 import Gemma4Settings
 from draftproof.models import config as model_config
+from draftproof.models.gemma_config import TOWER_KEYS
 from draftproof.models.loading import Weights, WeightSource
 from draftproof.schema import flag, whole
 
 _OWN_KEYS = schema.words(
     """model_type text_config backbone_hidden_size num_centroids centroid_intermediate_top_k use_ordered_embeddings
     tie_word_embeddings dtype torch_dtype"""
-)
-# of the towers whose tokens only the target reads
-_OTHERS = schema.words(
-    """boi_token_id eoi_token_id image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index
-    boi_token_index eoi_token_index image_token_index"""
 )
 
 
@@ -31,7 +27,7 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """All layers borrow keys and values, whether the file says so or leaves it out."""
     where = str(directory / "config.json")
-    model_config.check_keys(raw, where, _OWN_KEYS | _OTHERS)
+    model_config.check_keys(raw, where, _OWN_KEYS | TOWER_KEYS)
     within = f"{where}: text_config"
     text: dict[str, Any] = {**schema.section(raw, "text_config", where)}
     num_layers = whole(text, "num_hidden_layers", within)

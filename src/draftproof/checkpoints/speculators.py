@@ -33,9 +33,12 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     model_config.check_keys(raw, where, _KEYS | own_keys)
     if raw.get("target_hidden_size") is not None:
         schema.whole(raw, "target_hidden_size", where)
+    schema.check_known(schema.section(raw, "dflash_config", where), f"{where}: dflash_config", _NESTED_MASKS)
     envelope = schema.section(raw, "speculators_config", where)
     within = f"{where}: speculators_config"
+    schema.check_known(envelope, within, _ENVELOPE)
     verifier = schema.section(envelope, "verifier", within)
+    schema.check_known(verifier, f"{within}: verifier", _VERIFIER)
     layers = model_config.parse(_layers(raw, where), where=f"{where}: transformer_layer_config")
     return DraftCheckpoint(
         method=kind,
@@ -61,6 +64,8 @@ def _num_drafts(envelope: Mapping[str, Any], within: str) -> int | None:
     methods = [] if envelope.get("proposal_methods") is None else envelope["proposal_methods"]
     if not isinstance(methods, list) or not all(isinstance(method, Mapping) for method in methods):
         raise ValueError(f"{within}: proposal_methods={schema.shown(methods)}: must be a list of objects")
+    for i, method in enumerate(methods):
+        schema.check_known(method, f"{within}: proposal_methods[{i}]", _PROPOSAL)
     default = [m for m in methods if m.get("proposal_type") == envelope.get("default_proposal_method")]
     chosen, key = (default or methods or [{}])[0], "speculative_tokens"
     return None if chosen.get(key) is None else schema.whole(chosen, key, within, 1, 64)
@@ -80,6 +85,11 @@ _KEYS = words(
     """speculators_model_type speculators_version speculators_config transformer_layer_config tie_word_embeddings dtype
     torch_dtype target_hidden_size embed_requires_grad"""
 )
+_ENVELOPE = words("algorithm default_proposal_method proposal_methods verifier")
+_VERIFIER = words("name_or_path architectures")
+# The last two say how else than exactly a verifier may accept drafts, which is the engine's own business.
+_PROPOSAL = words("proposal_type speculative_tokens verifier_accept_k accept_tolerance")
+_NESTED_MASKS = words("mask_token_id")
 _MASKS = words("mask_token_id dspark_noise_token_id pard_token ptd_token_id dflash_config")
 _TAPPED = _MASKS | words(
     "draft_vocab_size eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc fc_norm norm_output"

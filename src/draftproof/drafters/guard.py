@@ -81,10 +81,11 @@ class Guard:
 
     def _count(self, what: str) -> None:
         self.num_faults, self.last_fault = self.num_faults + 1, what
+        name = name_of(self.drafter)
         if self.num_faults == self._max_faults:
             self.off = True
             warnings.warn(
-                f"drafter {name_of(self.drafter)} switched off after {self.num_faults} faults; output is not affected, decoding goes "
+                f"drafter {name} switched off after {self.num_faults} faults; output is not affected, decoding goes "
                 f"on plainly. Last fault: {what}",
                 RuntimeWarning,
                 stacklevel=2,

@@ -130,9 +130,10 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     if config.model is None:
         return config, assets.path(assets.TARGET)
     directory = resolve(config.model, config.revision)
-    if not detect.is_draft_head(directory):
-        return config, directory
     given = vllm_names.named(config.speculative_config or SpeculativeConfig())
+    is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
+    if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):
+        return config, directory
     weights = Files(directory, RandomWeights(), config.load_format).weights(given)
     head = detect.read(directory, weights, given.hf_overrides)
     target = detect.target_of(head)

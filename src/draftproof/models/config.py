@@ -13,7 +13,7 @@ import torch
 
 from draftproof import schema
 from draftproof.models.families import FAMILIES, Family
-from draftproof.models.gemma_config import GemmaConfig, check_layer_types, read_gemma
+from draftproof.models.gemma_config import NESTED_KEYS, GemmaConfig, check_layer_types, read_gemma
 from draftproof.models.mla import MlaConfig, parse_mla
 from draftproof.models.moe_config import MoEConfig, parse_moe
 from draftproof.models.rope import RopeConfig, parse_rope
@@ -177,6 +177,8 @@ def parse(
     ValueError for unknown model types and for keys that may change the arithmetic in a way not implemented here.
     """
     family = _family(raw, families, where)
+    if family.gemma and "text_config" in raw:
+        check_keys(raw, where, NESTED_KEYS | set(extra))
     raw, gemma = read_gemma(raw, family.gemma, where) if family.gemma else (raw, None)
     beside = gemma.moe if gemma is not None else None
     _check_family_keys(raw, family, where, extra)
@@ -234,11 +236,13 @@ def _family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) 
 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """The keys of a draft head's config beside those of its layers: known, bookkeeping, or refused by name."""
+    """The keys of a config beside those of the layers in it: known, bookkeeping, or refused by name."""
     _dtype(raw, where)
     flag(raw, "tie_word_embeddings", where)
     for key, value in raw.items():
         if key in _HARMLESS_KEYS or key in known or value is None:
+            continue
+        if value in _NEUTRAL_VALUES.get(key, ()):
             continue
         if key in _REFUSED_KEYS:
             raise ValueError(f"{where}: {key!r} is set: {_REFUSED_KEYS[key]}")

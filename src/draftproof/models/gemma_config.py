@@ -79,14 +79,16 @@ _NUMBERS: Mapping[str, float | None] = {
 }
 _FLAGS = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
 # A nested config's keys that hold for its text model too.
-_OUTER_KEYS = (
-    "eos_token_id",
-    "bos_token_id",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "quantization_config",
+_OUTER_KEYS = schema.words(
+    "eos_token_id bos_token_id dtype torch_dtype tie_word_embeddings quantization_config"
 )
+# A nested config's other keys: of the towers whose tokens a text has none of.
+TOWER_KEYS = schema.words(
+    """vision_config audio_config mm_tokens_per_image vision_soft_tokens_per_image boi_token_id eoi_token_id
+    image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index boi_token_index
+    eoi_token_index image_token_index"""
+)
+NESTED_KEYS = _OUTER_KEYS | TOWER_KEYS | schema.words("model_type text_config cache_implementation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
     """(the keys that all models share, with Gemma's defaults; the rest as a GemmaConfig). ValueError for what is not
     supported, by name. The shared head size, number of kv heads and rotary embedding are those of sliding layers."""
     if "text_config" in raw:
-        outer = {key: raw[key] for key in _OUTER_KEYS if raw.get(key) is not None}
+        outer = {key: value for key, value in raw.items() if key in _OUTER_KEYS and value is not None}
         inner = schema.section(raw, "text_config", where)
         raw = {"model_type": f"gemma{generation}_text", **inner, **outer}
     raw = {**_DEFAULTS[generation], **{k: v for k, v in raw.items() if v is not None}}
@@ -176,6 +178,7 @@ def _check(raw: Mapping[str, Any], where: str) -> None:
 
 def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
     activation = raw.get("hidden_activation", raw.get("hidden_act", "gelu_pytorch_tanh"))
+    num_layers, num_shared = raw["num_hidden_layers"], raw.get("num_kv_shared_layers", 0)
     vocab, own = raw["vocab_size"], raw.get("vocab_size_per_layer_input")
     both = raw.get("use_bidirectional_attention")
     for key, wrong, fix in (
@@ -190,6 +193,7 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
             both not in (None, False, "vision"),
             "tokens must not see later ones",
         ),
+        ("num_kv_shared_layers", num_shared > num_layers, f"must be at most num_hidden_layers={num_layers}"),
         ("enable_moe_block", generation == 3 and raw.get("enable_moe_block"), "has no experts"),
         (
             "vocab_size_per_layer_input",

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftproof.schema import number, read_json, section, shown, token_ids, whole
+from draftproof.types import SamplingParams
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
@@ -383,7 +384,8 @@ class GenerationDefaults:
 
 
 def read_generation_config(directory: Path) -> GenerationDefaults:
-    """`generation_config.json` of a folder; all None where there is no such file."""
+    """`generation_config.json` of a folder; all None where there is no such file. ValueError names the file, the key
+    and what `SamplingParams` takes."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return GenerationDefaults()
@@ -392,11 +394,12 @@ def read_generation_config(directory: Path) -> GenerationDefaults:
     def given(key: str) -> float | None:
         return None if raw.get(key) is None else number(raw, key, where)
 
-    return GenerationDefaults(
-        eos_token_ids=token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id"),
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        top_k=None if raw.get("top_k") is None else whole(raw, "top_k", where, -1),
-        min_p=given("min_p"),
-        repetition_penalty=given("repetition_penalty"),
-    )
+    numbers = {key: given(key) for key in ("temperature", "top_p", "min_p", "repetition_penalty")}
+    top_k = None if raw.get("top_k") is None else whole(raw, "top_k", where, -1)
+    stated = {key: value for key, value in {**numbers, "top_k": top_k}.items() if value is not None}
+    try:
+        SamplingParams(**stated)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    eos = token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id")
+    return GenerationDefaults(eos_token_ids=eos, top_k=top_k, **numbers)
