@@ -33,7 +33,7 @@ def prompts(number: int, vocab_size: int, longest: int, seed: int = 0) -> list[l
 def outputs(
     given: Sequence[list[int]], chunk: int, batch: int, dtype: str, native: bool
 ) -> list[RequestOutput]:
-    """Half of the requests greedy, half sampled; two log-probabilities of each token, the prompt's too."""
+    """Greedy or sampled, as the prompt alone decides; log-probabilities of each token, the prompt's too."""
     llm = LLM(
         dtype=dtype,
         native=native,
@@ -44,15 +44,15 @@ def outputs(
     )
     params = [
         SamplingParams(
-            temperature=(i % 2) * 0.8,
-            seed=i,
+            temperature=(sum(ids) % 2) * 0.8,
+            seed=sum(ids),
             max_tokens=NUM_OUTPUT,
             ignore_eos=True,
             logprobs=2,
             prompt_logprobs=1,
             detokenize=False,
         )
-        for i in range(len(given))
+        for ids in given
     ]
     prompts_of_ids = [{"prompt_token_ids": ids} for ids in given]
     return llm.generate(prompts_of_ids, params, use_tqdm=False)
