@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from draftproof.attention.gathered import CHUNK, gather_keys, padded_lengths
+from draftproof.attention.gathered import CHUNK, attend_by_length
 from draftproof.kernels.sums import tree_sum
 
 QUERY_ROWS = 8  # of one product; fewer query heads are padded with zeros
@@ -101,16 +102,18 @@ class ChunkedAttention:
         window: int,
         scale: float,
     ) -> Tensor:
-        num_rows, num_heads, head_dim = q_THD.shape
-        out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-        for length, rows_T in padded_lengths(ends_T).items():
-            most = max(1, MAX_NUMBERS // (length * head_dim * k_cache.shape[1]))
-            for part_T in rows_T.split(most):
-                k_TNXD, v_TNXD, seen_TX = gather_keys(
-                    k_cache, v_cache, block_table_SB[slots_T[part_T]], ends_T[part_T], window, length
-                )
-                out_THD[part_T] = self._attend(q_THD[part_T], k_TNXD, v_TNXD, seen_TX, scale)
-        return out_THD.view(num_rows, num_heads * head_dim)
+        numbers_of_a_key = k_cache.shape[1] * q_THD.shape[2]
+        return attend_by_length(
+            partial(self._attend, scale=scale),
+            lambda length: max(1, MAX_NUMBERS // (length * numbers_of_a_key)),
+            q_THD,
+            k_cache,
+            v_cache,
+            block_table_SB,
+            slots_T,
+            ends_T,
+            window,
+        )
 
     def _attend(self, q_THD: Tensor, k_TNXD: Tensor, v_TNXD: Tensor, seen_TX: Tensor, scale: float) -> Tensor:
         """Attention of rows with equally many chunks, X = C * L keys: [T, heads, D] in q's dtype."""

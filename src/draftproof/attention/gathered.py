@@ -5,6 +5,8 @@ Shapes: T rows, N kv heads, L padded keys, B blocks per slot, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,3 +44,30 @@ def gather_keys(
 
     k_TNLD = visible(k_cache)
     return k_TNLD, k_TNLD if v_cache is k_cache else visible(v_cache), seen_TL
+
+
+def attend_by_length(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    max_rows: Callable[[int], int],
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_SB: Tensor,
+    slots_T: Tensor,
+    ends_T: Tensor,
+    window: int,
+) -> Tensor:
+    """What an `AttentionBackend` returns, [T, num_heads * D], from calls of rows that have equally many padded keys.
+
+    attend(q [T, num_heads, D], keys, values, seen as `gather_keys` gives them) -> [T, num_heads, D]; max_rows(L): how
+    many rows may share a call, which bounds the gathered copy of the cache.
+    """
+    out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+    for length, rows_T in padded_lengths(ends_T).items():
+        for part_T in rows_T.split(max_rows(length)):
+            k_TNLD, v_TNLD, seen_TL = gather_keys(
+                k_cache, v_cache, block_table_SB[slots_T[part_T]], ends_T[part_T], window, length
+            )
+            out_THD[part_T] = attend(q_THD[part_T], k_TNLD, v_TNLD, seen_TL)
+    num_rows, num_heads, head_dim = q_THD.shape
+    return out_THD.view(num_rows, num_heads * head_dim)

@@ -8,11 +8,13 @@ Shapes: T rows, N kv heads, G query heads per kv head, L padded keys, S slots, B
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.attention.gathered import CHUNK, gather_keys, padded_lengths
+from draftproof.attention.gathered import CHUNK, attend_by_length
 
 MIN_QUERIES = 4  # torch's fp32 kernel takes other paths (and other bits) below this many query rows
 MAX_ROWS = 32  # that share one call: bounds the gathered copy of the cache
@@ -29,15 +31,17 @@ def sdpa_attention(
     scale: float,
 ) -> Tensor:
     """See `AttentionBackend`."""
-    num_rows, num_heads, head_dim = q_THD.shape
-    out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    for length, rows_T in padded_lengths(ends_T).items():
-        for part_T in rows_T.split(MAX_ROWS):
-            k_TNLD, v_TNLD, seen_TL = gather_keys(
-                k_cache, v_cache, block_table_SB[slots_T[part_T]], ends_T[part_T], window, length
-            )
-            out_THD[part_T] = _attend(q_THD[part_T], k_TNLD, v_TNLD, seen_TL, scale)
-    return out_THD.view(num_rows, num_heads * head_dim)
+    return attend_by_length(
+        partial(_attend, scale=scale),
+        lambda _: MAX_ROWS,
+        q_THD,
+        k_cache,
+        v_cache,
+        block_table_SB,
+        slots_T,
+        ends_T,
+        window,
+    )
 
 
 def _attend(q_THD: Tensor, k_TNLD: Tensor, v_TNLD: Tensor, seen_TL: Tensor, scale: float) -> Tensor:
