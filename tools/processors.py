@@ -1,6 +1,7 @@
 """Runs the tests that promise bits as on other processors, which libraries and compilers can imitate, in one table.
 
 python tools/processors.py [--quick] [--setting NAME]... [TEST ...]
+python tools/processors.py --run 'python -m tests.chunk_sizes'    another command under each setting
 Exit status 1 where a test failed. Each setting has processes and a cache folder of its own: certificates made under one
 say nothing about another.
 """
@@ -89,10 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--setting", action="append", choices=SETTINGS, help="one of them; repeat it for more"
     )
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK)} only, a few tests")
+    parser.add_argument("--run", metavar="COMMAND", help="a command to run in place of the tests")
     parser.add_argument("--pytest-args", default="", help="more arguments for pytest, such as '-n 2'")
     given = parser.parse_args(argv)
     tests = given.tests or (QUICK_TESTS if given.quick else TESTS)
     names = given.setting or (QUICK if given.quick else SETTINGS)
+    if given.run is not None:
+        return max([run_command(name, shlex.split(given.run)) for name in names])
     failed = False
     print(HEAD, flush=True)
     for name in names:
@@ -113,6 +117,16 @@ def run(name: str, arguments: Sequence[str]) -> Outcome:
             [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         return read(report, done, time.monotonic() - start)
+
+
+def run_command(name: str, command: Sequence[str]) -> int:
+    """The exit status of a command under the setting `name`; its output goes where ours does."""
+    print(f"== {name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = environment_of(name, Path(folder))
+        if command[0] == "python":
+            command = [sys.executable, *command[1:]]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def environment_of(name: str, folder: Path) -> dict[str, str]:
