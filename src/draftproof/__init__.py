@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftproof.config import EngineConfig, SpeculativeConfig
     from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
-    from draftproof.engine.llm import LLM
+    from draftproof.engine.core import EngineCore, TokenDelta
+    from draftproof.engine.interface import RequestSpec
+    from draftproof.frontend.llm import LLM
     from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams
 
 __all__ = [
@@ -18,20 +20,25 @@ __all__ = [
     "DraftSpec",
     "Drafter",
     "EngineConfig",
+    "EngineCore",
     "InputLayout",
     "Logprob",
     "Proposal",
     "RequestOutput",
+    "RequestSpec",
     "SamplingParams",
     "SpeculativeConfig",
     "Taps",
+    "TokenDelta",
     "Verified",
 ]
 
 _MODULES = {
     "config": ("EngineConfig", "SpeculativeConfig"),
     "drafters.base": ("Drafter", "DraftSpec", "InputLayout", "Proposal", "Taps", "Verified"),
-    "engine.llm": ("LLM",),
+    "engine.core": ("EngineCore", "TokenDelta"),
+    "engine.interface": ("RequestSpec",),
+    "frontend.llm": ("LLM",),
     "types": ("CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"),
 }
 _HOME = {name: f"draftproof.{module}" for module, names in _MODULES.items() for name in names}

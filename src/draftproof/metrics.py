@@ -1,4 +1,4 @@
-"""Counters of speculation: per request, per drafter, and summed for the engine."""
+"""Counters of speculation, per request and summed for the engine; times of its steps."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Sums over the engine's life. Times in seconds of wall clock, as the step saw them."""
+    """Sums over the engine's life. Times in seconds of wall clock, as the host saw them: a step is planning, launch (on
+    a CPU the computation too: target and draft), waiting for a device, and taking results in."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -85,4 +86,8 @@ class EngineStats:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
+    planning_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    results_seconds: float = 0.0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

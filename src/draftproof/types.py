@@ -166,7 +166,9 @@ class RequestOutput:
 class Delta:
     """What one step added to one choice: the unit of `LLM.stream`.
 
-    `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with.
+    `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with. `logprobs`: one dict for
+    each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why `finish_reason` is
+    "error".
     """
 
     request_id: str
@@ -175,3 +177,6 @@ class Delta:
     token_ids: list[int]
     accepted: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from draftproof import assets
-from draftproof.engine.text import Tokenizer
+from draftproof.frontend.text import Tokenizer
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.types import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SamplingParams
 

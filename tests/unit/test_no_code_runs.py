@@ -25,7 +25,7 @@ MAPS: dict[str, dict[str, Any]] = {
 LOAD = """
 import sys
 from draftproof import LLM
-from draftproof.engine.text import Tokenizer
+from draftproof.frontend.text import Tokenizer
 for folder in sys.argv[1:]:
     for make in (Tokenizer, lambda folder: LLM(folder, max_model_len=32)):
         try:

@@ -13,7 +13,7 @@ from draftproof.engine.outbox import Flight, deliver
 from draftproof.engine.scheduler import Plan, Work
 from draftproof.engine.scores import Scorer
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.text import StopChecker
+from draftproof.frontend.text import StopChecker
 from draftproof.kernels.transfer import download
 
 NONE = -1  # what the verifier emits where a row of logits holds no number

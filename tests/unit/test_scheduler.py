@@ -4,7 +4,7 @@ from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
 from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.text import StopChecker
+from draftproof.frontend.text import StopChecker
 
 PARAMS = SamplingParams(max_tokens=100, detokenize=False)
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from draftproof import assets
-from draftproof.engine.text import BROKEN, Detokenizer, StopChecker, Tokenizer, Verdict
+from draftproof.frontend.text import BROKEN, Detokenizer, StopChecker, Tokenizer, Verdict
 from draftproof.types import SamplingParams
 
 EOS = 2

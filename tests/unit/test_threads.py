@@ -14,7 +14,7 @@ import torch
 
 from draftproof import LLM, Delta, DraftSpec, EngineConfig, Proposal, SamplingParams, Verified, assets
 from draftproof.bench.compare import compare
-from draftproof.engine.turns import Turns
+from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
 
 LONG = 120  # seconds after which a thread that should have ended is taken for stuck

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draftproof.engine.frontend import Frontend, Request
-from draftproof.engine.llm import LLM
+from draftproof.frontend.llm import LLM
 from draftproof.types import RequestOutput, SamplingParams
 
 

@@ -18,7 +18,7 @@ from draftproof.bench import environment
 from draftproof.bench.compare import Difference, Tally, compare
 from draftproof.checkpoints import detect
 from draftproof.engine.frontend import Request
-from draftproof.engine.llm import LLM
+from draftproof.frontend.llm import LLM
 from draftproof.metrics import EngineStats
 from draftproof.types import RequestOutput, SamplingParams
 

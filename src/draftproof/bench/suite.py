@@ -15,7 +15,7 @@ from draftproof.bench.compare import Difference, compare
 from draftproof.bench.drive import Client, Job, Run
 from draftproof.bench.rooflines import Peaks, peaks_of
 from draftproof.drafters.recordings import save
-from draftproof.engine.llm import LLM
+from draftproof.frontend.llm import LLM
 from draftproof.kernels.room import free_bytes
 from draftproof.types import RequestOutput, SamplingParams
 

@@ -14,7 +14,7 @@ from draftproof.cli.bench_methods import methods
 
 if TYPE_CHECKING:
     from draftproof.bench.suite import Kind, Suite, Variant
-    from draftproof.engine.llm import LLM
+    from draftproof.frontend.llm import LLM
 
 EXAMPLES = """\b
 Examples:

@@ -222,7 +222,7 @@ def _engine(method: Method, engine: Mapping[str, Any], batch_size: int) -> Any:
 def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -> list[Any]:
     """The prompts' ids; those of the package come as a question, a piece of code, a question, ..."""
     from draftproof.bench.methods import Question
-    from draftproof.engine.text import Tokenizer
+    from draftproof.frontend.text import Tokenizer
     from draftproof.models.loading import resolve_tokenizer
 
     if file is not None:

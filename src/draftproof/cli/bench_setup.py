@@ -219,7 +219,7 @@ def make_prompts(
 ) -> list[list[int]]:
     """Ids of every prompt, at least as many as the largest batch."""
     from draftproof.bench import workload
-    from draftproof.engine.text import Tokenizer
+    from draftproof.frontend.text import Tokenizer
     from draftproof.models.loading import resolve_tokenizer
 
     most = max(settings.batch_sizes)

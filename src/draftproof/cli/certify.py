@@ -40,7 +40,7 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
 
     from draftproof.config import EngineConfig
     from draftproof.engine.certificates import GROUPED, survey
-    from draftproof.engine.llm import show_progress
+    from draftproof.frontend.llm import show_progress
 
     if target is not None and engine.get("model") not in (None, target):
         raise click.UsageError(f"MODEL {target!r} and --model {engine['model']!r}: give one of them")

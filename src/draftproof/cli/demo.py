@@ -20,7 +20,7 @@ from draftproof.cli.verify import failures, seeded
 from draftproof.types import RequestOutput
 
 if TYPE_CHECKING:
-    from draftproof.engine.llm import LLM
+    from draftproof.frontend.llm import LLM
 
 EXAMPLES = """\b
 Examples:

@@ -15,7 +15,7 @@ from draftproof.cli.stream import Painter, write_stream
 from draftproof.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from draftproof.engine.llm import LLM
+    from draftproof.frontend.llm import LLM
 
 EXAMPLES = """\b
 Examples:

@@ -22,7 +22,7 @@ from draftproof.types import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftproof.engine.llm import LLM
+    from draftproof.frontend.llm import LLM
 
 EMBEDDED_DRAFTER = "tiny-eagle3"
 LEAST = 1e-9  # that counts as above 0
@@ -223,7 +223,7 @@ def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_llm(engine: Mapping[str, Any]) -> LLM:
     """The engine; torch and the model are loaded here and not before. Says once a command what memory it takes."""
-    from draftproof.engine.llm import LLM
+    from draftproof.frontend.llm import LLM
 
     llm, context = LLM(**engine), click.get_current_context(silent=True)
     told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.memory", set())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftproof.engine.text import Tokenizer
+    from draftproof.frontend.text import Tokenizer
 
 KEYS = "'prompt', 'messages', 'turns' or 'question'"
 

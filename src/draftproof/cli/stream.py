@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import click
 
-from draftproof.engine.text import Detokenizer, Tokenizer
+from draftproof.frontend.text import Detokenizer, Tokenizer
 from draftproof.types import Delta
 
 ACCEPTED = "green"

@@ -29,11 +29,12 @@ from draftproof.drafters.guard import Guard
 from draftproof.drafters.head import DraftMemory
 from draftproof.drafters.short_texts import ShortTexts
 from draftproof.engine import memory, operators, reporting
-from draftproof.engine.engine import Engine, Parts
+from draftproof.engine.core import EngineCore
+from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
+from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.scores import Scorer
 from draftproof.engine.state import State
 from draftproof.kernels import graphs, native
 from draftproof.kernels.certify import own_precision
@@ -59,7 +60,7 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 class Loaded:
     """An engine and what its front needs to know of it."""
 
-    engine: Engine
+    engine: EngineCore
     directory: Path
     model: ModelConfig
     max_model_len: int
@@ -113,7 +114,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
         kv_bytes_per_token=memory.bytes_per_token(target.kv, base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
-        num_blocks=engine.parts.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
+        num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
     )  # fmt: skip
     return Loaded(
         engine=engine,
@@ -276,29 +277,45 @@ class _Drafting:
 
 def _engine(
     base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None
-) -> tuple[Engine, int]:
+) -> tuple[EngineCore, int]:
     """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
     config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
         known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
-        parts = _parts(base, target, known, num_blocks=2)
+        runner = _runner(base, target, known, num_blocks=2)
         # each graph keeps logits of its own
-        num_logits = sum(parts.buckets) * (1 + known.num_drafts) * base.model.vocab_size
-        num_spare = memory.peak_bytes(Engine(parts).rehearse) + 4 * num_logits
+        num_logits = sum(runner.buckets) * (1 + known.num_drafts) * base.model.vocab_size
+        num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
-    engine = Engine(_parts(base, target, drafting, num_blocks))
+    runner, num_graph_bytes = _runner(base, target, drafting, num_blocks), 0
     if base.device.type == "cuda":
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
-        engine.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
-        return engine, max(0, free - free_bytes(base.device))
-    return engine, 0
+        runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
+        num_graph_bytes = max(0, free - free_bytes(base.device))
+    scheduler = _scheduler(config, drafting, num_blocks)
+    return EngineCore(runner, scheduler, _policy(config, drafting.num_drafts, base.device)), num_graph_bytes
 
 
-def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> Parts:
+def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Scheduler:
+    spec, num_drafts = drafting.spec, drafting.num_drafts
+    pages = PageAllocator(
+        num_blocks,
+        config.block_size,
+        sharing=config.enable_prefix_caching,
+        lookahead=spec.tokens_ahead(num_drafts),
+    )
+    return Scheduler(
+        pages,
+        num_slots=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_lookahead=spec.lookahead(num_drafts),
+    )
+
+
+def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> ModelRunner:
     config, device, spec = base.config, base.device, drafting.spec
     num_drafts = drafting.num_drafts
-    lookahead = spec.lookahead(num_drafts)
-    state = _state(base, num_drafts, lookahead)
+    state = _state(base, num_drafts, spec.lookahead(num_drafts))
 
     def cache(shapes: tuple[KVShape, ...], table_SB: Tensor = state.block_table_SB) -> PagedCache:
         return allocate(list(shapes), table_SB, num_blocks, config.block_size, base.dtype, device)
@@ -316,41 +333,28 @@ def _parts(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -
         host_looks=device.type == "cpu",
     )
     _bind(drafting.drafter, memory_lent)
-    pages = PageAllocator(
-        num_blocks,
-        config.block_size,
-        sharing=config.enable_prefix_caching,
-        lookahead=spec.tokens_ahead(num_drafts),
-    )
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = device.type == "cuda" and drafting.trusted and not spec.host_tokens
     on_device = on_device and config.verification == "exact"
-    return Parts(
+    return ModelRunner(
         target=target,
         ops=base.ops,
         backend=base.backend,
         cache=target_cache,
         draft_cache=draft_cache,
-        pages=pages,
-        scheduler=Scheduler(
-            pages,
-            num_slots=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_lookahead=lookahead,
-        ),
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
         guard=_guard(config, drafting, base.model.vocab_size, lambda: table_SB.copy_(state.block_table_SB)),
         spec=spec,
-        policy=_policy(config, num_drafts, device),
-        scorer=Scorer(target, sampler),
+        scorer=LogprobScorer(target, sampler),
+        max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
-        num_ahead=int(on_device),
+        async_depth=int(on_device),
         num_threads=torch.get_num_threads(),
     )
 

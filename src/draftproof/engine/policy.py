@@ -1,6 +1,6 @@
-"""How many drafts each sequence gets. Changes speed only: by law 1 the output cannot depend on it.
+"""How many drafts each request gets. Changes speed only: by law 1 the output cannot depend on it.
 
-Letters: R sequences that decode in a pass, k drafts of one, K the most that may be asked for.
+Letters: R requests that decode in a pass, k drafts of one, K the most that may be asked for.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from draftproof.engine.sequence import Sequence
+from draftproof.engine.progress import Progress
 
 FIRST_GUESS = 0.6  # acceptance of a draft before anything was measured
 MEMORY = 0.92  # weight of the past in the acceptance average
@@ -17,11 +17,11 @@ PROBE_EVERY = 24  # then one round in so many does
 
 
 class Policy(Protocol):
-    def choose(self, decoding: list[Sequence]) -> list[int]:
-        """Drafts to ask for, one number per sequence that will decode in the next pass."""
+    def choose(self, decoding: list[Progress]) -> list[int]:
+        """Drafts to ask for, one number per request that will decode in the next pass."""
         ...
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         """One round's outcome."""
         ...
 
@@ -36,10 +36,10 @@ class FixedPolicy:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, decoding: list[Sequence]) -> list[int]:
+    def choose(self, decoding: list[Progress]) -> list[int]:
         return [self._num_drafts] * len(decoding)
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         pass
 
     def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
@@ -87,7 +87,7 @@ class Costs:
 class AdaptivePolicy:
     """The number of drafts that makes tokens per second largest, from measured costs and acceptance.
 
-    A sequence whose drafts are accepted at rate a gets 1 + a + a^2 + .. + a^k tokens from k drafts. The cost of a
+    A request whose drafts are accepted at rate a gets 1 + a + a^2 + .. + a^k tokens from k drafts. The cost of a
     pass depends on its rows, the cost of drafting on its steps.
     """
 
@@ -98,7 +98,7 @@ class AdaptivePolicy:
     _rounds: int = 0
     _probes: int = -1
 
-    def choose(self, decoding: list[Sequence]) -> list[int]:
+    def choose(self, decoding: list[Progress]) -> list[int]:
         if not decoding:
             return []
         self._rounds += 1
@@ -120,20 +120,20 @@ class AdaptivePolicy:
         self._probes += 1
         return self.num_drafts * (3, 1, 2, 0)[self._probes % 4] // 3
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         """Each draft up to the first rejected one is a trial."""
         trials = min(num_accepted + 1, num_drafted)
         for i in range(trials):
             hit = float(i < num_accepted)
-            sequence.accept_rate = MEMORY * self._rate(sequence) + (1 - MEMORY) * hit
+            request.accept_rate = MEMORY * self._rate(request) + (1 - MEMORY) * hit
             self.overall += 0.01 * (hit - self.overall)
 
     def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
         self.target.add(num_rows, target_seconds)
         self.draft.add(num_drafts, draft_seconds)
 
-    def _rate(self, sequence: Sequence) -> float:
-        return self.overall if sequence.accept_rate is None else sequence.accept_rate
+    def _rate(self, request: Progress) -> float:
+        return self.overall if request.accept_rate is None else request.accept_rate
 
     def _cost(self, num_rows: int, num_drafts: int) -> float:
         return self.target.at(num_rows) + self.draft.at(num_drafts)

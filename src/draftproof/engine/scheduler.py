@@ -1,45 +1,47 @@
 """Which rows the next pass computes: continuous batching, chunked prefill, preemption. Host only; knows no tensors.
 
-There are no phases. A sequence has so many known tokens to compute, one while decoding, and its drafts on top when all
+There are no phases. A request has so many known tokens to compute, one while decoding, and its drafts on top when all
 of those fit; the pass takes as many as the token budget and the pages allow.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import PageAllocator
-from draftproof.engine.sequence import Sequence
+from draftproof.engine.progress import Progress
 
 
 @dataclass(slots=True)
-class Work:
-    """One sequence's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
+class PlannedRows:
+    """One request's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
 
     `start`: position of the first, an upper bound while an earlier pass is in flight.
     """
 
-    sequence: Sequence
+    request: Progress
     start: int
     num_rows: int
     num_sampled: int
 
 
 @dataclass(slots=True)
-class Plan:
+class SchedulerOutput:
     """One pass. `stalled`: somebody must be preempted, and may only be when no pass is in flight: plan again then."""
 
-    work: list[Work] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[tuple[int, Sequence]] = field(default_factory=list)  # slot it had, sequence
+    rows: list[PlannedRows] = field(default_factory=list)
+    admitted: list[Progress] = field(default_factory=list)
+    num_preempted: int = 0
     stalled: bool = False
 
 
 class Scheduler:
-    """Running sequences first, in order of arrival; then waiting ones, while slots, budget and pages last.
+    """Running requests first, in order of arrival; then waiting ones, while slots, budget and pages last.
 
-    `num_lookahead` is how many positions past its rows a sequence needs pages for: what drafting may write.
+    `num_lookahead` is how many positions past its rows a request needs pages for: what drafting may write. Slots that
+    were given up lie in `released` and new blocks in `fresh_blocks`, until somebody takes them.
     """
 
     def __init__(
@@ -51,149 +53,168 @@ class Scheduler:
         num_lookahead: int,
     ) -> None:
         self.pages = pages
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.fresh_blocks: list[int] = []  # handed out since somebody last took this list: to be cleared
+        self.waiting: deque[Progress] = deque()
+        self.running: list[Progress] = []
+        self.held: list[Progress] | None = None  # all others, while `isolate` is in force
+        self.fresh_blocks: list[int] = []
+        self.released: list[int] = []
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self.max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead = num_lookahead
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, request: Progress) -> None:
+        (self.waiting if self.held is None else self.held).append(request)
 
-    def plan(self) -> Plan:
-        """The next pass; no work only when nothing is waiting or running."""
-        plan = Plan()
+    @property
+    def is_idle(self) -> bool:
+        return not (self.running or self.waiting or self.held)
+
+    def schedule(self) -> SchedulerOutput:
+        """The next pass; no rows only when nothing is waiting or running."""
+        output = SchedulerOutput()
         budget = self.max_num_batched_tokens
-        for sequence in list(self.running):
-            self._register_pages(sequence)
-        for sequence in list(self.running):
+        for request in self.running:
+            self._register_pages(request)
+        for request in list(self.running):
             if budget == 0:
                 break
-            if sequence not in self.running:  # preempted by an earlier one of this very loop
+            if request.slot < 0:  # preempted by an earlier one of this very loop
                 continue
-            budget -= self._schedule(sequence, budget, plan, may_preempt=True)
-            if plan.stalled:
-                return Plan(stalled=True)
-        while self.waiting and self._free_slots and budget > 0 and not plan.preempted:
-            if not self._admit(self.waiting[0], budget, plan):
+            budget -= self._schedule(request, budget, output, may_preempt=True)
+            if output.stalled:
+                return SchedulerOutput(stalled=True)
+        while self.waiting and self._free_slots and budget > 0 and not output.num_preempted:
+            if not self._admit(self.waiting[0], budget, output):
                 break
-            budget -= self._schedule(self.waiting.popleft(), budget, plan, may_preempt=False)
-        assert plan.work or not (self.running or self.waiting), "nothing could be scheduled"
-        return plan
+            budget -= self._schedule(self.waiting.popleft(), budget, output, may_preempt=False)
+        assert output.rows or not (self.running or self.waiting), "nothing could be scheduled"
+        return output
 
-    def finish(self, sequence: Sequence) -> int:
-        """Take a sequence out, wherever it is; the slot it had, or -1."""
-        slot = sequence.slot
-        if slot >= 0:
-            self.running.remove(sequence)
-            self._release(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        return slot
+    def finish(self, request: Progress) -> None:
+        """Take a request out, wherever it is."""
+        if request.slot >= 0:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        elif self.held is not None and request in self.held:
+            self.held.remove(request)
 
-    def restart(self) -> list[int]:
-        """Everybody waits again with nothing computed, and nothing is cached; the slots that were in use."""
-        slots = [s.slot for s in self.running]
-        going_on = [s for s in (*self.running, *self.waiting) if s.finish_reason is None]
-        self.waiting = deque(dict.fromkeys(going_on))
-        self.running, self.fresh_blocks = [], []
-        for sequence in self.waiting:
-            _reset(sequence)
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
-        self.pages.clear()
-        return slots
+    def recompute_all(self, *, keep_cache: bool) -> None:
+        """Everybody waits again with nothing computed, all slots are given up: whatever a step that broke off left here
+        and on the device, this makes good. `keep_cache`: what the prefix cache held before stays."""
+        everybody = dict.fromkeys([*self.running, *self.waiting, *(self.held or ())])
+        if not keep_cache:
+            self.pages.clear()
+        for request in everybody:
+            if keep_cache:
+                self.pages.release(request.blocks)
+            request.forget()
+        self.waiting = _by_arrival([r for r in everybody if r.finish_reason is None])
+        self.running, self.fresh_blocks, self.held = [], [], None
+        self.released = list(range(self._num_slots))
+        self._free_slots = list(reversed(self.released))
 
-    def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> bool:
+    def isolate(self, group: Collection[Progress]) -> None:
+        """Until `rejoin` only these are scheduled; nothing of the others stays in the cache."""
+        everybody = [*self.running, *self.waiting, *(self.held or ())]
+        for request in self.running:
+            self._release(request)
+        self.running = []
+        self.waiting = _by_arrival([r for r in everybody if r in group])
+        self.held = list(_by_arrival([r for r in everybody if r not in group]))
+
+    def rejoin(self) -> None:
+        """Everybody takes part again."""
+        if self.held is not None:
+            self.waiting = _by_arrival([*self.waiting, *self.held])
+            self.held = None
+
+    def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
-        assert not sequence.blocks
-        found = self.pages.match(sequence.tokens if sequence.reads_prefix_cache else [])
+        assert not request.blocks
+        found = self.pages.match(request.tokens if request.spec.reads_prefix_cache else [])
         num_cached = len(found.blocks) * self.pages.block_size
-        num_rows = min(budget, len(sequence.tokens) - num_cached)
-        missing = self._blocks_for(sequence, num_cached + num_rows) - len(found.blocks)
+        num_rows = min(budget, len(request.tokens) - num_cached)
+        missing = self._blocks_for(request, num_cached + num_rows) - len(found.blocks)
         fresh = self.pages.allocate(missing)
         if fresh is None:
             self.pages.release(found.blocks)
             return False
-        sequence.blocks = found.blocks + fresh
-        sequence.num_registered = len(found.blocks)
-        sequence.node = found.node
-        sequence.num_computed = num_cached
-        sequence.num_cached = max(sequence.num_cached, num_cached)
-        sequence.slot = self._free_slots.pop()
-        self.running.append(sequence)
-        plan.admitted.append(sequence)
+        request.blocks = found.blocks + fresh
+        request.num_registered = len(found.blocks)
+        request.node = found.node
+        request.num_computed = num_cached
+        request.num_cached = max(request.num_cached, num_cached)
+        request.slot = self._free_slots.pop()
+        self.running.append(request)
+        output.admitted.append(request)
         self.fresh_blocks += fresh
         return True
 
-    def _schedule(self, sequence: Sequence, budget: int, plan: Plan, *, may_preempt: bool) -> int:
-        """Add the sequence's rows to the plan; how many. Drafts are dropped sooner than anybody is preempted."""
-        num_known, start = sequence.num_to_compute, sequence.num_computed + sequence.num_pending
-        num_rows = min(budget, num_known + sequence.num_drafts)
-        if not self._grow(sequence, start + num_rows):
+    def _schedule(self, request: Progress, budget: int, output: SchedulerOutput, *, may_preempt: bool) -> int:
+        """Add the request's rows to the pass; how many. Drafts are dropped sooner than anybody is preempted."""
+        num_known, start = request.num_to_compute, request.num_computed + request.num_pending
+        num_rows = min(budget, num_known + request.num_drafts)
+        if not self._grow(request, start + num_rows):
             num_rows = min(budget, num_known)
-            while not self._grow(sequence, start + num_rows):
+            while not self._grow(request, start + num_rows):
                 assert may_preempt, "admission made room for the first rows"
-                if any(s.num_pending for s in self.running):
-                    plan.stalled = True
+                if any(r.num_pending for r in self.running):
+                    output.stalled = True
                     return 0
                 victim = self.running[-1]
-                self._preempt(victim, plan)
-                if victim is sequence:
+                self._preempt(victim, output)
+                if victim is request:
                     return 0
-        plan.work.append(Work(sequence, start, num_rows, max(0, num_rows - num_known + 1)))
+        output.rows.append(PlannedRows(request, start, num_rows, max(0, num_rows - num_known + 1)))
         return num_rows
 
-    def _grow(self, sequence: Sequence, num_positions: int) -> bool:
-        missing = self._blocks_for(sequence, num_positions) - len(sequence.blocks)
+    def _grow(self, request: Progress, num_positions: int) -> bool:
+        missing = self._blocks_for(request, num_positions) - len(request.blocks)
         fresh = self.pages.allocate(max(0, missing))
         if fresh is None:
             return False
-        sequence.blocks += fresh
+        request.blocks += fresh
         self.fresh_blocks += fresh
         return True
 
-    def _blocks_for(self, sequence: Sequence, num_positions: int) -> int:
-        """Pages for the pass's rows and for what drafting after it may write, never past the sequence's limit."""
-        end = min(num_positions + self._num_lookahead, sequence.limit)
+    def _blocks_for(self, request: Progress, num_positions: int) -> int:
+        """Pages for the pass's rows and for what drafting after it may write, never past the request's limit."""
+        end = min(num_positions + self._num_lookahead, request.spec.limit)
         return -(-end // self.pages.block_size)
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
+    def _preempt(self, victim: Progress, output: SchedulerOutput) -> None:
         """Its pages go back, its tokens stay: it is computed again later, to the same bits."""
-        plan.work = [w for w in plan.work if w.sequence is not victim]
-        if victim in plan.admitted:
-            plan.admitted.remove(victim)
-        plan.preempted.append((victim.slot, victim))
+        output.rows = [rows for rows in output.rows if rows.request is not victim]
+        if victim in output.admitted:
+            output.admitted.remove(victim)
+        output.num_preempted += 1
         self.waiting.appendleft(victim)
         self.running.remove(victim)
         self._release(victim)
         victim.num_preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pages.release(sequence.blocks)
-        self._free_slots.append(sequence.slot)
-        _reset(sequence)
+    def _release(self, request: Progress) -> None:
+        self.pages.release(request.blocks)
+        self._free_slots.append(request.slot)
+        self.released.append(request.slot)
+        request.forget()
 
-    def _register_pages(self, sequence: Sequence) -> None:
+    def _register_pages(self, request: Progress) -> None:
         """Full pages become shareable; not where a drafter's fault left a hole in the draft layers."""
-        page_end = (sequence.num_registered + 1) * self.pages.block_size
-        if page_end > sequence.num_computed or sequence.draft_broken:
+        page_end = (request.num_registered + 1) * self.pages.block_size
+        if page_end > request.num_computed or request.draft_broken:
             return
         # a drafter knows one token more than was computed, not the whole prompt
-        num_seen = min(len(sequence.tokens), sequence.num_computed + 1)
-        while page_end <= sequence.num_computed and self.pages.can_register(
-            num_seen, sequence.num_registered
-        ):
-            page = sequence.num_registered
-            sequence.node = self.pages.register(sequence.blocks[page], sequence.node, sequence.tokens, page)
-            sequence.num_registered += 1
+        num_seen = min(len(request.tokens), request.num_computed + 1)
+        while page_end <= request.num_computed and self.pages.can_register(num_seen, request.num_registered):
+            page = request.num_registered
+            request.node = self.pages.register(request.blocks[page], request.node, request.tokens, page)
+            request.num_registered += 1
             page_end += self.pages.block_size
 
 
-def _reset(sequence: Sequence) -> None:
-    sequence.slot = -1
-    sequence.blocks = []
-    sequence.num_computed = sequence.num_pending = sequence.num_drafts = sequence.num_registered = 0
-    sequence.num_scored = len(sequence.prompt_logprobs)
-    sequence.draft_broken = False
+def _by_arrival(requests: list[Progress]) -> deque[Progress]:
+    return deque(sorted(requests, key=lambda request: request.arrival))

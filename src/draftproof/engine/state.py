@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
-from draftproof.engine.scheduler import Work
+from draftproof.engine.interface import ScheduledRequest
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.kernels.transfer import upload
 from draftproof.sampling.verifier import Verdict, VerifyRows
@@ -23,7 +23,7 @@ Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's d
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class BatchShape:
     """How much a pass computes: all that the host must know of it beforehand."""
 
     num_requests: int
@@ -35,13 +35,15 @@ class Size:
     repeats: bool  # passes of this size come again and again: worth running them as graphs
 
     @classmethod
-    def of(cls, work: Seq[Work], wanted: Seq[int], *, repeats: bool) -> Size:
-        sampled = [w.num_sampled for w in work]
-        rows = [w.num_rows for w in work]
-        return cls(len(work), sum(rows), max(rows), sum(sampled), max(1, *sampled), max(wanted), repeats)
+    def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool) -> BatchShape:
+        """The shape of a step as it was scheduled."""
+        sampled = [s.num_sampled for s in scheduled]
+        rows = [s.num_rows for s in scheduled]
+        num_drafts = max(s.num_drafts for s in scheduled)
+        return cls(len(rows), sum(rows), max(rows), sum(sampled), max(1, *sampled), num_drafts, repeats)
 
     @classmethod
-    def decoding(cls, num_requests: int, each: int, num_drafts: int) -> Size:
+    def decoding(cls, num_requests: int, each: int, num_drafts: int) -> BatchShape:
         """Every request samples `each` rows and has no others."""
         num_rows = num_requests * each
         return cls(num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True)
@@ -78,11 +80,9 @@ class State:
         )
         self.block_table_SB = zeros(num_slots + 1, max_blocks, dtype=torch.int32)
         self._ops = ops
-        self._num_blocks = [0] * num_slots  # host: how much of each table row is set
-        self._entries: list[tuple[int, int]] = []  # of the block table, to be written: index, block
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
-        """A sequence takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
+        """A request takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
         self.release(slot)
         s = self.slots
         s.tokens_SL[slot, : len(tokens)] = upload(tokens, self.device)
@@ -94,63 +94,58 @@ class State:
     def release(self, slot: int) -> None:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_table_SB[slot] = 0
-        self._num_blocks[slot] = 0
-        width = self.block_table_SB.shape[1]
-        self._entries = [entry for entry in self._entries if entry[0] // width != slot]
 
-    def set_blocks(self, slot: int, blocks: Seq[int]) -> None:
-        """The slot's table row, in force from the next `load` on; only what is new is written."""
-        start, row = self._num_blocks[slot], slot * self.block_table_SB.shape[1]
-        self._entries += [(row + i, blocks[i]) for i in range(start, len(blocks))]
-        self._num_blocks[slot] = max(start, len(blocks))
-
-    def load(self, work: Seq[Work], wanted: Seq[int], num_requests: int) -> Tensor:
+    def load(
+        self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[tuple[int, int, int]] = ()
+    ) -> Tensor:
         """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
-        up to `num_requests` with rows of the scratch slot like the first request's; and the new table entries."""
-        columns = [(w.sequence.slot, w.num_rows, w.num_sampled, k) for w, k in zip(work, wanted, strict=True)]
+        up to `num_requests` with rows of the scratch slot like the first request's; and what is new in the block table,
+        (slot, page, block) each."""
+        columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
         columns += [(self.scratch_slot, *columns[0][1:])] * (num_requests - len(columns))
-        entries, self._entries = self._entries, []
         flat = [x for row in zip(*columns, strict=True) for x in row]
-        flat += [index for index, _ in entries] + [block for _, block in entries]
-        work_4R, index_E, block_E = upload(flat, self.device).split(
-            (4 * num_requests, len(entries), len(entries))
-        )
-        if entries:
-            self.block_table_SB.view(-1).index_copy_(0, index_E, block_E.int())
-        return work_4R.view(4, num_requests)
+        if not entries:
+            return upload(flat, self.device).view(4, num_requests)
+        width, num_entries = self.block_table_SB.shape[1], len(entries)
+        flat += [slot * width + page for slot, page, _ in entries]
+        flat += [block for _, _, block in entries]
+        sizes = (4 * num_requests, num_entries, num_entries)
+        scheduled_4R, index_E, block_E = upload(flat, self.device).split(sizes)
+        self.block_table_SB.view(-1).index_copy_(0, index_E, block_E.int())
+        return scheduled_4R.view(4, num_requests)
 
-    def idle(self, size: Size) -> Tensor:
+    def idle(self, shape: BatchShape) -> Tensor:
         """`load`'s tensor for a pass of requests alike in which nobody takes part."""
-        R = size.num_requests
-        rows = [self.scratch_slot, size.num_rows // R, size.num_sampled // R, size.num_drafts]
+        R = shape.num_requests
+        rows = [self.scratch_slot, shape.num_rows // R, shape.num_sampled // R, shape.num_drafts]
         return upload([x for x in rows for _ in range(R)], self.device).view(4, R)
 
-    def fill(self, size: Size, work_4R: Tensor) -> tuple[PassRows, VerifyRows]:
+    def fill(self, shape: BatchShape, scheduled_4R: Tensor) -> tuple[PassRows, VerifyRows]:
         """The rows of a pass, and which of them verify whose drafts."""
-        slots_R, _, num_R, _ = work_4R.unbind()
-        rows = self._ops.fill(self.slots, work_4R[:3], size.num_rows, size.num_sampled)
+        slots_R, _, num_R, _ = scheduled_4R.unbind()
+        rows = self._ops.fill(self.slots, scheduled_4R[:3], shape.num_rows, shape.num_sampled)
         return rows, VerifyRows(
             first_R=rows.first_R,
             num_R=num_R,
             slots_R=slots_R,
             lengths_R=rows.lengths_R,
             draft_count_R=rows.draft_count_R,
-            width=size.most_sampled,
+            width=shape.most_sampled,
         )
 
     def commit(
         self,
-        size: Size,
+        shape: BatchShape,
         rows: PassRows,
-        work_4R: Tensor,
+        scheduled_4R: Tensor,
         verdict: Verdict,
         taps: tuple[Tensor, ...],
         drawer: Drawer,
     ) -> Verified:
         """Take over what was verified, and say what the drafter may build on."""
-        slots_R, _, _, wanted_R = work_4R.unbind()
+        slots_R, _, _, wanted_R = scheduled_4R.unbind()
         done = self._ops.commit(
-            self.slots, work_4R[:3], rows, verdict.tokens_RW, verdict.num_emitted_R, wanted_R
+            self.slots, scheduled_4R[:3], rows, verdict.tokens_RW, verdict.num_emitted_R, wanted_R
         )
         return Verified(
             tokens_T=rows.tokens_T,
@@ -163,7 +158,7 @@ class State:
             taps=taps,
             draw=drawer(slots_R, done.length_R),
             history=lambda r: self.history(int(slots_R[r])),
-            repeats=size.repeats,
+            repeats=shape.repeats,
         )
 
     def history(self, slot: int) -> Tensor:

@@ -10,11 +10,13 @@ from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Progress, build
-from draftproof.engine.frontend import Frontend, Prepared, Prompt, Request, one_each
+from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
-from draftproof.engine.probe import draft
-from draftproof.engine.text import Tokenizer
-from draftproof.engine.turns import Turns, claim_process
+from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, one_each
+from draftproof.frontend.output_processor import Request
+from draftproof.frontend.requests import Requests
+from draftproof.frontend.text import Tokenizer
+from draftproof.frontend.turns import Turns, claim_process
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve_tokenizer
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
@@ -29,8 +31,11 @@ class LLM:
     `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` the small
     embedded one is used. Raises ValueError, naming the field and the fix, for whatever cannot be served.
 
-    Threads may share it: each step is one thread's, and computes the requests of all. A process that is forked off may
-    not (RuntimeError); it is spawned, and makes an `LLM` of its own.
+    Threads may share it: their requests are one batch. A process that is forked off may not (RuntimeError); it is
+    spawned, and makes an `LLM` of its own. `close`, or leaving `with LLM(...) as llm`, gives its memory back.
+
+    `engine` is the `EngineCore`, `requests` what is asked of it; while another thread may use this object they are for
+    looking at only.
     """
 
     def __init__(
@@ -39,14 +44,37 @@ class LLM:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         claim_process()
         self._turns = Turns()
+        self._closed = False
         with must_fit(self.config):
             loaded = build(self.config, progress or show_progress)
         self._defaults = read_generation_config(loaded.directory)
-        self._frontend = Frontend(loaded, self._load_tokenizer(loaded.directory), self._defaults, self.config)
+        self.engine: EngineCore = loaded.engine
+        self.model_config = loaded.model
         self.max_model_len = loaded.max_model_len
         self.memory = loaded.memory
         logging.getLogger(__name__).info("%s", self.memory)
         self.num_speculative_tokens = loaded.num_drafts
+        tokenizer = self._load_tokenizer(loaded.directory)
+        inputs = InputProcessor(
+            loaded.model, loaded.max_model_len, tokenizer, self._defaults, self.config.seed
+        )
+        self.requests = Requests(self.engine, inputs)
+
+    def close(self) -> None:
+        """Give the memory back: requests that still run are aborted, and no more are taken (RuntimeError). What other
+        threads generate is cut off with it. Closing twice is closing once."""
+        with self._turns.take():
+            for request_id in list(self.requests.running):
+                self.requests.abort(request_id)
+            if not self._closed:
+                self.engine.shutdown()
+            self._closed = True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _load_tokenizer(self, directory: Any) -> Tokenizer | None:
         if self.config.tokenizer is not None:
@@ -57,13 +85,17 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError where the model has none."""
-        if self._frontend.tokenizer is None:
+        if self.requests.inputs.tokenizer is None:
             raise ValueError(f"model={self.config.model!r}: has no tokenizer; give tokenizer=...")
-        return self._frontend.tokenizer
+        return self.requests.inputs.tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.requests.inputs.tokenizer is not None
 
     @property
     def stats(self) -> EngineStats:
-        return self._frontend.loaded.engine.stats
+        return self.engine.stats
 
     def default_sampling_params(self) -> SamplingParams:
         """vLLM's defaults, changed by what the model's generation_config.json recommends."""
@@ -88,23 +120,22 @@ class LLM:
         A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
         why, with the id "refused-" and its place among them, and the others go on.
         """
-        self._turns.check_process()
+        self._check_open()
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))
         entries: list[Request | RequestOutput] = []
         bar = _bar(len(listed)) if use_tqdm else None
         try:
-            prepared: list[Prepared | RequestOutput] = []
+            prepared: list[PreparedRequest | RequestOutput] = []
             for prompt, given in zip(listed, params, strict=True):
                 prepared.append(self._prepare(prompt, given, None if len(listed) == 1 else len(prepared)))
-            with self._turns.take():
-                entries.extend(self._frontend.queue(p) if isinstance(p, Prepared) else p for p in prepared)
+            entries.extend(p if isinstance(p, RequestOutput) else self._start(p) for p in prepared)
             self._run([e for e in entries if isinstance(e, Request)], bar)
-            return [self._frontend.output(e) if isinstance(e, Request) else e for e in entries]
+            return [self.requests.output(e) if isinstance(e, Request) else e for e in entries]
         finally:
             if bar is not None:
                 bar.close()
-            self._close(entries)
+            self._forget(entries)
 
     def chat(
         self,
@@ -128,33 +159,42 @@ class LLM:
 
         Raises ValueError for the first prompt that cannot be served, before anything runs.
         """
-        self._turns.check_process()
+        self._check_open()
         listed = _as_list(prompts)
         params = one_each(sampling_params or self.default_sampling_params(), len(listed))
-        prepared = [self._frontend.prepare(p, given) for p, given in zip(listed, params, strict=True)]
+        prepared = [self.requests.prepare(p, given) for p, given in zip(listed, params, strict=True)]
         return self._deltas(prepared)
 
-    def _deltas(self, prepared: list[Prepared]) -> Iterator[Delta]:
+    def _deltas(self, prepared: list[PreparedRequest]) -> Iterator[Delta]:
         requests: list[Request] = []
         try:
-            with self._turns.take():
-                requests.extend(self._frontend.queue(p, streamed=True) for p in prepared)
-            going_on = True
-            while going_on:
-                with self._turns.take():
-                    if not any(r.pending for r in requests) and any(not r.finished for r in requests):
-                        self._frontend.step()
-                    deltas = [d for r in requests for d in r.take_pending()]
-                    going_on = any(not r.finished for r in requests)
-                yield from deltas
+            requests.extend(self._start(p, streamed=True) for p in prepared)
+            while True:
+                self._turns.until(partial(_has_news, requests), self.requests.step)
+                is_over = all(r.finished for r in requests)  # looked at first: what comes later is news again
+                yield from [d for r in requests for d in r.take_pending()]
+                if is_over:
+                    return
         finally:
-            self._close(requests)
+            self._forget(requests)
+
+    def _start(self, prepared: PreparedRequest, *, streamed: bool = False) -> Request:
+        """Queue a request for the next step, whoever makes it."""
+        request, arrival = self.requests.new(prepared, streamed=streamed)
+        self._turns.soon(partial(self.requests.start, request, arrival))
+        return request
+
+    def _check_open(self) -> None:
+        """RuntimeError after `close`, once the engine has ended, and in a forked process."""
+        self._turns.check_process()
+        if self._closed:
+            raise RuntimeError("LLM: is closed; make another")
 
     def abort(self, request_id: str) -> None:
         """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. Called in the
         middle of a step, or while another thread is in one, it takes effect when that ends."""
         self._turns.check_process()
-        self._turns.soon(partial(self._frontend.abort, request_id))
+        self._turns.soon(partial(self.requests.abort, request_id))
 
     def draft(
         self, prompt_token_ids: Sequence[int], k: int | None = None, next_token: int | None = None
@@ -164,7 +204,7 @@ class LLM:
         At most `k` ids, fewer where the drafter has no more. What other threads generate is brought to its end first.
         Raises ValueError without a drafter, for k beyond `num_speculative_tokens`, and while a stream is open.
         """
-        self._turns.check_process()
+        self._check_open()
         most = self.num_speculative_tokens
         if not most:
             raise ValueError("draft: no drafter; give speculative_config to LLM")
@@ -175,42 +215,48 @@ class LLM:
         if next_token is None:
             greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
             next_token = self.generate([token_ids], greedy, use_tqdm=False)[0].outputs[0].token_ids[0]
-        greedy = SamplingParams(temperature=0, max_tokens=k + 2, detokenize=False)
-        sequence = self._frontend.detached([*token_ids, next_token], greedy)
+        spec = self.requests.inputs.draft_spec([*token_ids, next_token])
         with self._turns.take():
-            while self._frontend.is_generating:
-                self._frontend.step()
-            return draft(self._frontend.loaded.engine, sequence, k)
+            while self.requests.is_generating:
+                self.requests.step()
+            return self.engine.draft(spec, k)
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, number: int | None
-    ) -> Prepared | RequestOutput:
+    ) -> PreparedRequest | RequestOutput:
         """`number` among several prompts, which go on without this one; None: it is the only one."""
         try:
-            return self._frontend.prepare(prompt, params)
+            return self.requests.prepare(prompt, params)
         except ValueError as error:
             if number is None:
                 raise
             return _refused(prompt, number, str(error))
 
     def _run(self, requests: list[Request], bar: Any) -> None:
-        left = requests
+        """Until all are finished, by this thread's steps and others'."""
         if bar is not None:
-            bar.update(bar.total - len(left))  # refused ones
+            bar.update(bar.total - len(requests))  # refused ones
+        left = requests
         while left:
-            with self._turns.take():
-                if any(not r.finished for r in left):  # another thread's steps may have been enough
-                    self._frontend.step()
-                still = [r for r in left if not r.finished]
-                for request in left:
-                    request.pending.clear()
+            num_wanted = 0 if bar is None else len(left) - 1  # the bar moves whenever one is finished
+            self._turns.until(partial(_at_most, num_wanted, left), self.requests.step)
+            still = [r for r in left if not r.finished]
             if bar is not None:
                 bar.update(len(left) - len(still))
             left = still
 
-    def _close(self, entries: Sequence[Request | RequestOutput]) -> None:
+    def _forget(self, entries: Sequence[Request | RequestOutput]) -> None:
         for entry in entries:
-            self._turns.soon(partial(self._frontend.close, entry.request_id))
+            self._turns.soon(partial(self.requests.close, entry.request_id))
+
+
+def _at_most(number: int, requests: Sequence[Request]) -> bool:
+    """Whether no more than so many are still running."""
+    return sum(not r.finished for r in requests) <= number
+
+
+def _has_news(requests: Sequence[Request]) -> bool:
+    return any(r.pending for r in requests) or all(r.finished for r in requests)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,37 +216,25 @@ class Detokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of newly emitted tokens: the first `kept` stand, `text` is released, the rest is dropped.
+class StopResult:
+    """What became of newly emitted tokens: the first `num_kept` stand, `text` is released, the rest is dropped because
+    `stop`, a stop string, ended the output."""
 
-    `stop_reason` as in vLLM: the stop string or the stop token's id; None for an end-of-text token.
-    """
-
-    kept: int
+    num_kept: int
     text: str
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop: str | None = None
 
 
-class StopChecker:
-    """One output's text and end. What it says depends on the tokens only, not on how many come at once."""
+class StopStrings:
+    """One output's text, and its end where a stop string says so; ends by ids and lengths are the engine's. What it
+    says depends on the tokens only, not on how many come at once."""
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        *,
-        eos_ids: Collection[int],
-        max_tokens: int,
-        detokenizer: Detokenizer | None,
-    ) -> None:
-        """`max_tokens`: room for this output, at most `params.max_tokens`. `detokenizer` None: no text is made."""
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+        """`detokenizer` None: no text is made."""
         if detokenizer is None and params.stop_strings:
             raise ValueError("stop: stop strings need text; leave detokenize=True (and give a tokenizer)")
         self._params = params
-        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
-        self._stop_ids = frozenset(params.stop_token_ids or ())
         self._stops = params.stop_strings
-        self._max_tokens = max_tokens
         self._detokenizer = detokenizer
         self._num_tokens = 0
         self._num_released = 0
@@ -258,48 +246,45 @@ class StopChecker:
         """All text released so far."""
         return self._text[: self._num_released]
 
-    def push(self, token_ids: Sequence[int]) -> Verdict:
-        """Take the tokens of one round, in order, up to the one that ends the output."""
-        start = self._num_released
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> StopResult:
+        """Take the tokens of one round, in order, up to the one that ends the output.
+
+        `finish_reason`: why the engine ends it with the last of them ("stop": a stop token, whose text is left out).
+        """
+        start, last = self._num_released, len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
-            reason, stop = self._push_one(token_id)
-            if reason is not None:
+            stop = self._push_one(token_id, finish_reason if i == last else None)
+            if stop is not None:
                 self._num_released = len(self._text)
-                return Verdict(i + 1, self._text[start:], reason, stop)
-        self._num_released = len(self._text) - self._num_uncertain()
-        return Verdict(len(token_ids), self._text[start : self._num_released])
+                return StopResult(i + 1, self._text[start:], stop)
+        if finish_reason is not None:
+            self.flush()
+        else:
+            self._num_released = len(self._text) - self._num_uncertain()
+        return StopResult(len(token_ids), self._text[start : self._num_released])
 
     def flush(self) -> str:
-        """Release everything at once, for an output that ends for another reason (abort, error)."""
+        """Release everything at once, for an output that has ended."""
         start = self._num_released
         if self._detokenizer is not None:
             self._text += self._detokenizer.flush()
         self._num_released = len(self._text)
         return self._text[start:]
 
-    def _push_one(self, token_id: int) -> tuple[FinishReason | None, int | str | None]:
+    def _push_one(self, token_id: int, finish_reason: FinishReason | None) -> str | None:
+        """The stop string that this token completes; `finish_reason` as in `push`, None but for the last token."""
         self._num_tokens += 1
         before = len(self._text)
-        enough = self._num_tokens >= self._params.min_tokens
-        is_eos = enough and token_id in self._eos_ids
-        ends = is_eos or (enough and token_id in self._stop_ids)
-        full = self._num_tokens >= self._max_tokens
         if self._detokenizer is not None:
-            if not ends or self._params.include_stop_str_in_output:
+            if finish_reason != "stop" or self._params.include_stop_str_in_output:
                 self._text += self._detokenizer.push(token_id)
-            if ends or full:
+            if finish_reason in ("stop", "length"):
                 self._text += self._detokenizer.flush()
         if self._num_tokens <= self._params.min_tokens:
             self._num_exempt = len(self._text)
-        elif (
-            self._stops
-            and len(self._text) > before
-            and (stop := self._cut_at_stop_string(before)) is not None
-        ):
-            return "stop", stop
-        if ends:
-            return "stop", None if is_eos else token_id
-        return ("length", None) if full else (None, None)
+            return None
+        grew = bool(self._stops) and len(self._text) > before
+        return self._cut_at_stop_string(before) if grew else None
 
     def _cut_at_stop_string(self, before: int) -> str | None:
         """The stop string that ends first in the text from `before` on (of those, the first listed); text is cut."""

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 _processes: set[int] = set()  # that have made an engine: this one, and those that it was forked from
 
@@ -22,27 +23,73 @@ def claim_process() -> None:
     _processes.add(os.getpid())
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A thread for which others step."""
+
+    done: Callable[[], bool]
+    woken: threading.Event = field(default_factory=threading.Event)
+
+
 class Turns:
-    """Turns of the threads that share an engine. A turn is short, a step of the engine, so that a thread which does
-    nothing with a stream of its own is in nobody's way."""
+    """Turns of the threads that share an engine. Whoever has the turn steps for everybody; the others sleep until what
+    they wait for is there, or until it is theirs to step. So requests of many threads are one batch, and a thread that
+    does nothing with a stream of its own is in nobody's way."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._queue, self._turn = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
         self._holder: int | None = None
         self._put_off: deque[Callable[[], None]] = deque()
+        self._waiters: list[_Waiter] = []
+
+    def until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
+        """Return once `done()`, a look at what steps have brought: steps are this thread's, or those of whichever
+        thread has the turn. RuntimeErrors as in `take`."""
+        self._check_caller()
+        try:
+            while not self._stepped(done, step) and not done():
+                pass
+        finally:
+            self._wake_one()  # the turn may have been offered to us
+
+    def _stepped(self, done: Callable[[], bool], step: Callable[[], None]) -> bool:
+        """Whether the turn was free, and steps were made until `done`. Else it was waited for."""
+        waiter = _Waiter(done)
+        self._waiters.append(waiter)  # before the look at the turn: who gives it up later will find us
+        try:
+            if self._turn.acquire(blocking=False):
+                self._step_until(done, step)
+                return True
+            if not done():
+                waiter.woken.wait()
+            return False
+        finally:
+            self._waiters.remove(waiter)
+
+    def _step_until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
+        """With the turn in hand, which is given up."""
+        with self._holding():
+            while not done():
+                step()
+                for waiter in list(self._waiters):
+                    if not waiter.woken.is_set() and waiter.done():
+                        waiter.woken.set()
+                self._catch_up()
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
         """Wait for a turn and have it inside `with`. RuntimeError where this thread has one already (a drafter that
         asks its own engine for something), and in a forked process."""
+        self._check_caller()
+        self._turn.acquire()
+        with self._holding():
+            yield
+
+    def _check_caller(self) -> None:
         self.check_process()
         if self._turn.locked() and self._holder == threading.get_ident():
             raise RuntimeError("LLM: called from within one of its own steps; call it when that has returned")
-        with contextlib.ExitStack() as turn:
-            with self._queue:  # a thread that comes back for its next turn stands behind those that wait
-                turn.enter_context(self._own())
-            yield
 
     def soon(self, action: Callable[[], None]) -> None:
         """Do it now where nobody has a turn, else when that one ends, at the latest when the next begins. Never waits:
@@ -63,17 +110,25 @@ class Turns:
             )
 
     @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
+    def _holding(self) -> Iterator[None]:
+        """The turn has been acquired; it is released at the end, and offered to a thread that waits."""
+        self._holder = threading.get_ident()
         try:
-            with self._turn:
-                self._holder = threading.get_ident()
-                try:
-                    self._catch_up()
-                    yield
-                finally:
-                    self._holder = None
+            self._catch_up()
+            yield
         finally:
+            self._holder = None
+            self._turn.release()
             self._catch_up_if_free()
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        """Offer the turn to the thread that has waited longest, unless somebody has taken it."""
+        if not self._turn.locked():
+            for waiter in list(self._waiters):
+                if not waiter.woken.is_set():
+                    waiter.woken.set()
+                    return
 
     def _catch_up_if_free(self) -> None:
         """Where the turn is another's, that one looks again when it has released it: nothing is left behind."""

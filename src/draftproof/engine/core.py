@@ -1,0 +1,420 @@
+"""The host half of the engine: plan a step, have it run, take its results in. Sees ids and numbers, never a tensor.
+
+One step, from above: `schedule` says which rows are computed, `runner.run` launches them, and the results of the step
+before come out as deltas. A step that raises costs the request that caused it, and nobody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from draftproof.engine.interface import (
+    NONE_LEFT,
+    DeviceFaultError,
+    LogprobRow,
+    PendingStep,
+    RequestSpec,
+    RowResult,
+    Runner,
+    ScheduledRequest,
+    StepInput,
+)
+from draftproof.engine.policy import Policy
+from draftproof.engine.progress import Progress
+from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
+from draftproof.metrics import EngineStats
+from draftproof.types import FinishReason
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What one step added to one request; the first `num_accepted` tokens were drafts.
+
+    `is_round`: not the token that a prompt's last chunk gives. `stop_reason`: the stop token's id, None for an
+    end-of-text token. `error`: why it ended with finish_reason "error".
+    """
+
+    id: str
+    token_ids: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    is_round: bool = False
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRow] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A launched step and the requests it is for, in the order of its results."""
+
+    requests: list[Progress]
+    scheduled: list[ScheduledRequest]
+    pending: PendingStep
+    num_drafts: int  # the most that any request wanted
+
+
+class EngineCore:
+    """Runs requests to their end, a step at a time. One thread at a time may call it."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, policy: Policy, stats: EngineStats | None = None
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.policy = policy
+        self.stats = stats or EngineStats()
+        self.error: str | None = None  # why the engine takes no more requests
+        self._requests: dict[str, Progress] = {}
+        self._in_flight: deque[InFlightStep] = deque()
+        self._deltas: list[TokenDelta] = []
+        self._step_requests: list[Progress] = []  # of the step that is being made
+        self._trials: deque[list[tuple[Progress, int]]] = (
+            deque()
+        )  # groups under suspicion, with their tokens then
+        self._num_arrived = 0
+
+    def add_request(self, request_id: str, spec: RequestSpec) -> None:
+        """Queue a request. ValueError for an id that is running; RuntimeError once the engine has ended."""
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        if request_id in self._requests:
+            raise ValueError(f"request_id={request_id!r}: is running already; give another")
+        self._queue(
+            Progress(id=request_id, spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
+        )
+        self.stats.num_prompt_tokens += len(spec.token_ids)
+
+    def abort(self, request_id: str) -> None:
+        """Take a request out; an id that is not running is ignored. What is in flight for it is dropped."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and whose results have not been taken in."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        return not self.scheduler.is_idle or bool(self._in_flight or self._deltas)
+
+    def step(self) -> list[TokenDelta]:
+        """One step; what the steps that came back added to their requests."""
+        if self.error is None:
+            start = time.perf_counter()
+            try:
+                self._step()
+            except DeviceFaultError as error:
+                self._end(str(error))
+            except Exception as error:
+                self._after_failure(error)
+            except BaseException:  # Ctrl-C, halfway through something
+                self.recompute_all()
+                raise
+            self.stats.num_steps += 1
+            self.stats.step_seconds += time.perf_counter() - start
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def drain(self) -> None:
+        """Wait for what is in flight; its deltas come with the next step's."""
+        self._take_in(0)
+
+    def recompute_all(self) -> None:
+        """Trust nothing computed: everybody is computed again from its ids, and nothing is cached."""
+        self._in_flight.clear()
+        self._trials.clear()
+        self.scheduler.recompute_all(keep_cache=False)
+
+    def shutdown(self) -> None:
+        """End: requests that still run get no answer, and the runner gives its memory back."""
+        self.error = self.error or "the engine has been shut down"
+        self._in_flight.clear()
+        self._requests.clear()
+        self.runner.shutdown()
+
+    def draft(self, spec: RequestSpec, num_drafts: int) -> list[int]:
+        """What the drafter would propose after the spec's last token, without generating anything.
+
+        All tokens but the last are computed, as a prompt's chunk; the last is known to follow them, as the next prompt
+        token of a chunk is. Asking for drafts there is all that differs from an ordinary chunk. ValueError while other
+        requests run.
+        """
+        if not self.scheduler.is_idle:
+            raise ValueError("draft: other requests are running; finish or close their streams first")
+        self.drain()  # what is under way is of requests that have ended
+        request = Progress(id="draft", spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
+        self._queue(request)
+        try:
+            drafts = self._draft(request, num_drafts)
+        except BaseException:
+            self.recompute_all()
+            raise
+        finally:
+            self._finish(request, "abort")
+        self._tell_releases()
+        return drafts
+
+    def _draft(self, request: Progress, num_drafts: int) -> list[int]:
+        while True:
+            output = self.scheduler.schedule()
+            rows = output.rows[0]
+            left = len(request.tokens) - 1 - request.num_computed
+            is_last = rows.num_rows >= left
+            chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
+            self._launch(replace(output, rows=[chunk]), [num_drafts if is_last else 0])
+            self.drain()
+            if is_last:
+                return self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)
+
+    # The step.
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        self._step_requests = []
+        self._choose_trial()
+        output = self._schedule()
+        wanted = self._wanted_drafts(output)
+        self.stats.planning_seconds += time.perf_counter() - start
+        if output.rows:
+            self._launch(output, wanted)
+        self._take_in(self.runner.async_depth if output.rows else 0)
+        if self.scheduler.is_idle:
+            self._tell_releases()
+
+    def _schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        if output.stalled:
+            self._take_in(0)
+            output = self.scheduler.schedule()
+        return output
+
+    def _wanted_drafts(self, output: SchedulerOutput) -> list[int]:
+        """Drafts to ask for after this step, per request; 0 where its prompt is not through."""
+        if not self.runner.num_drafts or self.runner.drafter_health().off:
+            return [0] * len(output.rows)
+        asked = [r.request for r in output.rows if r.num_sampled and not r.request.draft_broken]
+        numbers = dict(zip(map(id, asked), self.policy.choose(asked), strict=True))
+        return [numbers.get(id(r.request), 0) for r in output.rows]
+
+    def _launch(self, output: SchedulerOutput, wanted: Sequence[int]) -> None:
+        """Hand the step to the runner, and count on what it will have done."""
+        start = time.perf_counter()
+        step = self._step_input(output, wanted)
+        requests = self._step_requests = [rows.request for rows in output.rows]
+        pending = self.runner.run(step)
+        for request, scheduled in zip(requests, step.scheduled, strict=True):
+            request.num_drafts = scheduled.num_drafts
+            request.num_pending += scheduled.num_sampled
+            request.num_computed += scheduled.num_rows - scheduled.num_sampled
+            request.num_scored += scheduled.scored[1]
+            request.draft_broken |= pending.draft_state_lost
+        flight = InFlightStep(requests, list(step.scheduled), pending, max(wanted))
+        self._in_flight.append(flight)
+        self.stats.num_preemptions += output.num_preempted
+        self.stats.num_cached_tokens += sum(r.num_computed for r in step.admitted)
+        self.stats.launch_seconds += time.perf_counter() - start
+        self._clock(flight)
+
+    def _step_input(self, output: SchedulerOutput, wanted: Sequence[int]) -> StepInput:
+        scheduler = self.scheduler
+        scheduled = [
+            _scheduled(rows, num_drafts) for rows, num_drafts in zip(output.rows, wanted, strict=True)
+        ]
+        step = StepInput(
+            released=scheduler.released,
+            admitted=[request.admission() for request in output.admitted],
+            table_entries=[entry for rows in output.rows for entry in rows.request.new_entries()],
+            fresh_blocks=scheduler.fresh_blocks,
+            scheduled=scheduled,
+            all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
+        )
+        scheduler.released, scheduler.fresh_blocks = [], []
+        return step
+
+    def _take_in(self, num_ahead: int) -> None:
+        """Process finished steps until at most `num_ahead` remain in flight."""
+        while len(self._in_flight) > num_ahead:
+            start = time.perf_counter()
+            flight = self._in_flight[0]
+            results = flight.pending.wait()
+            self._in_flight.popleft()
+            self.stats.waiting_seconds += time.perf_counter() - start
+            start = time.perf_counter()
+            for request, scheduled, result in zip(flight.requests, flight.scheduled, results, strict=True):
+                if request.finish_reason is None and request.slot >= 0:
+                    self._apply(request, scheduled, result)
+            self.stats.results_seconds += time.perf_counter() - start
+        health = self.runner.drafter_health()
+        self.stats.num_drafter_faults = health.num_faults
+        self.stats.last_drafter_fault = health.last_fault
+
+    def _apply(self, request: Progress, scheduled: ScheduledRequest, result: RowResult) -> None:
+        """A pass's effect on one request that is still there."""
+        delta = TokenDelta(request.id, prompt_logprobs=result.prompt_logprobs)
+        request.num_scores_out += len(result.prompt_logprobs)
+        if scheduled.num_sampled:
+            request.num_pending -= scheduled.num_sampled
+            self._emit(request, result, delta)
+        if request.num_pending == 0:
+            request.num_drafts = result.num_proposed
+        if result.draft_state_lost:
+            request.draft_broken = True
+        if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
+            delta.num_cached_tokens = request.num_cached
+            delta.num_preemptions = request.num_preemptions
+            self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._finish(request, delta.finish_reason)
+
+    def _emit(self, request: Progress, result: RowResult, delta: TokenDelta) -> None:
+        """Take over the tokens up to the one that ends the output, and count the round."""
+        num_kept, delta.finish_reason, delta.stop_reason = _stop(request, result.token_ids)
+        if result.failure and delta.finish_reason is None:
+            delta.finish_reason = "error"
+            delta.error = _why_no_token(request, num_kept, result.failure)
+        num_accepted = len(result.token_ids) - (not result.failure)
+        delta.is_round = request.num_outputs > 0
+        delta.token_ids = result.token_ids[:num_kept]
+        delta.logprobs = result.logprobs[:num_kept]
+        delta.num_drafted, delta.num_accepted = result.num_drafted, min(num_accepted, num_kept)
+        request.tokens += delta.token_ids
+        request.num_computed = len(request.tokens) - 1
+        self.stats.num_generated_tokens += num_kept
+        if delta.is_round:
+            self.stats.speculation.record(delta.num_drafted, delta.num_accepted)
+        if delta.num_drafted:
+            self.policy.verified(request, delta.num_drafted, delta.num_accepted)
+
+    def _clock(self, flight: InFlightStep) -> None:
+        pending = flight.pending
+        self.stats.target_seconds += pending.target_seconds
+        self.stats.draft_seconds += pending.draft_seconds
+        if self.runner.async_depth:  # what the host sees then is how long a launch takes
+            return
+        if all(s.num_rows == s.num_sampled for s in flight.scheduled):  # prompts say nothing about decoding
+            num_rows = sum(s.num_rows for s in flight.scheduled)
+            self.policy.timed(num_rows, flight.num_drafts, pending.target_seconds, pending.draft_seconds)
+
+    # Requests that come and go.
+
+    def _queue(self, request: Progress) -> None:
+        self._num_arrived += 1
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+
+    def _finish(self, request: Progress, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+        self._requests.pop(request.id, None)
+
+    def _tell_releases(self) -> None:
+        """An idle engine keeps nothing on the device that belongs to somebody who has left."""
+        if self.scheduler.released and not self._in_flight and self.error is None:
+            released, self.scheduler.released = self.scheduler.released, []
+            self.runner.run(StepInput(released=released))
+
+    # Steps that raise.
+
+    def _after_failure(self, error: Exception) -> None:
+        """Somebody's rows made a step raise: find out whose by halves, and let it alone pay.
+
+        Everybody is computed again from its ids. A suspect is cleared once it has emitted the token that it was about
+        to; every trial clears or halves a group, so this ends.
+        """
+        try:
+            self._take_in(0)
+        except DeviceFaultError as fault:
+            self._end(str(fault))
+            return
+        except Exception:  # the steps before are lost like this one, and computed again
+            pass
+        self._in_flight.clear()
+        suspects = [r for r in self._step_requests if r.finish_reason is None]
+        if not suspects:
+            self.recompute_all()
+            raise error
+        if self._trials:
+            self._trials.popleft()
+        if len(suspects) == 1:
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(suspects[0], f"computing this request failed, and others are not affected: {reason}")
+        else:
+            half = len(suspects) // 2
+            marked = [(r, len(r.tokens)) for r in suspects]
+            self._trials.extendleft((marked[half:], marked[:half]))
+        self.scheduler.recompute_all(keep_cache=True)  # the failed step's pages were not registered in it
+
+    def _choose_trial(self) -> None:
+        """Isolate the first group in which somebody has not been cleared."""
+        if not self._trials:
+            return
+        num_before = len(self._trials)
+        while self._trials:
+            group = [(r, mark) for r, mark in self._trials[0] if r.finish_reason is None]
+            if any(len(r.tokens) <= mark for r, mark in group):
+                break
+            self._trials.popleft()
+        if not self._trials:
+            self.scheduler.rejoin()
+        elif len(self._trials) < num_before or self.scheduler.held is None:
+            self._take_in(0)
+            self.scheduler.isolate([r for r, _ in self._trials[0]])
+
+    def _fail(self, request: Progress, error: str) -> None:
+        self._deltas.append(TokenDelta(request.id, finish_reason="error", error=error))
+        self._finish(request, "error")
+
+    def _end(self, reason: str) -> None:
+        """The device is gone: everybody hears so, once."""
+        self.error = f"the engine has ended: {reason}"
+        self._in_flight.clear()
+        for request in list(self._requests.values()):
+            self._fail(request, self.error)
+
+
+def _scheduled(rows: PlannedRows, num_drafts: int) -> ScheduledRequest:
+    request = rows.request
+    return ScheduledRequest(
+        slot=request.slot,
+        start=rows.start,
+        num_rows=rows.num_rows,
+        num_sampled=rows.num_sampled,
+        num_drafts=num_drafts,
+        num_logprobs=request.spec.params.logprobs,
+        scored=request.scored_rows(rows.start, rows.num_rows),
+        num_prompt_logprobs=request.spec.prompt_logprobs or 0,
+    )
+
+
+def _stop(request: Progress, token_ids: Sequence[int]) -> tuple[int, FinishReason | None, int | None]:
+    """How many of the new tokens stand, and why the output ends with them."""
+    spec = request.spec
+    room = spec.limit - len(request.tokens)
+    for number, token in enumerate(token_ids, start=1):
+        enough = request.num_outputs + number >= spec.params.min_tokens
+        if enough and token in spec.stop_ids:
+            return number, "stop", None if token in spec.eos_ids else token
+        if number == room:
+            return number, "length", None
+    return len(token_ids), None, None
+
+
+def _why_no_token(request: Progress, num_kept: int, failure: str) -> str:
+    if failure != NONE_LEFT:
+        return "the target's logits held no number"
+    params = request.spec.params
+    names = [name for name in ("allowed_token_ids", "bad_words", "stop_token_ids") if getattr(params, name)]
+    if params.min_tokens:
+        names.append(f"min_tokens={params.min_tokens}")
+    num_outputs = request.num_outputs + num_kept
+    return f"no token is possible after {num_outputs}: {', '.join(names)} rule out all of them; ask for less"

@@ -1,0 +1,168 @@
+"""The wall between host and device: what crosses it, in both directions, and what each side must offer.
+
+Everything here is plain Python. The core plans with it and the runner computes from it, so a step can be recorded,
+sent to another process and run again. Shapes: R requests of a step, K drafts, T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from draftproof.types import SamplingParams
+
+
+class DeviceFaultError(RuntimeError):
+    """The device failed and takes no more work from this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """What the engine needs to know of one choice of one request: ids and numbers, no text.
+
+    `limit`: the most tokens it may grow to, min(max_model_len, prompt + max_tokens). `eos_ids` end the output without a
+    stop reason; `params.stop_token_ids` end it with one. `stop_ids`: both, which min_tokens holds back.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    row_seed: int
+    limit: int
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    bad_words_ids: list[list[int]] = field(default_factory=list)
+    prompt_logprobs: int | None = None  # alternatives beside each prompt token; None: not wanted
+    reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
+
+
+@dataclass(slots=True)
+class LogprobRow:
+    """One token's id, logprob and rank, and the likeliest ids with theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request takes a slot. `token_ids` are known (prompt and, after a preemption, output); the first `num_computed`
+    of them are in the cache."""
+
+    slot: int
+    token_ids: list[int]
+    num_computed: int
+    num_prompt: int
+    limit: int
+    row_seed: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    bad_words_ids: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
+
+    `start`: position of the first, an upper bound while an earlier pass is in flight. `num_drafts` are wanted after the
+    pass. `num_logprobs`: alternatives beside each sampled token, None where no logprobs are wanted. `scored`: rows of
+    the request (first, number) whose next prompt token is scored, with `num_prompt_logprobs` alternatives.
+
+    Example: a prompt of 10 tokens in chunks of 6 gives (start 0, 6 rows, 0 sampled), then (start 6, 4 rows, 1 sampled);
+    with prompt logprobs the first scores tokens 1..6 from rows (0, 6), the second tokens 7..9 from rows (0, 3).
+    """
+
+    slot: int
+    start: int
+    num_rows: int
+    num_sampled: int
+    num_drafts: int = 0
+    num_logprobs: int | None = None
+    scored: tuple[int, int] = (0, 0)
+    num_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """One step, whole; carried out in the order of the fields.
+
+    `table_entries`: (slot, page, block) that are new in the block table. `fresh_blocks`: handed out since the last
+    step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was dropped,
+    so the pass may be padded to a captured size.
+    """
+
+    released: Sequence[int] = ()
+    admitted: Sequence[Admission] = ()
+    table_entries: Sequence[tuple[int, int, int]] = ()
+    fresh_blocks: Sequence[int] = ()
+    scheduled: Sequence[ScheduledRequest] = ()
+    all_decode: bool = False
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a pass did to one request: tokens emitted (the last may be missing for `failure`), drafts verified, drafts
+    proposed for the next pass; whether the draft cache now has a hole where this request is."""
+
+    token_ids: list[int]
+    num_drafted: int
+    num_proposed: int
+    draft_state_lost: bool = False
+    failure: str = ""  # NO_NUMBER or NONE_LEFT in place of the last token
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRow] = field(default_factory=list)
+
+
+NO_NUMBER = "no number"  # the target's logits held NaN or inf
+NONE_LEFT = "none left"  # what the request asks for ruled every token out
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHealth:
+    """`off`: switched off after too many faults."""
+
+    off: bool = False
+    num_faults: int = 0
+    last_fault: str = ""
+
+
+class PendingStep(Protocol):
+    """A step that was launched. The seconds are host time: what a GPU takes beyond its launch does not show."""
+
+    @property
+    def target_seconds(self) -> float: ...
+    @property
+    def draft_seconds(self) -> float: ...
+    @property
+    def draft_state_lost(self) -> bool:
+        """Known at the launch: the drafter failed for everybody in this step, and its cache has holes."""
+        ...
+
+    def wait(self) -> list[RowResult]:
+        """One result for each scheduled request, in order. Raises DeviceFaultError."""
+        ...
+
+
+class Runner(Protocol):
+    """The device half of an engine. `num_drafts`: the most that are drafted, 0 without a drafter; `async_depth`: steps
+    that may be in flight when `run` is called again."""
+
+    num_drafts: int
+    async_depth: int
+
+    def run(self, step: StepInput) -> PendingStep:
+        """Launch a step. Raises DeviceFaultError; any other exception leaves the slots of this step in no known state,
+        and a later step must release them first."""
+        ...
+
+    def drafter_health(self) -> DrafterHealth: ...
+
+    def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
+        """The drafts that lie beyond a slot's known tokens."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give all memory back."""
+        ...

@@ -1,0 +1,92 @@
+"""The core's record of one request: how far it is, and which blocks it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draftproof.cache.pages import ROOT
+from draftproof.engine.interface import Admission, RequestSpec
+from draftproof.types import FinishReason
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Progress:
+    """Tokens are prompt and output together, as far as the host has seen them; of these `num_computed` have keys and
+    values in the cache.
+
+    A device may run ahead of the host: `num_pending` is the most tokens that passes in flight may have added since.
+    `num_drafts` draft tokens lie beyond the known ones in the device's table, waiting to be verified; an upper bound
+    while a pass is in flight.
+    """
+
+    id: str
+    spec: RequestSpec
+    arrival: int
+    tokens: list[int]
+
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_sent_blocks: int = 0  # of `blocks`, in the device's table
+    num_computed: int = 0
+    num_pending: int = 0
+    num_drafts: int = 0
+    num_registered: int = 0  # pages of `blocks` that the prefix cache knows
+    node: int = ROOT  # id of the last registered page
+    num_scored: int = 0  # prompt tokens whose logprobs are out or under way
+    num_scores_out: int = 0
+    draft_broken: bool = False  # its draft KV has a hole: never ask the drafter for it again
+    num_preemptions: int = 0
+    num_cached: int = 0
+    accept_rate: float | None = None  # the policy's estimate; None until something was verified
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.spec.token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.spec.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens whose rows are still to come: after a pass that samples it is always one."""
+        return 1 if self.num_pending else len(self.tokens) - self.num_computed
+
+    def admission(self) -> Admission:
+        """What the device needs to know of it when it takes its slot."""
+        return Admission(
+            slot=self.slot,
+            token_ids=list(self.tokens),
+            num_computed=self.num_computed,
+            num_prompt=self.num_prompt,
+            limit=self.spec.limit,
+            row_seed=self.spec.row_seed,
+            params=self.spec.params,
+            stop_ids=self.spec.stop_ids,
+            bad_words_ids=self.spec.bad_words_ids,
+        )
+
+    def new_entries(self) -> list[tuple[int, int, int]]:
+        """(slot, page, block) that the device's table lacks; they count as sent."""
+        first, self.num_sent_blocks = self.num_sent_blocks, len(self.blocks)
+        return [(self.slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
+
+    def scored_rows(self, start: int, num_rows: int) -> tuple[int, int]:
+        """Rows of a pass (first, number) that score prompt tokens nobody has scored; the row at position p scores
+        prompt token p + 1. Example: 10 prompt tokens, 6 scored, rows from 6 on: rows (0, 3)."""
+        if self.spec.prompt_logprobs is None:
+            return 0, 0
+        first = self.num_scored - start
+        end = min(num_rows, self.num_prompt - 1 - start)
+        return (first, end - first) if 0 <= first < end else (0, 0)
+
+    def forget(self) -> None:
+        """Nothing of it is on the device any more."""
+        self.slot = -1
+        self.blocks = []
+        self.num_sent_blocks = self.num_computed = self.num_pending = self.num_drafts = (
+            self.num_registered
+        ) = 0
+        self.num_scored = self.num_scores_out
+        self.draft_broken = False

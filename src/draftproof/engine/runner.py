@@ -1,0 +1,328 @@
+"""The device half of the engine: slots, caches, target, drafter, verifier and graphs. Runs the steps it is handed.
+
+On a GPU a pass in which everybody decodes is one CUDA graph from its row numbers to its packed result, and the host
+may launch the next before it has read the last. Neither shows in what is computed.
+Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one request, K drafts, X columns of a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters.base import DraftSpec, Proposal, Verified, no_proposal
+from draftproof.drafters.guard import Guard, Guarded
+from draftproof.engine.interface import (
+    NO_NUMBER,
+    NONE_LEFT,
+    DeviceFaultError,
+    DrafterHealth,
+    RowResult,
+    ScheduledRequest,
+    StepInput,
+)
+from draftproof.engine.logprobs import LogprobScorer, Scores
+from draftproof.engine.state import BatchShape, State
+from draftproof.kernels.certify import own_precision, threads
+from draftproof.kernels.graphs import EAGER, Graphs
+from draftproof.kernels.ops import Ops
+from draftproof.kernels.transfer import Arrivals, download, upload
+from draftproof.models.decoder import Decoder
+from draftproof.sampling import sampler
+from draftproof.sampling.params import SamplingTable
+from draftproof.sampling.verifier import Verdict, Verifier
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPass:
+    """A pass whose drafts have been verified."""
+
+    verified: Verified
+    verdict: Verdict
+    draft_count_R: Tensor
+    logits_MV: Tensor
+    hidden_TH: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """A step on its way to the host. `result`: one tensor, a row a request and perhaps more; columns: W tokens,
+    emitted, drafted, proposed, broken."""
+
+    runner: ModelRunner
+    scheduled: Sequence[ScheduledRequest]
+    result: Arrivals | None = None  # None: nothing was computed
+    output_scores: Scores = field(default_factory=Scores)
+    prompt_scores: Scores = field(default_factory=Scores)
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_state_lost: bool = False
+
+    def wait(self) -> list[RowResult]:
+        """The one place where results are read from the device."""
+        if self.result is None:
+            return []
+        with _device_faults():
+            (result_RX,) = self.result.wait()
+            rows = result_RX.tolist()
+            results = [self._row(r, row) for r, row in zip(range(len(self.scheduled)), rows, strict=False)]
+        num_broken = sum(row[-1] for row in rows[: len(self.scheduled)])
+        if num_broken:
+            self.runner.count_bad_ids(num_broken)
+        return results
+
+    def _row(self, index: int, row: list[int]) -> RowResult:
+        *tokens, num_emitted, num_drafted, num_proposed, is_broken = row
+        token_ids, failure = tokens[:num_emitted], ""
+        if token_ids and token_ids[-1] < 0:  # by law 1 only the last can be, since a draft never equals it
+            failure = NONE_LEFT if token_ids.pop() == sampler.NONE_LEFT else NO_NUMBER
+        lost = bool(is_broken) and self.runner.drafter_has_kv
+        result = RowResult(token_ids, num_drafted, num_proposed, lost, failure)
+        result.logprobs = self.output_scores.rows_of(index, token_ids)
+        result.prompt_logprobs = self.prompt_scores.rows_of(index, None)
+        return result
+
+
+@contextlib.contextmanager
+def _device_faults() -> Iterator[None]:
+    """DeviceFaultError for what a GPU does not recover from; running out of memory is not among it."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise DeviceFaultError(f"the GPU failed ({first_line}); start a new process") from error
+
+
+def _as_certified(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of ModelRunner that runs as certificates were made: at their number of threads, and in the dtypes that
+    the model has, whatever a caller set for himself (`torch.autocast` would choose others). Buffers outlive the call,
+    so they do not take on a caller's inference mode."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        runner = args[0]
+        assert isinstance(runner, ModelRunner)
+        with torch.inference_mode(False), threads(runner.num_threads), own_precision():
+            return method(*args, **kwargs)
+
+    return run
+
+
+@dataclass(kw_only=True)
+class ModelRunner:
+    """See `interface.Runner`; `build.build` puts it together."""
+
+    target: Decoder
+    ops: Ops
+    backend: AttentionBackend
+    cache: PagedCache
+    draft_cache: PagedCache
+    state: State
+    table: SamplingTable
+    verifier: Verifier
+    guard: Guard | None
+    spec: DraftSpec
+    scorer: LogprobScorer
+    graphs: Graphs
+    max_num_batched_tokens: int
+    num_drafts: int  # the most that are asked for; 0 without a drafter
+    buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
+    async_depth: int = 0  # passes that may be in flight when a step ends
+    num_threads: int = 1  # that certificates were made with: torch's setting around each pass
+    captured: set[BatchShape] = field(default_factory=set)  # full steps
+
+    @property
+    def drafter_has_kv(self) -> bool:
+        return bool(self.spec.kv)
+
+    def drafter_health(self) -> DrafterHealth:
+        guard = self.guard
+        return (
+            DrafterHealth() if guard is None else DrafterHealth(guard.off, guard.num_faults, guard.last_fault)
+        )
+
+    def count_bad_ids(self, num_requests: int) -> None:
+        """So many requests' drafts had to be cut at an id that is none."""
+        if self.guard is not None:
+            self.guard.count_bad_ids(num_requests)
+
+    def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
+        """See `interface.Runner`."""
+        return [int(t) for t in self.state.slots.tokens_SL[slot, num_known : num_known + num_drafts].tolist()]
+
+    @_as_certified
+    def run(self, step: StepInput) -> LaunchedStep:
+        """Compute the step's rows, verify, commit, draft what is wanted."""
+        with _device_faults():
+            self._place(step)
+            if not step.scheduled:
+                return LaunchedStep(runner=self, scheduled=())
+            return self._launch(step)
+
+    def _place(self, step: StepInput) -> None:
+        """Slots that are given up, slots that are taken, new blocks."""
+        for slot in step.released:
+            self.state.release(slot)
+            self.table.release(slot)
+            self._tell_drafter("release", slot)
+        for a in step.admitted:
+            self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
+            self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
+            self._tell_drafter("admit", a.slot, list(a.token_ids), a.num_computed)
+        if step.fresh_blocks and self.draft_cache.layers:
+            self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
+
+    def _tell_drafter(self, verb: str, *args: object) -> None:
+        if self.guard is not None:
+            self.guard.call(verb, *args)
+
+    def _launch(self, step: StepInput) -> LaunchedStep:
+        scheduled, shape = step.scheduled, self._padded(step)
+        full_graph = shape in self.captured and self.table.is_plain(s.slot for s in scheduled)
+        if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
+            repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
+            shape = BatchShape.of(scheduled, repeats=repeats)
+        else:
+            num_rows = shape.most_sampled
+            scheduled = [replace(s, num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
+        scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
+        launched = LaunchedStep(runner=self, scheduled=scheduled)
+        if full_graph:
+            function = partial(self.step_tensors, shape)
+            tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
+        else:
+            tensors = self._run_parts(launched, shape, scheduled_4R)
+        result_RX, logits_MV, hidden_TH = tensors
+        launched.output_scores = self.scorer.outputs(scheduled, result_RX, logits_MV)
+        launched.prompt_scores = self.scorer.prompts(scheduled, hidden_TH, self.state.slots.tokens_SL)
+        launched.result = download([result_RX])
+        return launched
+
+    def _padded(self, step: StepInput) -> BatchShape | None:
+        """The graph bucket that a step in which everybody decodes is padded to; None for others."""
+        scheduled = step.scheduled
+        num_requests = next((R for R in self.buckets if len(scheduled) <= R), None)
+        if not step.all_decode or num_requests is None:
+            return None
+        num_rows_each = max(s.num_rows for s in scheduled)
+        num_drafts = self.num_drafts if any(s.num_drafts for s in scheduled) else 0
+        return BatchShape.decoding(num_requests, num_rows_each, num_drafts)
+
+    def _run_parts(
+        self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host."""
+        start, nobody = time.perf_counter(), self.state.scratch_slot
+        slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
+        checked = self.verify_rows(shape, scheduled_4R, slots + [nobody] * (shape.num_sampled - len(slots)))
+        middle = time.perf_counter()
+        guarded = self._propose(checked.verified, shape.num_drafts)
+        closed = self._close(checked, guarded.proposal)
+        launched.draft_state_lost = guarded.raised and self.drafter_has_kv
+        launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
+        return closed
+
+    def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> tuple[Tensor, ...]:
+        """A whole pass over requests that ask for no processing, as a function of device memory alone: (result_RX,
+        logits_MV, hidden_TH).
+
+        The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
+        """
+        checked, guard = self.verify_rows(shape, scheduled_4R, []), self.guard
+        if guard is None:
+            return self._close(checked, no_proposal(checked.verified))
+        return self._close(checked, guard.drafter.propose(checked.verified, shape.num_drafts))
+
+    def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor, slots_host: list[int]) -> VerifiedPass:
+        """Compute the rows, accept drafts, move the slots on."""
+        rows, verify = self.state.fill(shape, scheduled_4R)
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
+        graphs = self.graphs if shape.repeats else EAGER
+        key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows)
+        logits_MV, hidden_TH, *taps = graphs.run(key, partial(self.target_pass, shape.most_rows), inputs)
+        verdict = self.verifier.verify(
+            logits_MV, rows.slots_M, rows.positions_M, self.state.slots.tokens_SL, slots_host, verify
+        )
+        verified = self.state.commit(shape, rows, scheduled_4R, verdict, tuple(taps), self.verifier.drawer)
+        return VerifiedPass(verified, verdict, rows.draft_count_R, logits_MV, hidden_TH)
+
+    def target_pass(
+        self,
+        most_rows: int,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        ends_T: Tensor,
+        sampled_M: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
+        rows = Rows(positions_T, slots_T, ends_T, most_each=most_rows)
+        attn = PagedAttention(self.ops, self.backend, self.cache, rows)
+        out = self.target(tokens_T, attn, self.spec.taps.layers, self.spec.taps.final)
+        logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
+        return (logits_MV, out.hidden_TH, *out.taps)
+
+    def _propose(self, verified: Verified, num_drafts: int) -> Guarded:
+        guard = self.guard
+        return Guarded(no_proposal(verified)) if guard is None else guard.propose(verified, num_drafts)
+
+    def _close(self, checked: VerifiedPass, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+        verdict = checked.verdict
+        stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
+        columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
+        result_RX = torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
+        return result_RX, checked.logits_MV, checked.hidden_TH
+
+    @_as_certified
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Capture the steps in which everybody decodes, largest first, with nobody taking part.
+
+        progress: (done, total), before each and at the end.
+        """
+        shapes = [self._decoding(R) for R in reversed(self.buckets) if self.async_depth]
+        for done, shape in enumerate(shapes):
+            progress(done, len(shapes))
+            function = partial(self.step_tensors, shape)
+            if self.graphs.prepare(("step", shape), function, (self.state.idle(shape),)):
+                self.captured.add(shape)
+        if shapes:
+            progress(len(shapes), len(shapes))
+
+    @_as_certified
+    def rehearse(self) -> None:
+        """Dummy-run the largest passes, to measure peak activation memory."""
+        most = self.max_num_batched_tokens
+        num_prompts = -(-most // self.state.max_len)  # that it takes to fill a pass
+        each = most // num_prompts
+        prompts = BatchShape(
+            num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
+        )
+        for shape in (prompts, *map(self._decoding, self.buckets)):
+            self.step_tensors(shape, self.state.idle(shape))
+
+    def _decoding(self, num_requests: int) -> BatchShape:
+        return BatchShape.decoding(num_requests, 1 + self.num_drafts, self.num_drafts)
+
+    def shutdown(self) -> None:
+        """Give all memory back; nothing can be run any more."""
+        is_gpu = self.state.device.type == "cuda"
+        self.__dict__.clear()
+        if is_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()

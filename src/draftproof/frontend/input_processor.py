@@ -1,0 +1,150 @@
+"""From a user's prompt and parameters to what the engine takes: ids and numbers, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draftproof.engine.interface import RequestSpec
+from draftproof.frontend.text import Tokenizer
+from draftproof.models.config import ModelConfig
+from draftproof.models.loading import GenerationDefaults
+from draftproof.sampling.noise import row_seed
+from draftproof.sampling.params import check_possible, check_token_ids
+from draftproof.types import SamplingParams
+
+TokenPrompt = dict[str, list[int]]
+Prompt = str | list[int] | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+class InputProcessor:
+    """Checks and encodes. Holds nothing that changes: any thread may call it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        max_model_len: int,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults,
+        engine_seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+        self._max_model_len = max_model_len
+        self._defaults = defaults
+        self._engine_seed = engine_seed
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """Raises ValueError if it cannot be served."""
+        text, token_ids = self._encode(prompt)
+        params = replace(params)  # which copies its lists and checks them again
+        self._check(token_ids, params)
+        check_possible(params, self._model.vocab_size, self._stop_ids(params), self._bad_words(params))
+        return PreparedRequest(text, token_ids, params)
+
+    def spec(self, given: PreparedRequest, arrival: int, index: int = 0) -> RequestSpec:
+        """Choice number `index` of a request, the engine's `arrival`-th."""
+        token_ids, params = given.prompt_token_ids, given.params
+        room = self._max_model_len - len(token_ids)
+        scores_prompt = params.prompt_logprobs is not None
+        return RequestSpec(
+            token_ids=list(token_ids),
+            params=params,
+            row_seed=row_seed(params.seed, self._engine_seed, arrival, index),
+            limit=len(token_ids) + min(room, params.max_tokens or room),
+            eos_ids=frozenset() if params.ignore_eos else frozenset(self.eos_ids),
+            stop_ids=self._stop_ids(params),
+            bad_words_ids=self._bad_words(params),
+            prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            reads_prefix_cache=not scores_prompt,
+        )
+
+    def draft_spec(self, token_ids: list[int]) -> RequestSpec:
+        """A request that is drafted for and never sampled: every row is computed. Raises ValueError as `prepare`."""
+        given = self.prepare({"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=None))
+        return replace(self.spec(given, -1), reads_prefix_cache=False)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if set(prompt) != {"prompt_token_ids"} or not isinstance(
+                prompt["prompt_token_ids"], (list, tuple)
+            ):
+                raise ValueError(
+                    f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids', a list of ids, and nothing else"
+                )
+            return None, list(prompt["prompt_token_ids"])
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "prompt: is text, but the model has no tokenizer; give token ids, or tokenizer=..."
+                )
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        raise ValueError(
+            f"prompt={prompt!r:.80}: must be text, a list of token ids or {{'prompt_token_ids': [...]}}"
+        )
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        vocab_size, longest = self._model.vocab_size, self._max_model_len
+        if not token_ids:
+            raise ValueError("prompt: is empty; give at least one token")
+        for position, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt: token id {token!r} at position {position}: ids go from 0 to {vocab_size - 1}"
+                )
+        if len(token_ids) >= longest:
+            raise ValueError(
+                f"prompt: {len(token_ids)} tokens leave no room for an answer in max_model_len={longest}; shorten the "
+                "prompt or raise max_model_len"
+            )
+        check_token_ids(params, vocab_size)
+        if self.tokenizer is None and (params.bad_words or params.stop_strings):
+            raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Those that end an output, and that min_tokens holds back."""
+        return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else self.eos_ids)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """End-of-text ids: the generation config's, else the model's, else the tokenizer's."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        fallback = () if own is None else (own,)
+        return self._defaults.eos_token_ids or self._model.eos_token_ids or fallback
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is encoded at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            assert self.tokenizer is not None
+            for text in (word, f" {word.lstrip()}"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """One SamplingParams for all prompts, or one for each."""
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    if not all(isinstance(p, SamplingParams) for p in listed):
+        raise ValueError(
+            f"sampling_params={params!r:.80}: must be one SamplingParams, or a list with one each"
+        )
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: {len(listed)} given for {count} prompts; give one, or one each")
+    return listed

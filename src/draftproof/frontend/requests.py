@@ -1,0 +1,91 @@
+"""The requests of an engine: prompts in, deltas and outputs out, a step of the engine at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+
+from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.engine.reporting import AcceptanceReport
+from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
+from draftproof.frontend.output_processor import Choice, OutputProcessor, Request
+from draftproof.types import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class Requests:
+    """Who asked for what, over an engine. Only `prepare` and `new` may be called by a thread without a turn."""
+
+    def __init__(self, engine: EngineCore, inputs: InputProcessor) -> None:
+        self.engine = engine
+        self.inputs = inputs
+        self.running: dict[str, Request] = {}
+        self._outputs = OutputProcessor(inputs.tokenizer)
+        self._choices: dict[str, tuple[Request, Choice]] = {}
+        self._arrivals = itertools.count()
+        self._report = AcceptanceReport(engine.stats.speculation, time.perf_counter())
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """Raises ValueError if it cannot be served. Nothing of the engine is touched."""
+        return self.inputs.prepare(prompt, params)
+
+    def new(self, given: PreparedRequest, *, streamed: bool = False) -> tuple[Request, int]:
+        """A request with an id, and its number, which its noise depends on where it has no seed."""
+        arrival = next(self._arrivals)
+        return self._outputs.request(f"request-{arrival}", given, streamed=streamed), arrival
+
+    def start(self, request: Request, arrival: int) -> None:
+        """Queue what `new` gave. Once the engine has ended the request ends at once, with the reason."""
+        self.running[request.request_id] = request
+        for choice in request.choices:
+            if self.engine.error is not None:
+                ended = TokenDelta(choice.id, finish_reason="error", error=self.engine.error)
+                self._outputs.process(request, choice, ended)
+                continue
+            self.engine.add_request(choice.id, self.inputs.spec(request.given, arrival, choice.index))
+            self._choices[choice.id] = (request, choice)
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Queue a request. Raises ValueError, leaving all other requests alone, if it cannot be served."""
+        request, arrival = self.new(self.prepare(prompt, params))
+        self.start(request, arrival)
+        return request
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether requests run that nobody can leave standing."""
+        return any(not r.finished and not r.streamed for r in self.running.values())
+
+    def step(self) -> None:
+        """One engine step; its deltas wait in their requests."""
+        for delta in self.engine.step():
+            found = self._choices.get(delta.id)
+            if found is None:
+                continue
+            if self._outputs.process(*found, delta):
+                self.engine.abort(delta.id)
+            if found[1].finish_reason is not None:
+                self._choices.pop(delta.id, None)
+        if (line := self._report.due(time.perf_counter())) is not None:
+            log.info("%s", line)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; what it has so far stays in its output. An id that is not running is ignored."""
+        request = self.running.get(request_id)
+        for choice in request.choices if request is not None else ():
+            if choice.finish_reason is None:
+                assert request is not None
+                self.engine.abort(choice.id)
+                self._choices.pop(choice.id, None)
+                self._outputs.abort(request, choice)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request, aborting it if it still runs."""
+        self.abort(request_id)
+        self.running.pop(request_id, None)
+
+    def output(self, request: Request) -> RequestOutput:
+        """The request as far as it has come."""
+        return self._outputs.output(request)
