@@ -49,7 +49,7 @@ SETTINGS = {
     "all-avx2": Setting({**MKL, **ONEDNN, **ATEN}, narrow=True),
     "openblas-haswell": Setting({"OPENBLAS_CORETYPE": "Haswell"}),
 }
-TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters")
+TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters", "tests/checkpoints")
 QUICK = ("mkl-avx2", "all-avx2")
 QUICK_TESTS = (
     "tests/conformance/test_attention.py",

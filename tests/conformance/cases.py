@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
-from tests.drafters import native
-from tests.drafters.derived import (
+from tests.made import native
+from tests.made.derived import (
     compressed_fp8,
     dflash2_from_dflash,
     dspark_from_dflash,
@@ -22,8 +22,8 @@ from tests.drafters.derived import (
     peagle_from_eagle3,
     xpress_from_dflash,
 )
-from tests.drafters.gemma import gemma4_pair
-from tests.drafters.vocabularies import reduced, trained
+from tests.made.gemma import gemma4_pair
+from tests.made.vocabularies import reduced, trained
 
 DATA = Path(__file__).parent.parent / "data"
 EAGLE3 = str(assets.path("tiny-eagle3"))

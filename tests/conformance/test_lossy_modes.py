@@ -1,4 +1,4 @@
-"""verification="rejection" and "block" in the engine. That they keep the distribution is proved in unit/sampling."""
+"""verification="rejection" and "block" in the engine. That they keep the distribution is proved in tests/sampling."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from draftproof import assets
 from tests.drafters import golden
-from tests.drafters.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators
+from tests.made.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators
 
 
 def models() -> Path | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draftproof import LLM
 from draftproof.checkpoints import detect
-from tests.drafters.derived import speculators_from_original
 from tests.drafters.heads import ORACLE, Pair, close
+from tests.made.derived import speculators_from_original
 
 HEADS = {"safeailab_eagle1_a": "last_postnorm_raw", "safeailab_eagle3_a": "aux_hidden_raw"}
 PREFIXES = [1, 5, 9, 16]

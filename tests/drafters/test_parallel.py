@@ -15,9 +15,9 @@ from draftproof.drafters.base import Verified
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.config import read_config
 from tests.conformance.cases import CASES, DFLASH, DRAFT, EAGLE3, PARD, PEAGLE, prompts
-from tests.drafters.derived import dspark_from_dflash
 from tests.drafters.heads import ORACLE, Pair
 from tests.helpers import Paged, load_decoder, run_rows
+from tests.made.derived import dspark_from_dflash
 
 BLOCKS = ["dflash", "dspark", "dflash2", "xpress"]
 PARALLEL = [*BLOCKS, "peagle", "pard"]

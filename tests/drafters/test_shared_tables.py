@@ -15,8 +15,8 @@ from draftproof import LLM
 from draftproof.checkpoints.tensors import open_weights
 from draftproof.drafters.head import HeadDrafter
 from draftproof.schema import read_json
-from tests.drafters.derived import speculators_from_original
 from tests.drafters.heads import ORACLE, Pair
+from tests.made.derived import speculators_from_original
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
 HEADS = {

@@ -19,7 +19,7 @@ from draftproof.drafters.text_model import TextDrafter
 from draftproof.drafters.token_map import open_tokenizer
 from tests.conformance.cases import DATA, OTHER_TOKENS, prompts
 from tests.drafters.test_token_map import change_config, drafter, drafting, numbers
-from tests.drafters.vocabularies import lone_bytes, permuted, trained
+from tests.made.vocabularies import lone_bytes, permuted, trained
 
 SOURCE = DATA / "draft"
 TINY = assets.path("tiny")

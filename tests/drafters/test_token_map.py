@@ -18,7 +18,7 @@ from draftproof.drafters.text_model import TextDrafter
 from draftproof.drafters.token_map import compare, open_tokenizer, token_texts
 from tests.conformance.cases import DATA, prompts
 from tests.drafters import golden
-from tests.drafters.vocabularies import EMBED, lone_bytes, permuted, reduced, trained
+from tests.made.vocabularies import EMBED, lone_bytes, permuted, reduced, trained
 
 SOURCE = DATA / "draft"
 TINY = assets.path("tiny")

@@ -16,9 +16,9 @@ from draftproof import LLM
 from draftproof.checkpoints import detect
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.schema import read_json
-from tests.drafters.derived import flat_from_speculators
+from tests.checkpoints.test_detect import copied
 from tests.drafters.heads import ORACLE, Pair, close
-from tests.drafters.test_checkpoints import copied
+from tests.made.derived import flat_from_speculators
 
 PEAGLE = ORACLE / "peagle"
 FORMS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # keys, and the shape of mask_hidden

@@ -16,8 +16,8 @@ from draftproof import LLM
 from draftproof.checkpoints import compressed, detect
 from draftproof.models.loading import Weights
 from draftproof.schema import read_json
-from tests.drafters.derived import compressed_fp8, flat_from_speculators
 from tests.drafters.heads import ORACLE, Pair
+from tests.made.derived import compressed_fp8, flat_from_speculators
 
 HEADS = {
     "eagle3": "target_llama",

@@ -94,7 +94,7 @@ class Records:
         return [[1] * num_drafts for _ in range(verified.num_requests)]
 
 
-NAME = "tests.unit.test_contained.Records"
+NAME = "tests.drafters.test_contained.Records"
 OWN: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     "K is resolved": ({"method": NAME, "max_faults": 3}, [(5, {})]),
     "its options": ({"method": NAME, "num_speculative_tokens": 3, "depth": [2]}, [(3, {"depth": [2]})]),

@@ -8,7 +8,7 @@ import pytest
 
 from draftproof import assets
 from draftproof.cli.main import main
-from tests.unit.fake_llm import Engines
+from tests.cli.fake_llm import Engines
 
 
 class TestVerify:

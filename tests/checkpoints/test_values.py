@@ -10,8 +10,8 @@ import pytest
 
 from draftproof.checkpoints import detect
 from draftproof.drafters.tapped import TappedSettings
+from tests.checkpoints.test_detect import copied
 from tests.conformance.cases import PARD
-from tests.drafters.test_checkpoints import copied
 
 FLAGS = [
     ("eagle3", "norm_before_residual"),

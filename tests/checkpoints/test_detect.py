@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, assets
 from draftproof.checkpoints import detect
-from tests.drafters.derived import speculators_from_original
 from tests.drafters.heads import ORACLE
+from tests.made.derived import speculators_from_original
 
 FOLDERS = {
     "safeailab_eagle1_a": "eagle",

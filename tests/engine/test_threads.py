@@ -235,7 +235,7 @@ class AsksItsOwnEngine:
 
 
 def test_a_call_from_within_a_step_is_refused() -> None:
-    config = {"method": "tests.unit.test_threads.AsksItsOwnEngine", "policy": "fixed"}
+    config = {"method": "tests.engine.test_threads.AsksItsOwnEngine", "policy": "fixed"}
     llm = LLM(dtype="float32", max_model_len=256, speculative_config=config)
     AsksItsOwnEngine.llm = llm
     together([partial(generate, llm)])

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from draftproof import LLM
 from draftproof.checkpoints import detect
+from tests.checkpoints.test_detect import copied
 from tests.drafters.heads import ORACLE
-from tests.drafters.test_checkpoints import copied
 
 TARGETS = {
     "eagle3": "target_llama",

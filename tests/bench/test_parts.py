@@ -25,7 +25,7 @@ from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.config import read_config
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from tests.conformance.cases import GEMMA4
-from tests.unit.test_ahead import ahead
+from tests.engine.test_ahead import ahead
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 

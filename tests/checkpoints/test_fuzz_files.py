@@ -1,8 +1,8 @@
-"""Broken files, a sample of those that `python -m tests.fuzz_files` makes."""
+"""Broken files, a sample of those that `python -m tests.checkpoints.fuzz_files` makes."""
 
 from __future__ import annotations
 
-from tests import fuzz_files
+from tests.checkpoints import fuzz_files
 
 NUM_CASES = 100
 

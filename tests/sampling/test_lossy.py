@@ -17,7 +17,7 @@ from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import VerifyRows, accept_exact
 from draftproof.types import SamplingParams
-from tests.unit.sampling.trials import KINDS, MODES, START, Mode, N, Trials, V, one_round, p_value, setting
+from tests.sampling.trials import KINDS, MODES, START, Mode, N, Trials, V, one_round, p_value, setting
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,6 @@
 """Broken files of targets and draft heads, in four kinds: each must end in one line of ValueError, or change nothing.
 
-    python -m tests.fuzz_files --cases 1000 --seed 0
+    python -m tests.checkpoints.fuzz_files --cases 1000 --seed 0
 
 A case breaks one file of a pair of target and head: a value of config.json, the dtype or layout of a tensor, the length
 or bytes of a file, or a pickle in place of the weights. Then the pair is loaded and decodes a prompt. What is allowed:
@@ -32,9 +32,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, SamplingParams
-from tests.drafters.derived import compressed_fp8, flat_from_speculators
+from tests.made.derived import compressed_fp8, flat_from_speculators
 
-ORACLE = Path(__file__).parent / "data" / "oracle"
+ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 PAIRS = {  # head -> target; a head in its target's folder is a native one
     "eagle3": "target_llama",
     "peagle": "target_llama",
@@ -357,13 +357,21 @@ def run(numbers: Sequence[int], seed: int, limit: float = MOST_WAITING) -> list[
 
 def run_worker(numbers: Sequence[int], seed: int, limit: float) -> subprocess.CompletedProcess[str]:
     """What it leaves behind where it dies goes with the folder that it is given."""
-    command = [sys.executable, "-m", "tests.fuzz_files", "--seed", str(seed), "--limit", str(limit)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.checkpoints.fuzz_files",
+        "--seed",
+        str(seed),
+        "--limit",
+        str(limit),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
             [*command, "--worker", *map(str, numbers)],
             capture_output=True,
             text=True,
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
             env={**os.environ, "TMPDIR": folder},
         )
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from draftproof import LLM
 from draftproof.checkpoints import detect
 from draftproof.drafters.block import BlockSettings
+from tests.checkpoints.test_detect import copied
 from tests.conformance.cases import DRAFT, PARD
 from tests.drafters.heads import ORACLE
-from tests.drafters.test_checkpoints import copied
 
 METHODS = {
     "peagle": "peagle",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftproof.cli import options
-from tests.unit.fake_llm import Engines
+from tests.cli.fake_llm import Engines
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from draftproof.engine.policy import FIRST_PROBES, AdaptivePolicy, Costs, FixedPolicy
-from tests.unit.test_scheduler import sequence
+from tests.engine.test_scheduler import sequence
 
 
 def settled(rate: float, row: float, step: float, base: float = 1.0, k: int = 8) -> int:

@@ -19,7 +19,7 @@ from draftproof.cli.main import COMMANDS, main
 from draftproof.cli.prompts import read_file
 from draftproof.config import EngineConfig
 from draftproof.types import Logprob, RequestOutput, SamplingParams
-from tests.unit.fake_llm import TEXT, TOKENIZER, Engines, FakeLLM
+from tests.cli.fake_llm import TEXT, TOKENIZER, Engines, FakeLLM
 
 
 class TestFlags:

@@ -16,7 +16,7 @@ from tests.conformance.cases import REPEATS, prompts
 from tests.conformance.custom import Moody
 from tests.conformance.vllm_style import NgramProposer
 
-HERE = "tests.unit.test_vllm_proposer"
+HERE = "tests.drafters.test_vllm_proposer"
 NGRAM = "tests.conformance.vllm_style.NgramProposer"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
