@@ -167,8 +167,8 @@ class Delta:
     """What one step added to one choice: the unit of `LLM.stream`.
 
     `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with. `logprobs`: one dict for
-    each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why `finish_reason` is
-    "error".
+    each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why
+    `finish_reason` is "error".
     """
 
     request_id: str

@@ -169,7 +169,7 @@ def test_memory_is_what_the_files_and_the_cache_hold() -> None:
     stored = 0
     with safe_open(assets.path(assets.TARGET) / "model.safetensors", "pt") as file:
         stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    parts, used = llm._frontend.loaded.engine.parts, llm.memory
+    parts, used = llm.engine.runner, llm.memory
     assert used.weights == 4 * stored
     assert used.draft_weights > 0 == used.graphs
     layers = [*parts.cache.layers, *parts.draft_cache.layers]
@@ -226,7 +226,7 @@ def test_the_work_of_drafters_is_counted_where_it_is_known() -> None:
     def drafter(**config: Any) -> tuple[Any, Any]:
         config = {"num_speculative_tokens": 2, **config}
         llm = LLM(dtype="float32", max_model_len=64, max_num_seqs=1, speculative_config=config)
-        loaded = llm._frontend.loaded
+        loaded = llm.requests.loaded
         assert loaded.engine.parts.guard is not None
         return loaded.engine.parts.guard.drafter, loaded.model
 

@@ -248,7 +248,7 @@ def engine(target: Path, head: Path | None) -> LLM:
 def decode(llm: LLM) -> tuple[list[int], int]:
     """(ids, faults of the drafter)."""
     ids = list(llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
-    guard = llm._frontend.loaded.engine.parts.guard
+    guard = llm.engine.runner.guard
     return ids, 0 if guard is None else guard.num_faults
 
 

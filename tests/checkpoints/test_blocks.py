@@ -72,7 +72,7 @@ def test_a_language_model_is_known_to_fill_masks_by_its_mask_token() -> None:
 def test_a_head_without_a_number_of_drafts_fills_its_block() -> None:
     config = {"model": str(ORACLE / "zlab_dflash_a")}
     llm = LLM(str(ORACLE / "target_dflash_a"), max_model_len=64, speculative_config=config)
-    assert llm._frontend.loaded.num_drafts == 3
+    assert llm.num_speculative_tokens == 3
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_what_is_used_is_what_an_engine_uses(monkeypatch: pytest.MonkeyPatch) ->
     lines = certificates.survey(EngineConfig.from_kwargs(native=False))
     used = {line.version for line in lines if line.operator == "attention" and line.used}
     assert len(used) == 1 and used <= {"chunked", "elementwise"}
-    backend = LLM(native=False)._frontend.loaded.engine.parts.backend
+    backend = LLM(native=False).engine.runner.backend
     assert isinstance(backend, ChunkedAttention)
     assert (backend.products is PRODUCTS) == (used == {"chunked"})
 

@@ -59,7 +59,7 @@ def check(
 ) -> None:
     differences = compare(expected, actual)
     assert not differences, differences[0]
-    speculation, scheduler = llm.stats.speculation, llm._frontend.loaded.engine.parts.scheduler
+    speculation, scheduler = llm.stats.speculation, llm.engine.scheduler
     assert speculation.num_draft_tokens > 0, "nothing was drafted, so nothing was tested"
     assert speculation.num_accepted_tokens > 0
     assert speculation.num_accepted_tokens < speculation.num_draft_tokens or not rejects
@@ -121,7 +121,7 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
     if native.load() is None:
         pytest.skip("no C++ compiler")
     _, llm = run(mixture(), dtype="float16", **drafting("eagle3"))
-    parts = llm._frontend.loaded.engine.parts
+    parts = llm.engine.runner
     assert isinstance(parts.backend, CompiledAttention) and isinstance(parts.graphs, Recorded)
     entries = parts.graphs._entries
     assert {key[0] for key in entries} == {"target", "draft"}
@@ -221,18 +221,18 @@ def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
     llm = LLM(**settings, max_num_batched_tokens=16)
     first, second = prompts()[:2]
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    frontend, state = llm._frontend, llm._frontend.loaded.engine.parts.state
+    queue, state = llm.requests, llm.engine.runner.state
     proposed: list[tuple[list[int], list[int]]] = []
-    requests = [frontend.add(llm.tokenizer.encode(text), long) for text in (first, second)]
+    requests = [queue.add(llm.tokenizer.encode(text), long) for text in (first, second)]
     while not all(r.finished for r in requests):
-        if len(requests) == 2 and requests[1].sequences[0].num_outputs > 8:  # finds the first one's pages
-            requests.append(frontend.add(requests[0].prompt_token_ids, long))
-        frontend.step()
-        for sequence in (s for r in requests for s in r.sequences if s.num_outputs and not r.finished):
-            known, num = len(sequence.tokens), sequence.num_drafts
-            if known + 5 < sequence.limit:  # the end of a request cuts its drafts
-                drafts = state.slots.tokens_SL[sequence.slot, known : known + num].tolist()
-                proposed.append((list(sequence.tokens), drafts))
+        if len(requests) == 2 and len(requests[1].choices[0].token_ids) > 8:  # finds the first one's pages
+            requests.append(queue.add(requests[0].given.prompt_token_ids, long))
+        queue.step()
+        for running in llm.engine.scheduler.running:
+            known, num = len(running.tokens), running.num_drafts
+            if running.num_outputs and known + 5 < running.spec.limit:  # the end of a request cuts its drafts
+                drafts = state.slots.tokens_SL[running.slot, known : known + num].tolist()
+                proposed.append((list(running.tokens), drafts))
         if any(r.finished for r in requests) and not CASES[method].forgets:
             break
     assert len(proposed) >= 20 and llm.stats.num_cached_tokens > 0 and any(drafts for _, drafts in proposed)

@@ -27,7 +27,7 @@ def test_torch_operators_are_as_exact(dtype: str) -> None:
         outputs, llm = run(REQUESTS, **settings, **changes, speculative_config=HEAD)
         assert not compare(plain, outputs)
         assert llm.stats.speculation.num_accepted_tokens > 0
-    parts = llm._frontend.loaded.engine.parts
+    parts = llm.engine.runner
     assert parts.ops is ops.TORCH and parts.graphs is EAGER
     assert not isinstance(parts.backend, CompiledAttention)
 

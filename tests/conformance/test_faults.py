@@ -151,7 +151,7 @@ def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
 
     settings = {"dtype": "float32", "max_num_seqs": 1}
     llm = LLM(**settings, speculative_config={**CASES["eagle3"].config, "policy": "fixed"})
-    guard = llm._frontend.loaded.engine.parts.guard
+    guard = llm.engine.runner.guard
     assert guard is not None
     original, calls = guard.drafter.propose, []
 

@@ -123,7 +123,7 @@ def test_a_product_that_splits_its_sum_by_the_number_of_rows_is_seen(
 def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys summed in two halves, cut at a place that depends on the number of rows: equal but for rounding."""
     llm = LLM(dtype="float32", speculative_config=HEAD, attention_backend="reference")
-    parts = llm._frontend.loaded.engine.parts
+    parts = llm.engine.runner
 
     def chunked(
         q_THD: Tensor,
@@ -154,5 +154,5 @@ def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.
     object.__setattr__(parts, "backend", chunked)
     outputs = llm.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
     plain = LLM(dtype="float32", max_num_seqs=1)
-    object.__setattr__(plain._frontend.loaded.engine.parts, "backend", chunked)
+    object.__setattr__(plain.engine.runner, "backend", chunked)
     assert compare(plain.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False), outputs)

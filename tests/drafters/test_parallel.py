@@ -150,14 +150,14 @@ def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
 def test_a_request_without_live_rows_writes_nothing(method: str) -> None:
     """A finished request whose slot the host has not taken back yet, beside one that goes on."""
     llm = engine(dict(CASES[method].config))
-    parts = llm._frontend.loaded.engine.parts
+    parts = llm.engine.runner
     assert parts.guard is not None
     drafter = parts.guard.drafter
     assert isinstance(drafter, HeadDrafter)
     seen: list[Verified] = []
     propose = drafter.propose
     drafter.propose = lambda v, k: (seen.append(v), propose(v, k))[1]  # type: ignore[method-assign]
-    frontend = llm._frontend
+    frontend = llm.requests
     requests = [frontend.add(llm.tokenizer.encode(p), GREEDY) for p in prompts()[:2]]
     while not seen or len(seen[-1].slots_R) < 2 or seen[-1].k_R.min() == 0:
         frontend.step()
@@ -185,4 +185,4 @@ def test_more_drafts_than_a_block_has_are_refused() -> None:
         ValueError, match="num_speculative_tokens=8, but the draft head's block_size=8 allows 7"
     ):
         engine({"model": DFLASH}, 8)
-    assert engine({"model": DFLASH}, None)._frontend.loaded.num_drafts == 7
+    assert engine({"model": DFLASH}, None).num_speculative_tokens == 7

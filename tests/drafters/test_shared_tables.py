@@ -126,8 +126,8 @@ def test_an_assistant_embeds_with_the_targets_table() -> None:
 def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
     """In an engine, where both lie as the machine's fastest product wants them; memory counts them once."""
     head = Path(__file__).parent.parent / "data" / "tiny-mtp"
-    loaded = LLM(speculative_config={"model": str(head)})._frontend.loaded
-    target, guard = loaded.engine.parts.target, loaded.engine.parts.guard
+    llm = LLM(speculative_config={"model": str(head)})
+    target, guard = llm.engine.runner.target, llm.engine.runner.guard
     assert target.config.tie_word_embeddings
     assert guard is not None and isinstance(guard.drafter, HeadDrafter)
     network: Any = guard.drafter.head
@@ -135,7 +135,7 @@ def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
     assert network._head is target.head
     stored = open_weights(head)
     numbers = sum(stored.get(name).numel() for name in stored.names() if not name.startswith("verifier_"))
-    assert loaded.memory.draft_weights == numbers * target.embed_VH.element_size()
+    assert llm.memory.draft_weights == numbers * target.embed_VH.element_size()
 
 
 @pytest.mark.parametrize("setting", ["dtype", "fp8"])

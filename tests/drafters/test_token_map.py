@@ -30,7 +30,7 @@ def drafting(model: Path, **options: Any) -> LLM:
 
 
 def drafter(llm: LLM) -> Any:
-    guard = llm._frontend.loaded.engine.parts.guard
+    guard = llm.engine.runner.guard
     assert guard is not None
     return guard.drafter
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.head import DraftMemory
-from draftproof.engine.engine import Engine
+from draftproof.engine.runner import ModelRunner
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
 # a user's sees no rows but its own
@@ -68,17 +67,15 @@ class Replayed:
 
 def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     """Turn the engine into one that runs a pass ahead and repeats whole steps."""
-    graphs, old = Replayed(), llm._frontend.loaded.engine.parts
-    thinks_on_host = old.spec.host_tokens
-    parts = dataclasses.replace(old, graphs=graphs, buckets=buckets, num_ahead=int(not thinks_on_host))
-    if parts.spec.kv or parts.spec.borrow:
-        assert parts.guard is not None
-        cache = old.draft_cache.beside(old.cache, parts.spec.borrow)
-        memory = DraftMemory(ops=old.ops, backend=old.backend, cache=cache, graphs=graphs)
-        parts.guard.drafter.bind(memory)  # type: ignore[attr-defined]
-    engine = Engine(parts)
-    engine.warm_up(lambda done, total: None)
-    object.__setattr__(llm._frontend.loaded, "engine", engine)
+    graphs, runner = Replayed(), llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    runner.graphs, runner.buckets, runner.async_depth = graphs, buckets, int(not runner.spec.host_tokens)
+    if runner.spec.kv or runner.spec.borrow:
+        assert runner.guard is not None
+        cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
+        memory = DraftMemory(ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs)
+        runner.guard.drafter.bind(memory)  # type: ignore[attr-defined]
+    runner.warm_up(lambda done, total: None)
     return graphs
 
 
@@ -153,16 +150,17 @@ def test_whole_steps_serve_a_batch_smaller_than_the_bucket(method: str | None) -
 def test_the_next_pass_is_under_way_before_a_pass_is_read() -> None:
     llm = build("eagle3")
     ahead(llm)
-    llm._frontend.add("def f(", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    engine = llm._frontend.loaded.engine
-    (sequence,) = engine.parts.scheduler.waiting
+    llm.requests.add("def f(", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine = llm.engine
+    (request,) = engine.scheduler.waiting
     seen = []
-    while sequence.finish_reason is None:
-        llm._frontend.step()
-        seen.append(len(engine._flights))
-    assert set(seen[:-1]) == {1} and sequence.num_outputs == 12
-    engine.settle()
-    assert not engine.has_work and engine.parts.pages.num_free == engine.parts.pages.num_blocks - 1
+    while request.finish_reason is None:
+        llm.requests.step()
+        seen.append(engine.num_in_flight)
+    assert set(seen[:-1]) == {1} and request.num_outputs == 12
+    engine.drain()
+    assert engine.scheduler.is_idle
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_blocks - 1
 
 
 def test_an_aborted_request_leaves_the_others_alone() -> None:
@@ -170,15 +168,15 @@ def test_an_aborted_request_leaves_the_others_alone() -> None:
     expected = build(None).generate(["def f(", "class A"], params, use_tqdm=False)
     llm = build("eagle3", num_kv_blocks=16, max_model_len=64)
     ahead(llm)
-    first, second = (llm._frontend.add(text, params) for text in ("class A", "def f("))
+    first, second = (llm.requests.add(text, params) for text in ("class A", "def f("))
     for _ in range(4):
-        llm._frontend.step()
+        llm.requests.step()
     llm.abort(first.request_id)
-    third = llm._frontend.add("class A", params)
+    third = llm.requests.add("class A", params)
     while not (second.finished and third.finished):
-        llm._frontend.step()
+        llm.requests.step()
     for request, wanted in ((second, expected[0]), (third, expected[1])):
-        got = llm._frontend.output(request).outputs[0]
+        got = llm.requests.output(request).outputs[0]
         assert got.token_ids == wanted.outputs[0].token_ids
 
 
@@ -201,7 +199,7 @@ def test_a_drafter_that_fails_while_it_is_captured_is_not_frozen_into_plain_deco
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = build("eagle3")
-    drafter = llm._frontend.loaded.engine.parts.guard.drafter  # type: ignore[union-attr]
+    drafter = llm.engine.runner.guard.drafter  # type: ignore[union-attr]
 
     def fails(*args: Any) -> Any:
         raise MemoryError("no room")

@@ -44,11 +44,11 @@ def test_what_is_known_before_is_said_before(llm: LLM, fields: dict[str, Any], m
     for start in (lambda: llm.generate(PROMPT, params, use_tqdm=False), lambda: llm.stream(PROMPT, params)):
         with pytest.raises(ValueError, match=message):
             start()
-    assert llm.stats.num_steps == steps and not llm._frontend.requests
+    assert llm.stats.num_steps == steps and not llm.requests.running
 
 
 def test_the_end_of_text_is_a_stop_id_unless_it_is_ignored(llm: LLM) -> None:
-    end = llm._frontend.eos_ids[0]
+    end = llm.requests.inputs.eos_ids[0]
     fields: dict[str, Any] = {"allowed_token_ids": [end], "min_tokens": 2, "max_tokens": 4}
     with pytest.raises(ValueError, match=rf"allowed_token_ids=\[{end}\]: no token is left"):
         llm.generate(PROMPT, SamplingParams(**fields), use_tqdm=False)
@@ -81,7 +81,7 @@ def test_what_shows_only_later_is_the_requests_error(llm: LLM, temperature: floa
 
 def test_logits_without_numbers_are_still_called_that(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the request asks for something that makes copies of them."""
-    verifier = llm._frontend.loaded.engine.parts.verifier
+    verifier = llm.engine.runner.verifier
     original = type(verifier).verify
 
     def spoilt(self: ExactVerifier, logits_MV: torch.Tensor, *rest: Any) -> Any:

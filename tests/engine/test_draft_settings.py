@@ -46,9 +46,8 @@ LIMITED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LIMITED)
 def test_no_draft_stands_beyond_its_max_model_len(name: str) -> None:
     llm = engine(LIMITED[name])
-    frontend, plain = llm._frontend, run(engine(None))
-    engine_, ends = frontend.loaded.engine, list[int]()
-    store = engine_.parts.state.store_drafts
+    plain, state, ends = run(engine(None)), llm.engine.runner.state, list[int]()
+    store = state.store_drafts
 
     def watched(verified: Any, proposal: Any, vocab_size: int) -> Any:
         lengths = [len(verified.history(r)) for r in range(verified.num_requests)]
@@ -56,7 +55,7 @@ def test_no_draft_stands_beyond_its_max_model_len(name: str) -> None:
         ends.extend(known + count for known, count in zip(lengths, counts, strict=True) if count)
         return store(verified, proposal, vocab_size)
 
-    engine_.parts.state.store_drafts = watched  # type: ignore[method-assign]
+    state.store_drafts = watched  # type: ignore[method-assign]
     assert not compare(plain, run(llm))
     assert max(ends) <= LIMIT  # the last draft stands at position LIMIT - 1
     assert max(ends) == LIMIT or name == "custom"  # whose drafts are too few to say

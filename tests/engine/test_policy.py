@@ -5,13 +5,13 @@ import random
 import pytest
 
 from draftproof.engine.policy import FIRST_PROBES, AdaptivePolicy, Costs, FixedPolicy
-from tests.engine.test_scheduler import sequence
+from tests.engine.test_scheduler import request
 
 
 def settled(rate: float, row: float, step: float, base: float = 1.0, k: int = 8) -> int:
     """The number chosen for one sequence once costs and acceptance are known."""
     rng = random.Random(0)
-    policy, s = AdaptivePolicy(k), sequence(4)
+    policy, s = AdaptivePolicy(k), request(4)
     for _ in range(300):
         (chosen,) = policy.choose([s])
         accepted = 0
@@ -43,7 +43,7 @@ def test_free_drafts_are_always_worth_it() -> None:
 
 
 def test_a_sequence_switched_off_is_probed_again() -> None:
-    policy, s = AdaptivePolicy(4), sequence(4)
+    policy, s = AdaptivePolicy(4), request(4)
     for _ in range(50):
         policy.timed(1, 0, 1.0, 0.0)
         policy.timed(5, 4, 3.0, 2.0)
@@ -53,7 +53,7 @@ def test_a_sequence_switched_off_is_probed_again() -> None:
 
 
 def test_each_sequence_gets_its_own_number() -> None:
-    policy, good, bad = AdaptivePolicy(4), sequence(4), sequence(4, 1)
+    policy, good, bad = AdaptivePolicy(4), request(4), request(4, 1)
     for rows in (2, 4, 6, 10) * 20:
         policy.timed(rows, 2, 1.0 + 0.05 * rows, 0.05)
     good.accept_rate, bad.accept_rate = 0.95, 0.02
@@ -64,7 +64,7 @@ def test_each_sequence_gets_its_own_number() -> None:
 
 
 def test_a_fixed_policy_is_fixed() -> None:
-    assert FixedPolicy(3).choose([sequence(4), sequence(4, 1)]) == [3, 3]
+    assert FixedPolicy(3).choose([request(4), request(4, 1)]) == [3, 3]
 
 
 def test_costs_recover_offset_and_slope_and_shrug_off_slow_runs() -> None:

@@ -126,7 +126,7 @@ def workload(name: str, llm: LLM, scale: Scale) -> Requests:
     base = SamplingParams(max_tokens=scale.tokens, ignore_eos=True, logprobs=1)
     prompts = [p[WORKLOADS.index(name) :] for p in token_prompts(llm, scale.prompts, scale.longest)]
     if name == "mixed":
-        return Requests(prompts, mixture(scale, text=llm._frontend.tokenizer is not None))
+        return Requests(prompts, mixture(scale, text=llm.has_tokenizer))
     return Requests(prompts, seeded(base, 0.0 if name == "greedy" else 0.8, scale.prompts))
 
 
@@ -280,7 +280,7 @@ class Exactness:
 
     def check_graphs(self, name: str, llm: LLM, mode: str) -> None:
         """Graphs were used where they should be, and pages are all back."""
-        llm._frontend.loaded.engine.settle()  # a pass may still be under way, of requests that have ended
+        llm.engine.drain()  # a pass may still be under way, of requests that have ended
         pages, number = parts(llm).pages, num_graphs(llm)
         pages.check_integrity()
         back = pages.num_free == pages.num_blocks - 1

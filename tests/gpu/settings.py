@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.engine import Parts
+from draftproof.engine.runner import ModelRunner
 from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
 
@@ -188,9 +188,9 @@ def shrunk(source: Path, into: Path) -> Path:
     return into
 
 
-def parts(llm: LLM) -> Parts:
+def parts(llm: LLM) -> ModelRunner:
     """What the engine is made of."""
-    return llm._frontend.loaded.engine.parts
+    return llm.engine.runner
 
 
 def num_graphs(llm: LLM) -> int:
@@ -204,7 +204,7 @@ def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     Pieces of the test prompts; random where the model has no tokenizer.
     """
     lengths = [20 + 29 * i % (longest - 19) for i in range(count)]
-    if llm._frontend.tokenizer is None:
+    if not llm.has_tokenizer:
         return random_prompts(llm, lengths)
     lines = [json.loads(line) for line in (DATA / "prompts.jsonl").read_text().splitlines()]
     texts = [p.get("prompt") or p["messages"][0]["content"] for p in lines]
@@ -217,7 +217,7 @@ def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
 def random_prompts(llm: LLM, lengths: Sequence[int]) -> list[list[int]]:
     """Random ids, the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    vocab_size = llm._frontend.loaded.model.vocab_size
+    vocab_size = llm.model_config.vocab_size
     return [torch.randint(10, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
@@ -225,30 +225,30 @@ class Decoding:
     """Requests of an engine that are driven step by step; closes them at the end."""
 
     def __init__(self, llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        self._frontend = llm._frontend
-        self._requests = [self._frontend.add({"prompt_token_ids": p}, params) for p in prompts]
+        self._queue = llm.requests
+        self._requests = [self._queue.add({"prompt_token_ids": p}, params) for p in prompts]
 
     def __enter__(self) -> Decoding:
         return self
 
     def __exit__(self, *_: object) -> None:
         for request in self._requests:
-            self._frontend.close(request.request_id)
+            self._queue.close(request.request_id)
 
     @property
     def num_tokens(self) -> int:
         """Output tokens that the host has seen."""
-        return sum(s.num_outputs for request in self._requests for s in request.sequences)
+        return sum(len(c.token_ids) for request in self._requests for c in request.choices)
 
     def prefill(self) -> None:
         """Until every request has its first token."""
-        while not all(s.num_outputs for request in self._requests for s in request.sequences):
+        while not all(c.token_ids for request in self._requests for c in request.choices):
             self.steps(1)
 
     def steps(self, count: int) -> None:
         """None of the requests may end meanwhile: a batch that shrinks is not steady."""
         for _ in range(count):
-            self._frontend.step()
+            self._queue.step()
             for request in self._requests:
                 request.pending.clear()
         assert not any(request.finished for request in self._requests), "a request ended too early"

@@ -31,7 +31,7 @@ def test_outputs_are_those_of_plain_decoding(cuda: torch.device, head: str) -> N
         assert [o.outputs[0].token_ids for o in llm.generate(asked, GREEDY, use_tqdm=False)] == expected
         stats = llm.stats.speculation
         rates.append(stats.num_accepted_tokens / stats.num_draft_tokens)
-        sizes.append(llm._frontend.loaded.memory.draft_weights)
+        sizes.append(llm.memory.draft_weights)
     assert rates[1] > 0.9 * rates[0] > 0
     if head == EAGLE3:  # the other's embedding makes its logits too, and is kept beside a copy in fp8
         assert sizes[1] < sizes[0]

@@ -35,7 +35,7 @@ def outcome() -> dict[str, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=3600,  # minutes on an idle machine
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

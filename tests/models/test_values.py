@@ -259,7 +259,7 @@ def test_overrides_take_the_place_of_a_config_s_keys(tmp_path: Path) -> None:
     found = read_config(tmp_path / "target", overrides=overrides)
     assert (found.norm_eps, found.rope.theta, found.num_layers) == (1e-6, 5e5, raw["num_hidden_layers"])
     llm = LLM(str(tmp_path / "target"), dtype="float32", max_model_len=64, hf_overrides=overrides)
-    assert llm._frontend.loaded.model == found
+    assert llm.model_config == found
     with pytest.raises(ValueError, match=r"config.json with hf_overrides: hidden_size=0: must be an integer"):
         LLM(str(tmp_path / "target"), hf_overrides={**overrides, "hidden_size": 0})
     with pytest.raises(ValueError, match="hf_overrides=7: must be a dict"):

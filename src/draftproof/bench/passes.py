@@ -15,10 +15,10 @@ from draftproof.bench.drive import Job, Run
 from draftproof.bench.figures import Figures
 from draftproof.bench.rooflines import Peaks, draft_pass_of, target_pass
 from draftproof.engine.engine import Engine
-from draftproof.frontend.llm import LLM
 from draftproof.engine.scheduler import Work
 from draftproof.engine.sequence import Sequence as Running
 from draftproof.engine.state import Size
+from draftproof.frontend.llm import LLM
 
 WARM, TIMED = 4, 16  # steps
 

@@ -278,7 +278,9 @@ class EngineCore:
 
     def _emit(self, request: Progress, result: RowResult, delta: TokenDelta) -> None:
         """Take over the tokens up to the one that ends the output, and count the round."""
-        num_kept, delta.finish_reason, delta.stop_reason = _stop(request, result.token_ids)
+        num_kept, delta.finish_reason, delta.stop_reason = stopping_point(
+            request.spec, len(request.tokens), result.token_ids
+        )
         if result.failure and delta.finish_reason is None:
             delta.finish_reason = "error"
             delta.error = _why_no_token(request, num_kept, result.failure)
@@ -396,15 +398,19 @@ def _scheduled(rows: PlannedRows, num_drafts: int) -> ScheduledRequest:
     )
 
 
-def _stop(request: Progress, token_ids: Sequence[int]) -> tuple[int, FinishReason | None, int | None]:
-    """How many of the new tokens stand, and why the output ends with them."""
-    spec = request.spec
-    room = spec.limit - len(request.tokens)
+def stopping_point(
+    spec: RequestSpec, num_tokens: int, token_ids: Sequence[int]
+) -> tuple[int, FinishReason | None, int | None]:
+    """How many of the new tokens stand, and why the output ends with them: (number, finish reason, stop reason).
+
+    num_tokens: prompt and output before them.
+    """
+    num_outputs = num_tokens - len(spec.token_ids)
     for number, token in enumerate(token_ids, start=1):
-        enough = request.num_outputs + number >= spec.params.min_tokens
+        enough = num_outputs + number >= spec.params.min_tokens
         if enough and token in spec.stop_ids:
             return number, "stop", None if token in spec.eos_ids else token
-        if number == room:
+        if num_tokens + number == spec.limit:
             return number, "length", None
     return len(token_ids), None, None
 

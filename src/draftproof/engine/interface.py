@@ -89,8 +89,8 @@ class StepInput:
     """One step, whole; carried out in the order of the fields.
 
     `table_entries`: (slot, page, block) that are new in the block table. `fresh_blocks`: handed out since the last
-    step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was dropped,
-    so the pass may be padded to a captured size.
+    step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
+    dropped, so the pass may be padded to a captured size.
     """
 
     released: Sequence[int] = ()

@@ -1,8 +1,8 @@
 """The device half of the engine: slots, caches, target, drafter, verifier and graphs. Runs the steps it is handed.
 
-On a GPU a pass in which everybody decodes is one CUDA graph from its row numbers to its packed result, and the host
-may launch the next before it has read the last. Neither shows in what is computed.
-Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one request, K drafts, X columns of a result.
+On a GPU a pass in which everybody decodes is one CUDA graph from its row numbers to its packed result, and the next
+may be launched before the last has been read. Neither shows in what is computed.
+Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one request, K drafts, X result columns.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def test_a_stream_gives_the_pieces_of_what_generate_gives(drafting: LLM) -> None
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
     for _ in llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)):
         break
-    scheduler = llm._frontend.loaded.engine.parts.scheduler
-    assert not scheduler.running and not llm._frontend.requests
+    scheduler = llm.engine.scheduler
+    assert not scheduler.running and not llm.requests.running
     scheduler.pages.check_integrity()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftproof import LLM, SamplingParams, assets
-from draftproof.engine import engine
+from draftproof.engine.core import EngineCore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -28,7 +28,7 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "part", ["verifier.verify", "state.commit", "state.load", "state.fill", "scorer.outputs", "deliver"]
+    "part", ["verifier.verify", "state.commit", "state.load", "state.fill", "scorer.outputs", "results"]
 )
 def test_after_a_step_that_broke_off_everything_goes_on(
     drafting: LLM, monkeypatch: pytest.MonkeyPatch, part: str
@@ -37,44 +37,45 @@ def test_after_a_step_that_broke_off_everything_goes_on(
     expected = generate(drafting, [PROMPT, "import os"], LONG)
     stream = drafting.stream(PROMPT, LONG)
     text = next(stream).text
-    parts, (*names, verb) = drafting._frontend.loaded.engine.parts, part.split(".")
-    owner: Any = type(getattr(parts, names[0])) if names else engine
+    runner, (*names, verb) = drafting.engine.runner, part.split(".")
+    owner: Any = type(getattr(runner, names[0])) if names else EngineCore
+    verb = verb if names else "_apply"
     original, calls = getattr(owner, verb), []
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        found = original(*args, **kwargs) if verb != "deliver" else None
-        if len(calls) == 3 or verb == "deliver":
+        found = original(*args, **kwargs) if names else None
+        if len(calls) == 3 or not names:
             raise KeyboardInterrupt
         return found
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, verb, breaks)
         generate(drafting, "import os", LONG)
-    assert list(drafting._frontend.requests) and len(drafting._frontend.requests) == 1
+    assert list(drafting.requests.running) and len(drafting.requests.running) == 1
     assert generate(drafting, "import os", LONG)[0].outputs[0].token_ids == expected[1].outputs[0].token_ids
     text += "".join(d.text for d in stream)
     assert text == expected[0].outputs[0].text
-    pages = parts.scheduler.pages
+    pages = drafting.engine.scheduler.pages
     pages.check_integrity()
-    assert pages.num_free == pages.num_blocks - 1 and not drafting._frontend.requests
+    assert pages.num_free == pages.num_blocks - 1 and not drafting.requests.running
 
 
 def test_a_break_while_prompts_are_taken_in_leaves_none_behind(
     drafting: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = drafting._frontend.queue, []
+    original, calls = drafting.requests.new, []
 
-    def queue(*args: Any) -> Any:
+    def new(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return original(*args)
+        return original(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(drafting._frontend, "queue", queue)
+        patch.setattr(drafting.requests, "new", new)
         generate(drafting, [PROMPT] * 3)
-    assert not drafting._frontend.requests and not drafting._frontend.loaded.engine.has_work
+    assert not drafting.requests.running and not drafting.engine.has_work
 
 
 def test_draft_does_not_get_in_the_way_of_a_stream(drafting: LLM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,9 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from draftproof import assets
-from draftproof.frontend.text import BROKEN, Detokenizer, StopChecker, Tokenizer, Verdict
+from draftproof.engine.core import stopping_point
+from draftproof.engine.interface import RequestSpec
+from draftproof.frontend.text import BROKEN, Detokenizer, StopStrings, Tokenizer
 from draftproof.types import SamplingParams
 
 EOS = 2
@@ -48,26 +50,67 @@ def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
 
 
-def checker(params: SamplingParams, max_tokens: int = 1000, tokenizer: Tokenizer = TINY) -> StopChecker:
+class Ending(NamedTuple):
+    """What became of tokens: so many kept, their text, and why the output ended."""
+
+    kept: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Output:
+    """Both ways in which an output ends: by ids and length in the engine, by stop strings behind it."""
+
+    def __init__(self, params: SamplingParams, max_tokens: int, detokenizer: Detokenizer | None) -> None:
+        eos_ids = frozenset(() if params.ignore_eos else (0, EOS))
+        self.spec = RequestSpec(
+            token_ids=[],
+            params=params,
+            row_seed=0,
+            limit=max_tokens,
+            eos_ids=eos_ids,
+            stop_ids=eos_ids | frozenset(params.stop_token_ids or ()),
+        )
+        self.strings = StopStrings(params, detokenizer)
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return self.strings.text
+
+    def push(self, ids: list[int]) -> Ending:
+        kept, reason, stop = stopping_point(self.spec, self.num_tokens, ids)
+        found = self.strings.push(ids[:kept], reason)
+        self.num_tokens += found.num_kept
+        if found.stop is not None:
+            return Ending(found.num_kept, found.text, "stop", found.stop)
+        return Ending(kept, found.text, reason, stop)
+
+    def flush(self) -> str:
+        return self.strings.flush()
+
+
+def checker(params: SamplingParams, max_tokens: int = 1000, tokenizer: Tokenizer = TINY) -> Output:
     detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if params.detokenize else None
-    return StopChecker(params, eos_ids=[0, EOS], max_tokens=max_tokens, detokenizer=detokenizer)
+    return Output(params, max_tokens, detokenizer)
 
 
-def run(rules: StopChecker, ids: list[int], sizes: list[int]) -> tuple[list[int], str, Verdict]:
-    """Push `ids` in chunks of `sizes` (repeated) until the output ends: kept ids, all text, last verdict."""
+def run(rules: Output, ids: list[int], sizes: list[int]) -> tuple[list[int], str, Ending]:
+    """Push `ids` in chunks of `sizes` (repeated) until the output ends: kept ids, all text, last ending."""
     kept: list[int] = []
     text, at, turn = "", 0, 0
-    verdict = Verdict(0, "")
-    while at < len(ids) and verdict.finish_reason is None:
+    ending = Ending(0, "")
+    while at < len(ids) and ending.finish_reason is None:
         chunk = ids[at : at + sizes[turn % len(sizes)]]
         at, turn = at + len(chunk), turn + 1
-        verdict = rules.push(chunk)
-        kept += chunk[: verdict.kept]
-        text += verdict.text
+        ending = rules.push(chunk)
+        kept += chunk[: ending.kept]
+        text += ending.text
         assert rules.text == text
-    if verdict.finish_reason is None:
+    if ending.finish_reason is None:
         text += rules.flush()
-    return kept, text, Verdict(len(kept), text, verdict.finish_reason, verdict.stop_reason)
+    return kept, text, Ending(len(kept), text, ending.finish_reason, ending.stop_reason)
 
 
 token_lists = st.lists(st.one_of(st.integers(0, 8191), st.sampled_from(BYTE_IDS), st.just(EOS)), max_size=40)
@@ -207,7 +250,7 @@ class TestDetokenizer:
         assert all(pieces(Detokenizer(TINY), ids)[:-1])
 
 
-class TestStopChecker:
+class TestStops:
     @settings(max_examples=300)
     @given(
         ids=token_lists,
@@ -236,12 +279,12 @@ class TestStopChecker:
     )
     def test_text_ends_before_the_first_stop_string(self, text: str, stop: str, size: int) -> None:
         ids = TINY.encode(text)
-        kept, found, verdict = run(checker(SamplingParams(stop=stop)), ids, [size])
+        kept, found, ending = run(checker(SamplingParams(stop=stop)), ids, [size])
         if stop not in text:
-            assert (kept, found, verdict.finish_reason) == (ids, text, None)
+            assert (kept, found, ending.finish_reason) == (ids, text, None)
             return
         assert found == text[: text.index(stop)]
-        assert (verdict.finish_reason, verdict.stop_reason) == ("stop", stop)
+        assert (ending.finish_reason, ending.stop_reason) == ("stop", stop)
         assert stop in TINY.decode(kept)
         assert stop not in TINY.decode(kept[:-1])
 
@@ -253,45 +296,45 @@ class TestStopChecker:
 
     def test_stop_string_is_kept_when_asked(self) -> None:
         params = SamplingParams(stop=["b c", "c"], include_stop_str_in_output=True)
-        _, text, verdict = run(checker(params), TINY.encode("a b c d"), [3])
-        assert (text, verdict.stop_reason) == ("a b c", "b c")
+        _, text, ending = run(checker(params), TINY.encode("a b c d"), [3])
+        assert (text, ending.stop_reason) == ("a b c", "b c")
 
     def test_the_string_that_ends_first_wins(self) -> None:
-        _, text, verdict = run(
+        _, text, ending = run(
             checker(SamplingParams(stop=["nothing", "thing is", "is"])), TINY.encode("this"), [1]
         )
-        assert (text, verdict.stop_reason) == ("th", "is")
+        assert (text, ending.stop_reason) == ("th", "is")
 
     def test_end_of_text_has_no_stop_reason_and_no_text(self) -> None:
         ids = [*TINY.encode("hi"), EOS, *TINY.encode("never")]
         rules = checker(SamplingParams(skip_special_tokens=False))
-        assert rules.push(ids) == Verdict(len(TINY.encode("hi")) + 1, "hi", "stop", None)
+        assert rules.push(ids) == Ending(len(TINY.encode("hi")) + 1, "hi", "stop", None)
 
     def test_end_of_text_can_be_ignored(self) -> None:
         ids = [EOS, *TINY.encode("hi")]
-        kept, text, verdict = run(checker(SamplingParams(ignore_eos=True)), ids, [2])
-        assert (kept, text, verdict.finish_reason) == (ids, "hi", None)
+        kept, text, ending = run(checker(SamplingParams(ignore_eos=True)), ids, [2])
+        assert (kept, text, ending.finish_reason) == (ids, "hi", None)
 
     def test_stop_token_gives_its_id_and_its_text_only_when_asked(self) -> None:
         ids = TINY.encode("a b c")
         rules = checker(SamplingParams(stop_token_ids=[ids[1]]))
-        assert rules.push(ids) == Verdict(2, "a", "stop", ids[1])
+        assert rules.push(ids) == Ending(2, "a", "stop", ids[1])
         rules = checker(SamplingParams(stop_token_ids=[ids[1]], include_stop_str_in_output=True))
-        assert rules.push(ids) == Verdict(2, "a b", "stop", ids[1])
+        assert rules.push(ids) == Ending(2, "a b", "stop", ids[1])
 
     def test_nothing_ends_before_min_tokens(self) -> None:
         ids = [*TINY.encode("a b"), EOS, *TINY.encode(" b"), EOS]
         assert len(ids) == 5
         params = SamplingParams(min_tokens=4, stop=" b")
-        kept, text, verdict = run(checker(params), ids, [5])
-        assert (kept, text, verdict.stop_reason) == (ids, "a b b", None)
-        assert verdict.finish_reason == "stop"
+        kept, text, ending = run(checker(params), ids, [5])
+        assert (kept, text, ending.stop_reason) == (ids, "a b b", None)
+        assert ending.finish_reason == "stop"
 
     def test_length_wins_over_nothing_but_a_stop(self) -> None:
         ids = TINY.encode("a b c")
-        assert checker(SamplingParams(), max_tokens=2).push(ids) == Verdict(2, "a b", "length", None)
+        assert checker(SamplingParams(), max_tokens=2).push(ids) == Ending(2, "a b", "length", None)
         rules = checker(SamplingParams(stop="b"), max_tokens=2)
-        assert rules.push(ids) == Verdict(2, "a ", "stop", "b")
+        assert rules.push(ids) == Ending(2, "a ", "stop", "b")
 
     def test_unfinished_character_is_shown_at_the_limit(self) -> None:
         half = TINY.encode("🎉")[:-1]
@@ -305,6 +348,6 @@ class TestStopChecker:
 
     def test_without_detokenizing_only_ids_count(self) -> None:
         rules = checker(SamplingParams(detokenize=False))
-        assert rules.push([500, 501, EOS, 502]) == Verdict(3, "", "stop", None)
+        assert rules.push([500, 501, EOS, 502]) == Ending(3, "", "stop", None)
         with pytest.raises(ValueError, match="detokenize"):
             checker(SamplingParams(detokenize=False, stop="x"))

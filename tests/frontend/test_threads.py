@@ -14,6 +14,7 @@ import torch
 
 from draftproof import LLM, Delta, DraftSpec, EngineConfig, Proposal, SamplingParams, Verified, assets
 from draftproof.bench.compare import compare
+from draftproof.engine.interface import PendingStep, StepInput
 from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
 
@@ -64,9 +65,9 @@ def check(llm: LLM, expected: Any) -> None:
 
 
 def nothing_left(llm: LLM) -> bool:
-    pages = llm._frontend.loaded.engine.parts.scheduler.pages
+    pages = llm.engine.scheduler.pages
     pages.check_integrity()
-    return pages.num_free == pages.num_blocks - 1 and not llm._frontend.requests
+    return pages.num_free == pages.num_blocks - 1 and not llm.requests.running
 
 
 @pytest.mark.parametrize("num_threads", [2, 4])
@@ -132,38 +133,54 @@ def test_another_thread_may_abort(drafting: LLM) -> None:
     assert deltas[-1].finish_reason == "abort" and nothing_left(drafting)
 
 
-def test_turns_go_round() -> None:
-    """A thread that comes back at once stands behind one that has been waiting."""
-    turns, order, begun = Turns(), list[str](), threading.Event()
+def test_requests_of_threads_are_one_batch(drafting: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    before = drafting.stats.num_steps
+    drafting.generate(["ab"] * 6, params, use_tqdm=False)
+    alone, before = drafting.stats.num_steps - before, drafting.stats.num_steps
+    together([partial(drafting.generate, "ab", params, use_tqdm=False)] * 6)
+    assert drafting.stats.num_steps - before < 3 * alone, "six threads in turns would take six times as many"
 
-    def again_and_again() -> None:
-        with turns.take():
-            begun.set()
+
+def test_who_waits_is_stepped_for_and_takes_over_when_the_other_has_enough() -> None:
+    turns, steps, waiting = Turns(), list[int](), threading.Event()
+
+    def step() -> None:
+        steps.append(threading.get_ident())
+        if len(steps) == 1:
+            waiting.set()
             limit = time.monotonic() + LONG
-            while not turns._queue.locked():
-                assert time.monotonic() < limit, "the other thread does not wait in the queue"
-        with turns.take():
-            order.append("again")
+            while not turns._waiters[1:]:
+                assert time.monotonic() < limit, "the other thread does not wait"
 
-    def patient() -> None:
-        begun.wait(LONG)
-        with turns.take():
-            order.append("patient")
+    def second() -> None:
+        waiting.wait(LONG)
+        turns.until(lambda: len(steps) >= 7, step)
 
-    together([again_and_again, patient])
-    assert order == ["patient", "again"]
+    together([partial(turns.until, lambda: len(steps) >= 4, step), second])
+    assert len(steps) == 7 and len(set(steps)) == 2 and len(set(steps[:4])) == len(set(steps[4:])) == 1
+
+
+def test_a_step_that_is_interrupted_leaves_the_turn_to_others() -> None:
+    turns, steps = Turns(), list[int]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.until(lambda: False, interrupted)
+    turns.until(lambda: len(steps) == 2, lambda: steps.append(1))
+    assert len(steps) == 2
 
 
 class _Watched:
     """A lock that calls `before` when it is about to be released, and may deny that it is held."""
 
     def __init__(self, before: Callable[[], object] = lambda: None, denies: bool = False) -> None:
-        self.num_taken, self._lock, self._before, self._denies = 0, threading.Lock(), before, denies
+        self._lock, self._before, self._denies = threading.Lock(), before, denies
 
     def acquire(self, blocking: bool = True) -> bool:
-        taken = self._lock.acquire(blocking)
-        self.num_taken += taken
-        return taken
+        return self._lock.acquire(blocking)
 
     def release(self) -> None:
         self._before()
@@ -171,20 +188,6 @@ class _Watched:
 
     def locked(self) -> bool:
         return not self._denies and self._lock.locked()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-
-def test_who_has_waited_keeps_the_turn() -> None:
-    """It is taken once: let go of in between, it would be somebody else's."""
-    turns, turn = Turns(), _Watched()
-    turns._turn = turn  # type: ignore[assignment]
-    with turns.take():
-        assert turn.num_taken == 1 and not turns._queue.locked()
 
 
 def test_what_is_put_off_never_waits_for_a_turn() -> None:
@@ -235,7 +238,7 @@ class AsksItsOwnEngine:
 
 
 def test_a_call_from_within_a_step_is_refused() -> None:
-    config = {"method": "tests.engine.test_threads.AsksItsOwnEngine", "policy": "fixed"}
+    config = {"method": "tests.frontend.test_threads.AsksItsOwnEngine", "policy": "fixed"}
     llm = LLM(dtype="float32", max_model_len=256, speculative_config=config)
     AsksItsOwnEngine.llm = llm
     together([partial(generate, llm)])
@@ -257,14 +260,14 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_closed_after_it(
     next(stream)
     _Cycle(stream)
     del stream
-    engine = drafting._frontend.loaded.engine
-    launch = engine.launch
+    engine = drafting.engine
+    run = engine.runner.run
 
-    def collects(*args: Any) -> None:
-        gc.collect()  # the abandoned stream has rows in the plan that is being launched
-        launch(*args)
+    def collects(step: StepInput) -> PendingStep:
+        gc.collect()  # the abandoned stream has rows in the step that is being launched
+        return run(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "launch", collects)
+        patch.setattr(engine.runner, "run", collects)
         check(drafting, expected)
     assert nothing_left(drafting)

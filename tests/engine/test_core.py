@@ -1,0 +1,315 @@
+"""The host half alone: a runner without weights, ids and numbers only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from draftproof import SamplingParams
+from draftproof.cache.pages import PageAllocator
+from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.engine.interface import (
+    NO_NUMBER,
+    DeviceFaultError,
+    DrafterHealth,
+    LogprobRow,
+    RequestSpec,
+    RowResult,
+    ScheduledRequest,
+    StepInput,
+)
+from draftproof.engine.policy import FixedPolicy
+from draftproof.engine.scheduler import Scheduler
+
+
+class Pending:
+    target_seconds = draft_seconds = 0.0
+    draft_state_lost = False
+
+    def __init__(self, results: list[RowResult]) -> None:
+        self.results = results
+
+    def wait(self) -> list[RowResult]:
+        return self.results
+
+
+class FakeRunner:
+    """Answers each known text with its length; half of the drafts are right. `before` sees each step first."""
+
+    def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
+        self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()
+        self.steps: list[StepInput] = []
+        self.before: Callable[[StepInput], Any] = lambda step: None
+        self.is_open = True
+
+    def run(self, step: StepInput) -> Pending:
+        self.steps.append(step)
+        self.known |= {a.slot: len(a.token_ids) for a in step.admitted}
+        self.before(step)
+        return Pending([self.row(s) for s in step.scheduled])
+
+    def row(self, s: ScheduledRequest) -> RowResult:
+        num = (s.num_sampled + 1) // 2
+        first, self.known[s.slot] = self.known[s.slot], self.known[s.slot] + num
+        return RowResult(list(range(first, first + num)), max(0, s.num_sampled - 1), s.num_drafts)
+
+    def drafter_health(self) -> DrafterHealth:
+        return DrafterHealth()
+
+    def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
+        return list(range(num_drafts))
+
+    def shutdown(self) -> None:
+        self.is_open = False
+
+
+def core(runner: FakeRunner, *, slots: int = 8, blocks: int = 200) -> EngineCore:
+    pages = PageAllocator(blocks, 4, sharing=True, lookahead=0)
+    scheduler = Scheduler(pages, num_slots=slots, max_num_batched_tokens=32, num_lookahead=runner.num_drafts)
+    return EngineCore(runner, scheduler, FixedPolicy(runner.num_drafts))
+
+
+def spec(num_prompt: int = 5, max_tokens: int = 8, **params: Any) -> RequestSpec:
+    given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+    return RequestSpec(
+        token_ids=[900 + num_prompt] * num_prompt,
+        params=given,
+        row_seed=0,
+        limit=num_prompt + max_tokens,
+        stop_ids=frozenset(given.stop_token_ids or ()),
+    )
+
+
+def finish(engine: EngineCore) -> dict[str, list[TokenDelta]]:
+    deltas: dict[str, list[TokenDelta]] = {}
+    for _ in range(500):
+        if not engine.has_work:
+            return deltas
+        for delta in engine.step():
+            deltas.setdefault(delta.id, []).append(delta)
+    raise AssertionError("the engine does not come to an end")
+
+
+def ids(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def nothing_left(engine: EngineCore) -> bool:
+    pages = engine.scheduler.pages
+    return engine.scheduler.is_idle and pages.num_free == pages.num_blocks - 1
+
+
+def test_the_core_needs_no_torch() -> None:
+    code = (
+        "import draftproof.engine.core, draftproof.engine.step_vector, sys; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_requests_run_to_their_ends(num_drafts: int, async_depth: int) -> None:
+    runner = FakeRunner(num_drafts, async_depth)
+    engine = core(runner, slots=3)
+    for number in range(7):
+        engine.add_request(f"r{number}", spec(5 + 9 * number, 4 + number))
+    deltas = finish(engine)
+    for number in range(7):
+        first = 5 + 9 * number
+        assert ids(deltas[f"r{number}"]) == list(range(first, first + 4 + number))
+        assert deltas[f"r{number}"][-1].finish_reason == "length"
+    assert nothing_left(engine) and not runner.steps[-1].scheduled, "an idle engine takes its slots back"
+    assert (engine.stats.speculation.num_accepted_tokens > 0) == (num_drafts > 0)
+
+
+def test_preempted_requests_come_back_with_their_tokens() -> None:
+    engine = core(FakeRunner(), blocks=12)
+    for number in range(3):
+        engine.add_request(str(number), spec(8 + number, 20))
+    deltas = finish(engine)
+    assert engine.stats.num_preemptions > 0
+    assert all(ids(deltas[str(n)]) == list(range(8 + n, 28 + n)) for n in range(3))
+    assert any(delta.num_preemptions for delta in deltas["2"]) and nothing_left(engine)
+
+
+def test_a_stop_id_ends_an_output_with_its_id_and_an_end_of_text_without() -> None:
+    engine = core(FakeRunner(num_drafts=5))
+    engine.add_request("stop", spec(stop_token_ids=[7]))
+    engine.add_request("late", spec(stop_token_ids=[7], min_tokens=4))
+    ends = finish(engine)
+    assert (ids(ends["stop"]), ends["stop"][-1].stop_reason) == ([5, 6, 7], 7)
+    assert ids(ends["late"]) == list(range(5, 13)), "7 came before min_tokens"
+
+
+def test_an_id_may_be_used_again_but_not_twice_at_once() -> None:
+    engine = core(FakeRunner())
+    engine.add_request("a", spec())
+    with pytest.raises(ValueError, match="request_id='a': is running already"):
+        engine.add_request("a", spec())
+    finish(engine)
+    engine.add_request("a", spec())
+    assert ids(finish(engine)["a"]) == list(range(5, 13))
+
+
+def test_an_aborted_request_gives_everything_back_and_says_no_more() -> None:
+    runner = FakeRunner(async_depth=1)
+    engine = core(runner)
+    engine.add_request("a", spec(max_tokens=50))
+    engine.add_request("b", spec(6, 50))
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    engine.abort("nobody")
+    later = finish(engine)
+    assert "a" not in later and nothing_left(engine)
+
+
+ROUNDS: list[list[int]] = [[-1], [5, -1], [5, 6, -1], [6, -1], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("params", [{}, {"stop_token_ids": [6]}, {"min_tokens": 3}], ids=str)
+@pytest.mark.parametrize("tokens", ROUNDS, ids=str)
+def test_tokens_that_come_at_once_count_as_those_that_come_one_by_one(
+    tokens: list[int], params: dict[str, Any]
+) -> None:
+    """-1: a row of logits that holds no number, after which nothing comes."""
+
+    class Scripted(FakeRunner):
+        def __init__(self, rounds: list[list[int]]) -> None:
+            super().__init__(num_drafts=2)
+            self.rounds = [[4], *rounds]
+
+        def row(self, s: ScheduledRequest) -> RowResult:
+            given = self.rounds.pop(0)
+            found = [t for t in given if t >= 0]
+            logprobs = [LogprobRow(t, float(t), 1, []) for t in found]
+            failure = "" if len(found) == len(given) else NO_NUMBER
+            return RowResult(found, len(given) - 1, 2, failure=failure, logprobs=logprobs)
+
+    def after(rounds: list[list[int]]) -> Any:
+        engine = core(Scripted(rounds))
+        engine.add_request("r", spec(2, 9, logprobs=1, **params))
+        deltas: list[TokenDelta] = []
+        for _ in range(1 + len(rounds)):
+            deltas += engine.step()
+        logprobs = [row.logprob for delta in deltas for row in delta.logprobs]
+        return ids(deltas), deltas[-1].finish_reason, deltas[-1].error, logprobs
+
+    at_once, one_by_one = after([tokens]), after([[t] for t in tokens])
+    assert at_once == one_by_one
+    assert len(at_once[3]) == len(at_once[0]) and at_once[1] in (None, "stop", "error")
+
+
+def poison(num_prompt: int, at: int = 0) -> Callable[[StepInput], None]:
+    """Fails each step that computes rows, from position `at` on, of the request with so many prompt tokens."""
+    slots: set[int] = set()
+
+    def before(step: StepInput) -> None:
+        slots.difference_update(step.released)
+        slots.difference_update(a.slot for a in step.admitted)
+        slots.update(a.slot for a in step.admitted if a.num_prompt == num_prompt)
+        if any(s.slot in slots and s.start + s.num_rows > at for s in step.scheduled):
+            raise ZeroDivisionError("poisonous")
+
+    return before
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+@pytest.mark.parametrize("at", [0, 10])
+def test_a_request_that_makes_steps_fail_pays_alone(at: int, async_depth: int) -> None:
+    runner = FakeRunner(async_depth=async_depth)
+    engine = core(runner)
+    for number in range(6):
+        engine.add_request(str(number), spec(5 + number))
+    runner.before = poison(8, at)
+    deltas = finish(engine)
+    last = deltas["3"][-1]
+    assert last.finish_reason == "error" and "ZeroDivisionError: poisonous" in (last.error or "")
+    for number in (0, 1, 2, 4, 5):
+        assert ids(deltas[str(number)]) == list(range(5 + number, 13 + number))
+    assert nothing_left(engine) and len(runner.steps) < 80
+
+
+def test_two_that_fail_are_both_found_and_those_who_come_meanwhile_are_served() -> None:
+    runner = FakeRunner()
+    engine = core(runner)
+    first, second = poison(6), poison(9, at=11)
+    runner.before = lambda step: (first(step), second(step))
+    for number in range(5):
+        engine.add_request(str(number), spec(5 + number))
+    engine.step()
+    engine.add_request("late", spec(30))
+    deltas = finish(engine)
+    failed = {name for name, found in deltas.items() if found[-1].finish_reason == "error"}
+    assert failed == {"1", "4"} and ids(deltas["late"]) == list(range(30, 38)) and nothing_left(engine)
+
+
+def test_a_fault_that_does_not_come_again_costs_nobody_anything() -> None:
+    runner = FakeRunner(num_drafts=2)
+    engine = core(runner)
+    for number in range(4):
+        engine.add_request(str(number), spec(5 + number))
+    faults = [True, True]
+
+    def before(step: StepInput) -> None:
+        if len(step.scheduled) == 4 and faults:
+            faults.pop()
+            raise MemoryError("once")
+
+    runner.before = before
+    deltas = finish(engine)
+    assert all(ids(deltas[str(n)]) == list(range(5 + n, 13 + n)) for n in range(4)) and not faults
+
+
+def test_pages_of_a_step_that_failed_enter_no_prefix_cache() -> None:
+    runner = FakeRunner()
+    engine = core(runner)
+    engine.add_request("a", spec(12))
+    runner.before = poison(12)
+    assert finish(engine)["a"][-1].finish_reason == "error"
+    runner.before = lambda step: None
+    engine.add_request("b", spec(12))
+    finish(engine)
+    assert engine.stats.num_cached_tokens == 0
+    engine.add_request("c", spec(12))
+    finish(engine)
+    assert engine.stats.num_cached_tokens == 8, "while those of a step that went well do"
+
+
+@pytest.mark.parametrize("where", ["run", "wait"])
+def test_a_device_that_fails_ends_the_engine_once_for_everybody(where: str) -> None:
+    runner = FakeRunner(async_depth=1)
+    engine = core(runner)
+    engine.add_request("a", spec())
+    engine.add_request("b", spec(6))
+    engine.step()
+
+    def dies(*_: object) -> Any:
+        raise DeviceFaultError("the GPU failed; start a new process")
+
+    if where == "run":
+        runner.before = dies
+    else:
+        runner.run = lambda step: type("Dead", (Pending,), {"wait": dies})([])  # type: ignore[method-assign]
+    deltas = [delta for _ in range(3) for delta in engine.step()]
+    assert sorted(d.id for d in deltas if d.finish_reason == "error") == ["a", "b"]
+    assert {d.error for d in deltas if d.error} == {
+        "the engine has ended: the GPU failed; start a new process"
+    }
+    with pytest.raises(RuntimeError, match="the engine has ended: the GPU failed"):
+        engine.add_request("c", spec())
+    assert engine.step() == []
+
+
+def test_after_shutdown_nothing_is_taken() -> None:
+    runner = FakeRunner()
+    engine = core(runner)
+    engine.add_request("a", spec())
+    engine.shutdown()
+    assert not runner.is_open
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        engine.add_request("b", spec())

@@ -1,0 +1,75 @@
+"""The device half alone: it runs from a recorded list of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.engine import step_vector
+from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
+from draftproof.engine.runner import ModelRunner
+
+EAGLE3: dict[str, Any] = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=12, prompt_logprobs=1, bad_words=["return"]),
+    SamplingParams(
+        temperature=0.7, top_p=0.9, max_tokens=9, logit_bias={5: 1.5, 9: -3}, repetition_penalty=1.1
+    ),
+]
+PROMPTS = ["def add(a, b):", "import os\n", "class A"]
+
+
+def engine() -> LLM:
+    return LLM(dtype="float32", max_model_len=128, max_num_batched_tokens=16, speculative_config=EAGLE3)
+
+
+def test_a_recorded_list_of_steps_gives_the_same_results_on_a_fresh_runner() -> None:
+    vectors: list[list[int]] = []
+    expected: list[list[RowResult]] = []
+    with engine() as llm:
+        run = llm.engine.runner.run
+
+        def recorded(step: StepInput) -> Any:
+            vectors.append(step_vector.pack(step))
+            launched = run(step)
+            expected.append(launched.wait())
+            return launched
+
+        llm.engine.runner.run = recorded  # type: ignore[method-assign]
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert llm.stats.speculation.num_accepted_tokens > 0
+    with engine() as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        found = [runner.run(step_vector.unpack(vector)).wait() for vector in vectors]
+    assert found == expected and len(found) > 5
+    assert sum(len(row.token_ids) for rows in found for row in rows) >= 33
+    assert any(row.logprobs for rows in found for row in rows)
+    assert any(row.prompt_logprobs for rows in found for row in rows)
+
+
+def test_a_step_is_what_its_vector_says() -> None:
+    params = SamplingParams(
+        temperature=0.3,
+        top_k=5,
+        top_p=0.25,
+        min_p=1e-3,
+        allowed_token_ids=[4, 9],
+        logit_bias={4: 0.1},
+        max_tokens=None,
+    )
+    admission = Admission(
+        slot=2, token_ids=[1, 2, 3], num_computed=1, num_prompt=2, limit=9, row_seed=-(2**63), params=params,
+        stop_ids=frozenset({7, 4}), bad_words_ids=[[3], [5, 6]],
+    )  # fmt: skip
+    step = StepInput(
+        released=[1],
+        admitted=[admission],
+        table_entries=[(2, 0, 11), (2, 1, 12)],
+        fresh_blocks=[11, 12],
+        scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
+        all_decode=False,
+    )
+    assert step_vector.unpack(step_vector.pack(step)) == step
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0]
