@@ -24,8 +24,8 @@ from draftproof.engine import memory
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.config import read_config
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from tests.conformance.cases import GEMMA4
 from tests.engine.test_ahead import ahead
+from tests.made.shared import gemma4
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
@@ -206,9 +206,9 @@ def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind(
 
 def test_rooflines_count_the_weights_of_layers_of_many_shapes() -> None:
     """Those in the files, but for the tables that rows are looked up in."""
-    tensors = load_file(Path(GEMMA4) / "model.safetensors")
+    tensors = load_file(Path(gemma4()) / "model.safetensors")
     products = sum(t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
-    config = read_config(Path(GEMMA4))
+    config = read_config(Path(gemma4()))
     assert config.num_layers * rooflines.layer_elements(config) == products
     near, far = (rooflines.attention(config, 2, 3, context) for context in (24, 100))
     assert far.bytes / near.bytes == (32 * 100 + 16 * 24) / (32 * 24 + 16 * 24)

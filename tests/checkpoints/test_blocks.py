@@ -14,8 +14,8 @@ from draftproof import LLM
 from draftproof.checkpoints import detect
 from draftproof.drafters.block import BlockSettings
 from tests.checkpoints.test_detect import copied
-from tests.conformance.cases import DRAFT, PARD
 from tests.drafters.heads import ORACLE
+from tests.made.shared import DRAFT, pard
 
 METHODS = {
     "peagle": "peagle",
@@ -64,9 +64,9 @@ def test_a_checkpoint_is_known_by_its_architectures_name_alone(
 
 
 def test_a_language_model_is_known_to_fill_masks_by_its_mask_token() -> None:
-    assert detect.read(Path(PARD)).method == "pard"
+    assert detect.read(Path(pard())).method == "pard"
     assert detect.read(Path(DRAFT)).method == "draft_model"
-    assert not detect.is_draft_head(Path(PARD))
+    assert not detect.is_draft_head(Path(pard()))
 
 
 def test_a_head_without_a_number_of_drafts_fills_its_block() -> None:

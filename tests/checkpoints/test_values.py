@@ -11,7 +11,7 @@ import pytest
 from draftproof.checkpoints import detect
 from draftproof.drafters.tapped import TappedSettings
 from tests.checkpoints.test_detect import copied
-from tests.conformance.cases import PARD
+from tests.made.shared import pard
 
 FLAGS = [
     ("eagle3", "norm_before_residual"),
@@ -95,7 +95,7 @@ def test_nested_values_are_checked_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["x", True, -1])
 def test_a_mask_token_of_a_language_model_is_checked(tmp_path: Path, value: Any) -> None:
-    head = copied(PARD, tmp_path, pard_token=value)  # an absolute path stays one
+    head = copied(pard(), tmp_path, pard_token=value)  # an absolute path stays one
     refused(head, "pard_token", value, "an integer of at least 0")
 
 

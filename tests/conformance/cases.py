@@ -2,73 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from draftproof import LLM, RequestOutput, SamplingParams, assets
-from tests.made import native
-from tests.made.derived import (
-    compressed_fp8,
-    dflash2_from_dflash,
-    dspark_from_dflash,
-    eagle3_of_one_state,
-    eagle_from_mtp,
-    flat_from_speculators,
-    pard_from_model,
-    peagle_from_eagle3,
-    xpress_from_dflash,
-)
-from tests.made.gemma import gemma4_pair
-from tests.made.vocabularies import reduced, trained
+from draftproof import LLM, RequestOutput, SamplingParams
+from tests.made import shared
+from tests.made.shared import DATA, DFLASH, DRAFT, EAGLE3, MTP, prompts
 
-DATA = Path(__file__).parent.parent / "data"
-EAGLE3 = str(assets.path("tiny-eagle3"))
-DRAFT = str(DATA / "draft")
-MTP = str(DATA / "tiny-mtp")
-DFLASH = str(DATA / "tiny-dflash")
-TEMPORARY = tempfile.TemporaryDirectory()  # lives as long as the process
-MADE = Path(TEMPORARY.name)
-EAGLE1 = str(eagle_from_mtp(Path(MTP), assets.path("tiny"), MADE / "eagle1"))
-PEAGLE = str(peagle_from_eagle3(Path(EAGLE3), MADE / "peagle"))
-FLAT_PEAGLE = flat_from_speculators(Path(PEAGLE), MADE / "flat", {"pard_token": 3})
-FP8_PEAGLE = str(compressed_fp8(FLAT_PEAGLE, MADE / "flat_fp8", "channel"))
-ONE_STATE = str(eagle3_of_one_state(Path(EAGLE3), MADE / "one_state"))
-PARD = str(pard_from_model(Path(DRAFT), MADE / "pard"))
-DSPARK = str(dspark_from_dflash(Path(DFLASH), MADE / "dspark"))
-DFLASH2 = str(dflash2_from_dflash(Path(DFLASH), MADE / "dflash2"))
-XPRESS = str(xpress_from_dflash(Path(DFLASH), MADE / "xpress"))
-GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS = map(str, gemma4_pair(assets.path("tiny"), MADE / "gemma4"))
-GEMMA4_MOE, GEMMA4_MOE_ASSISTANT, _ = map(
-    str, gemma4_pair(assets.path("tiny"), MADE / "gemma4_moe", experts=True)
-)
-TARGETS = {  # with modules of their own: latent attention, experts and two modules; ordinary attention and one
-    "deepseek": str(native.deepseek(assets.path("tiny"), MADE / "deepseek")),
-    "mimo": str(native.mimo(assets.path("tiny"), MADE / "mimo")),
-    "gemma4": GEMMA4,  # layers that share keys, and assistants
-    "gemma4_experts": GEMMA4_MOE,
-}
-FEWER_TOKENS = str(reduced(Path(DRAFT), MADE / "fewer", every=20))
 RECORDINGS = str(DATA / "recordings.json")
+TARGETS: dict[str, Callable[[], str]] = {  # with modules of their own, and with layers that share keys
+    "deepseek": shared.deepseek,
+    "mimo": shared.mimo,
+    "gemma4": shared.gemma4,
+    "gemma4_experts": shared.gemma4_experts,
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """How to make a drafter of a method; `max_drafts` is the K called K = max.
 
-    `target`: folder of its own target, None: the embedded one.
+    `settings`: of speculative_config; a value that is a function is what it gives, asked for when it is needed.
+    `own_target`: gives the folder of its own target, None: the embedded one.
     `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
     `repeatable`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
     """
 
-    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
     max_drafts: int = 12
     forgets: bool = True
     repeatable: bool = True
-    target: str | None = None
+    own_target: Callable[[], str] | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {key: value() if callable(value) else value for key, value in self.settings.items()}
+
+    @property
+    def target(self) -> str | None:
+        return None if self.own_target is None else self.own_target()
 
     def llm(self, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
         """`LLM`'s settings: target and drafter, which is asked for `k` drafts or as many as it can."""
@@ -79,21 +52,14 @@ class Case:
         }
 
 
-def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text().splitlines()
-    return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
-
-
-OTHER_TOKENS = str(trained(Path(DRAFT), MADE / "other", prompts(), 800))
-
 # a method may have several: what comes after the slash tells them apart
 CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
     "draft_model": Case({"model": DRAFT}),
-    "draft_model/table": Case({"model": FEWER_TOKENS}),
-    "draft_model/text": Case({"model": OTHER_TOKENS}),
+    "draft_model/table": Case({"model": shared.fewer_tokens}),
+    "draft_model/text": Case({"model": shared.other_tokens}),
     "eagle3": Case({"model": EAGLE3}),
-    "eagle3/one_state": Case({"model": ONE_STATE}),
+    "eagle3/one_state": Case({"model": shared.one_state}),
     "eagle3/fp8": Case({"model": EAGLE3, "quantization": "fp8"}),
     "chain": Case(
         {
@@ -105,20 +71,20 @@ CASES: dict[str, Case] = {
             ],
         }
     ),
-    "eagle": Case({"model": EAGLE1}),
+    "eagle": Case({"model": shared.eagle1}),
     "mtp": Case({"model": MTP}),
-    "mtp/native": Case({"method": "mtp"}, target=TARGETS["mimo"]),
-    "mtp/modules": Case({"method": "mtp"}, max_drafts=2, target=TARGETS["deepseek"]),
-    "gemma4_mtp": Case({"model": GEMMA4_ASSISTANT}, target=GEMMA4),
-    "gemma4_mtp/experts": Case({"model": GEMMA4_MOE_ASSISTANT}, target=GEMMA4_MOE),
-    "gemma4_mtp/centroids": Case({"model": GEMMA4_CENTROIDS}, target=GEMMA4),
-    "peagle": Case({"model": PEAGLE}),
-    "peagle/flat_fp8": Case({"model": FP8_PEAGLE}),
-    "pard": Case({"model": PARD}),
+    "mtp/native": Case({"method": "mtp"}, own_target=shared.mimo),
+    "mtp/modules": Case({"method": "mtp"}, max_drafts=2, own_target=shared.deepseek),
+    "gemma4_mtp": Case({"model": shared.gemma4_assistant}, own_target=shared.gemma4),
+    "gemma4_mtp/experts": Case({"model": shared.gemma4_experts_assistant}, own_target=shared.gemma4_experts),
+    "gemma4_mtp/centroids": Case({"model": shared.gemma4_centroids}, own_target=shared.gemma4),
+    "peagle": Case({"model": shared.peagle}),
+    "peagle/flat_fp8": Case({"model": shared.flat_fp8_peagle}),
+    "pard": Case({"model": shared.pard}),
     "dflash": Case({"model": DFLASH}, max_drafts=7),
-    "dspark": Case({"model": DSPARK, "confidence_threshold": 0.3}, max_drafts=7),
-    "dflash2": Case({"model": DFLASH2}, max_drafts=7),
-    "xpress": Case({"model": XPRESS}, max_drafts=7),
+    "dspark": Case({"model": shared.dspark, "confidence_threshold": 0.3}, max_drafts=7),
+    "dflash2": Case({"model": shared.dflash2}, max_drafts=7),
+    "xpress": Case({"model": shared.xpress}, max_drafts=7),
     "suffix": Case({"method": "suffix"}, forgets=False),
     "replay": Case(
         {

@@ -91,7 +91,7 @@ def test_the_mixture_is_one(plain: Any) -> None:
 def test_plain_decoding_does_not_depend_on_the_batch(
     plain: Any, target: str | None, settings: str, dtype: str
 ) -> None:
-    model = None if target is None else TARGETS[target]
+    model = None if target is None else TARGETS[target]()
     outputs, llm = run(mixture(), dtype=dtype, model=model, **CONFIGS[settings])
     assert not compare(plain(dtype, CONFIGS[settings].get("block_size", 16), model), outputs)
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")

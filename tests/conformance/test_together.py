@@ -30,7 +30,7 @@ def run(llm: LLM) -> list[RequestOutput]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[RequestOutput]]:
     found = {"plain": run(build(None))}
-    return found | {name: run(build(dict(CASES[name].config))) for name in HEADS}
+    return found | {name: run(build(CASES[name].config)) for name in HEADS}
 
 
 def accepted(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
@@ -39,7 +39,7 @@ def accepted(outputs: list[RequestOutput]) -> list[tuple[int, int]]:
 
 
 def test_engines_next_to_each_other_do_as_alone(alone: dict[str, list[RequestOutput]]) -> None:
-    engines = {name: build(dict(CASES[name].config)) for name in HEADS}
+    engines = {name: build(CASES[name].config) for name in HEADS}
     for _ in range(2):
         for name, llm in engines.items():
             outputs = run(llm)

@@ -16,7 +16,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.recordings import save as save_recordings
-from tests.conformance.cases import GEMMA4, GEMMA4_ASSISTANT, GEMMA4_CENTROIDS, prompts
+from tests.made.shared import gemma4, gemma4_assistant, gemma4_centroids, prompts
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -65,14 +65,14 @@ def outer(**changes: Any) -> Edit:
 def test_an_assistant_of_another_target_is_refused_with_both_values(
     tmp_path: Path, edit: Edit, message: str
 ) -> None:
-    assistant = changed(GEMMA4_ASSISTANT, tmp_path / "assistant", edit)
+    assistant = changed(gemma4_assistant(), tmp_path / "assistant", edit)
     with pytest.raises(ValueError, match=message):
-        LLM(GEMMA4, speculative_config={"model": assistant})
+        LLM(gemma4(), speculative_config={"model": assistant})
 
 
 def test_a_target_of_another_family_is_refused_with_both_types() -> None:
     with pytest.raises(ValueError, match=r"'gemma4_assistant', but the target's is 'qwen3'"):
-        LLM(speculative_config={"model": GEMMA4_ASSISTANT})
+        LLM(speculative_config={"model": gemma4_assistant()})
 
 
 @pytest.mark.parametrize(
@@ -84,32 +84,32 @@ def test_a_target_of_another_family_is_refused_with_both_types() -> None:
     ],
 )
 def test_centroids_that_do_not_fit_are_refused(tmp_path: Path, edit: Edit, message: str) -> None:
-    assistant = changed(GEMMA4_CENTROIDS, tmp_path / "assistant", edit)
+    assistant = changed(gemma4_centroids(), tmp_path / "assistant", edit)
     with pytest.raises(ValueError, match=message):
-        LLM(GEMMA4, speculative_config={"model": assistant})
+        LLM(gemma4(), speculative_config={"model": assistant})
 
 
 def test_an_order_that_names_a_token_twice_is_refused(tmp_path: Path) -> None:
     order = torch.arange(8192)
     order[0] = 1
-    assistant = changed(GEMMA4_CENTROIDS, tmp_path / "assistant", masked_embedding__token_ordering=order)
+    assistant = changed(gemma4_centroids(), tmp_path / "assistant", masked_embedding__token_ordering=order)
     with pytest.raises(ValueError, match=r"token_ordering must name each of 8192 tokens once"):
-        LLM(GEMMA4, speculative_config={"model": assistant})
+        LLM(gemma4(), speculative_config={"model": assistant})
 
 
 def test_an_assistant_alone_is_no_model() -> None:
     with pytest.raises(ValueError, match=r"is a draft head that does not name its target"):
-        LLM(GEMMA4_ASSISTANT)
+        LLM(gemma4_assistant())
     with pytest.raises(ValueError, match=r"method='eagle3', but .* is a checkpoint for 'gemma4_mtp'"):
-        LLM(GEMMA4, speculative_config={"method": "eagle3", "model": GEMMA4_ASSISTANT})
+        LLM(gemma4(), speculative_config={"method": "eagle3", "model": gemma4_assistant()})
 
 
 def test_a_file_that_does_not_say_that_layers_share_means_the_same(tmp_path: Path) -> None:
-    silent = changed(GEMMA4_ASSISTANT, tmp_path / "assistant", text(num_kv_shared_layers=0))
-    tokens = LLM(GEMMA4).tokenizer.encode(prompts()[0])
+    silent = changed(gemma4_assistant(), tmp_path / "assistant", text(num_kv_shared_layers=0))
+    tokens = LLM(gemma4()).tokenizer.encode(prompts()[0])
     found = [
-        LLM(GEMMA4, dtype="float32", speculative_config={"model": model}).draft(tokens, 4)
-        for model in (GEMMA4_ASSISTANT, silent)
+        LLM(gemma4(), dtype="float32", speculative_config={"model": model}).draft(tokens, 4)
+        for model in (gemma4_assistant(), silent)
     ]
     assert found[0] == found[1]
 
@@ -141,27 +141,34 @@ class Repeats:
 
 def test_a_users_drafter_is_not_lent_the_targets_caches() -> None:
     with pytest.raises(ValueError, match=r"spec.borrow=\(0,\): .*methods of this package only"):
-        LLM(GEMMA4, speculative_config={"method": f"{__name__}.Borrows"})
+        LLM(gemma4(), speculative_config={"method": f"{__name__}.Borrows"})
 
 
-ASSISTANT, CENTROIDS = {"model": GEMMA4_ASSISTANT}, {"model": GEMMA4_CENTROIDS}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 3}
 
 
+def assistant() -> dict[str, Any]:
+    return {"model": gemma4_assistant()}
+
+
+def chain(*members: dict[str, Any]) -> dict[str, Any]:
+    return {"method": "chain", "drafters": list(members)}
+
+
 @pytest.mark.parametrize(
-    "config",
+    "make",
     [
-        {"method": "chain", "drafters": [NGRAM, CENTROIDS, {"model": GEMMA4}, ASSISTANT]},
-        {"method": "chain", "drafters": [{"method": f"{__name__}.Repeats"}, ASSISTANT]},
-        {"model": GEMMA4},
+        lambda: chain(NGRAM, {"model": gemma4_centroids()}, {"model": gemma4()}, assistant()),
+        lambda: chain({"method": f"{__name__}.Repeats"}, assistant()),
+        lambda: {"model": gemma4()},
     ],
     ids=["a chain with two assistants and a model", "behind a user's drafter", "a gemma as draft model"],
 )
-def test_among_other_drafters_output_is_that_of_plain_decoding(config: dict[str, Any]) -> None:
+def test_among_other_drafters_output_is_that_of_plain_decoding(make: Callable[[], dict[str, Any]]) -> None:
     params = [SamplingParams(temperature=t, seed=2, max_tokens=24, logprobs=1) for t in (0, 0.7, 0)]
-    plain = LLM(GEMMA4, dtype="float32").generate(prompts()[:3], params, use_tqdm=False)
-    speculative = {**config, "num_speculative_tokens": 4, "policy": "fixed"}
-    llm = LLM(GEMMA4, dtype="float32", speculative_config=speculative)
+    plain = LLM(gemma4(), dtype="float32").generate(prompts()[:3], params, use_tqdm=False)
+    speculative = {**make(), "num_speculative_tokens": 4, "policy": "fixed"}
+    llm = LLM(gemma4(), dtype="float32", speculative_config=speculative)
     outputs = llm.generate(prompts()[:3], params, use_tqdm=False)
     assert not compare(plain, outputs)
     assert llm.stats.speculation.num_accepted_tokens > 10 and llm.stats.num_drafter_faults == 0
@@ -169,25 +176,25 @@ def test_among_other_drafters_output_is_that_of_plain_decoding(config: dict[str,
 
 def test_members_of_a_chain_read_their_own_caches() -> None:
     """An assistant behind a model that has caches of its own drafts what it drafts alone."""
-    tokens = LLM(GEMMA4).tokenizer.encode(prompts()[0])
+    tokens = LLM(gemma4()).tokenizer.encode(prompts()[0])
     never = {"method": "ngram", "prompt_lookup_min": 60, "prompt_lookup_max": 64}
-    chained = {"method": "chain", "drafters": [never, ASSISTANT, {"model": GEMMA4}]}
+    chained = chain(never, assistant(), {"model": gemma4()})
     found = [
-        LLM(GEMMA4, dtype="float32", speculative_config={**config, "num_speculative_tokens": 4}).draft(
+        LLM(gemma4(), dtype="float32", speculative_config={**config, "num_speculative_tokens": 4}).draft(
             tokens, 4
         )
-        for config in (ASSISTANT, chained)
+        for config in (assistant(), chained)
     ]
     assert len(found[0]) == 4 and found[0] == found[1]
 
 
 def test_replay_runs_an_assistant(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = LLM(GEMMA4, dtype="float32").generate(prompts()[:3], params, use_tqdm=False)
+    plain = LLM(gemma4(), dtype="float32").generate(prompts()[:3], params, use_tqdm=False)
     save_recordings(tmp_path / "recordings.json", plain)
-    config = {"method": "replay", "recordings": str(tmp_path / "recordings.json"), "drafters": [ASSISTANT]}
+    config = {"method": "replay", "recordings": str(tmp_path / "recordings.json"), "drafters": [assistant()]}
     speculative = {**config, "num_speculative_tokens": 4, "policy": "fixed"}
-    llm = LLM(GEMMA4, dtype="float32", speculative_config=speculative)
+    llm = LLM(gemma4(), dtype="float32", speculative_config=speculative)
     outputs = llm.generate(prompts()[:3], params, use_tqdm=False)
     assert not compare(plain, outputs)
     speculation = llm.stats.speculation
@@ -195,9 +202,9 @@ def test_replay_runs_an_assistant(tmp_path: Path) -> None:
     assert llm.stats.num_drafter_faults == 0
 
 
-@pytest.mark.parametrize("assistant", [GEMMA4_ASSISTANT, GEMMA4_CENTROIDS], ids=lambda path: Path(path).name)
-def test_random_weights_do_for_a_pair_without_files(assistant: str) -> None:
-    config = {"model": assistant, "num_speculative_tokens": 3, "policy": "fixed"}
-    llm = LLM(GEMMA4, load_format="dummy", speculative_config=config)
+@pytest.mark.parametrize("make", [gemma4_assistant, gemma4_centroids], ids=["assistant", "centroids"])
+def test_random_weights_do_for_a_pair_without_files(make: Callable[[], str]) -> None:
+    config = {"model": make(), "num_speculative_tokens": 3, "policy": "fixed"}
+    llm = LLM(gemma4(), load_format="dummy", speculative_config=config)
     llm.generate(prompts()[0], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     assert llm.stats.speculation.num_draft_tokens > 0 and llm.stats.num_drafter_faults == 0

@@ -14,10 +14,11 @@ from draftproof import LLM, SamplingParams
 from draftproof.drafters.base import Verified
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.config import read_config
-from tests.conformance.cases import CASES, DFLASH, DRAFT, EAGLE3, PARD, PEAGLE, prompts
+from tests.conformance.cases import CASES
 from tests.drafters.heads import ORACLE, Pair
 from tests.helpers import Paged, load_decoder, run_rows
 from tests.made.derived import dspark_from_dflash
+from tests.made.shared import DFLASH, DRAFT, EAGLE3, pard, peagle, prompts
 
 BLOCKS = ["dflash", "dspark", "dflash2", "xpress"]
 PARALLEL = [*BLOCKS, "peagle", "pard"]
@@ -36,7 +37,7 @@ def text(llm: LLM, num: int = 60) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [2, 17, 50])
 def test_masks_are_filled_by_one_causal_pass_of_the_model(num_tokens: int) -> None:
     """PARD: what the engine drafts is what the plain model says to the tokens and K - 1 masks behind them."""
-    llm = engine({"model": PARD}, max_num_batched_tokens=16)
+    llm = engine({"model": pard()}, max_num_batched_tokens=16)
     tokens = text(llm, num_tokens)
     decoder = load_decoder(Path(DRAFT), read_config(Path(DRAFT)))
     out = run_rows(decoder, Paged(decoder.kv), [(0, 0, [*tokens, 3, 3, 3, 3])])
@@ -66,7 +67,7 @@ def test_the_engine_drafts_what_the_original_drafts(folder: str, target: str, k:
 
 @pytest.mark.parametrize("method", PARALLEL)
 def test_drafts_do_not_depend_on_how_passes_are_run(method: str) -> None:
-    config = dict(CASES[method].config)
+    config = CASES[method].config
     engines = [engine(config, **s) for s in ({}, {"enforce_eager": True}, {"native": False})]
     for num in (20, 33, 20):
         tokens = text(engines[0], num)
@@ -77,7 +78,7 @@ def test_drafts_do_not_depend_on_how_passes_are_run(method: str) -> None:
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_block_longer_than_k_finds_pages_for_all_its_rows(method: str) -> None:
     """K = 1 and pages of 2 tokens: a block reaches three pages past the drafts, also at the end of the table."""
-    config = dict(CASES[method].config)
+    config = CASES[method].config
     wide, narrow = engine(config, 7), engine(config, 1, block_size=2, max_model_len=80, max_num_seqs=2)
     tokens = text(wide, 72)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 60)]
@@ -130,7 +131,7 @@ def test_a_threshold_that_is_no_probability_is_refused(tmp_path: Path, value: An
 def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
     """Three parallel methods and a recurrent one share cache, table and taps; the block can do 7 of the 9 asked for."""
     alone = {
-        name: engine({"model": name}, k) for name, k in ((DFLASH, 7), (PEAGLE, 9), (EAGLE3, 9), (PARD, 9))
+        name: engine({"model": name}, k) for name, k in ((DFLASH, 7), (peagle(), 9), (EAGLE3, 9), (pard(), 9))
     }
     for first in alone:
         names = (first, *(n for n in alone if n != first))
@@ -149,7 +150,7 @@ def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
 @pytest.mark.parametrize("method", PARALLEL)
 def test_a_request_without_live_rows_writes_nothing(method: str) -> None:
     """A finished request whose slot the host has not taken back yet, beside one that goes on."""
-    llm = engine(dict(CASES[method].config))
+    llm = engine(CASES[method].config)
     parts = llm.engine.runner
     assert parts.guard is not None
     drafter = parts.guard.drafter

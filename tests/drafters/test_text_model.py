@@ -17,8 +17,8 @@ from draftproof.drafters import retokenize
 from draftproof.drafters.retokenize import DraftIds, TargetText
 from draftproof.drafters.text_model import TextDrafter
 from draftproof.drafters.token_map import open_tokenizer
-from tests.conformance.cases import DATA, OTHER_TOKENS, prompts
 from tests.drafters.test_token_map import change_config, drafter, drafting, numbers
+from tests.made.shared import DATA, other_tokens, prompts
 from tests.made.vocabularies import lone_bytes, permuted, trained
 
 SOURCE = DATA / "draft"
@@ -162,7 +162,7 @@ def test_special_tokens_that_the_draft_has_not_are_not_read(tokenizers: dict[str
     assert known.text == "one two" and known.num_ids == len(tiny.encode("one").ids) + 1 + len(
         tiny.encode(" two").ids
     )
-    llm = drafting(Path(OTHER_TOKENS))
+    llm = drafting(Path(other_tokens()))
     assert drafter(llm)._unknown == frozenset(range(5)) and not drafter(llm)._foreign
 
 
@@ -191,13 +191,13 @@ def test_a_round_computes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
         return original(self, tokens_N, *rest, **more)
 
     monkeypatch.setattr(TextDrafter, "_pass", counted)
-    llm = drafting(Path(OTHER_TOKENS))
+    llm = drafting(Path(other_tokens()))
     prompt = "".join(prompts())
     output = llm.generate(
         prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), use_tqdm=False
     )[0]
     text = prompt + output.outputs[0].text
-    num_tokens = len(open_tokenizer(Path(OTHER_TOKENS)).encode(text).ids)
+    num_tokens = len(open_tokenizer(Path(other_tokens())).encode(text).ids)
     singles, (first, second, *later) = num_rows.count(1), [n for n in num_rows if n > 1]
     assert first == 2048 and second > 100  # the prompt, as many rows at once as the engine computes
     assert 20 < sum(later) < 150 and sum(num_rows) - singles < num_tokens + 100
@@ -220,7 +220,7 @@ def test_of_a_text_longer_than_the_models_context_the_end_is_read(tmp_path: Path
 
 
 def test_without_room_a_request_is_decoded_plainly_until_there_is_some() -> None:
-    llm = drafting(Path(OTHER_TOKENS))
+    llm = drafting(Path(other_tokens()))
     params = SamplingParams(temperature=0, max_tokens=24)
     pages = drafter(llm)._pages
     taken = pages.allocate(pages.num_free - 2)
@@ -235,7 +235,7 @@ def test_without_room_a_request_is_decoded_plainly_until_there_is_some() -> None
 
 def test_a_chain_may_have_it_beside_others() -> None:
     """Its own cache and its neighbour's pages are two things."""
-    members = [{"method": "ngram", "prompt_lookup_min": 4}, {"model": OTHER_TOKENS}, {"model": str(SOURCE)}]
+    members = [{"method": "ngram", "prompt_lookup_min": 4}, {"model": other_tokens()}, {"model": str(SOURCE)}]
     config = {"method": "chain", "drafters": members, "num_speculative_tokens": 4, "policy": "fixed"}
     params = SamplingParams(temperature=0, max_tokens=32)
     llm = LLM(dtype="float32", speculative_config=config)
@@ -247,7 +247,7 @@ def test_a_chain_may_have_it_beside_others() -> None:
 
 
 def test_a_pass_that_failed_leaves_nothing_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = drafting(Path(OTHER_TOKENS))
+    llm = drafting(Path(other_tokens()))
     params = SamplingParams(temperature=0, max_tokens=32)
     clean = llm.generate(prompts()[:3], params, use_tqdm=False)
     before, found = llm.stats.speculation.num_accepted_tokens, drafter(llm)

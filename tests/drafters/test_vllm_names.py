@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,8 @@ from draftproof import LLM
 from draftproof.config import SpeculativeConfig
 from draftproof.drafters import registry
 from draftproof.drafters.vllm_names import ANY, TABLE, Row, accepts, defaults, named, read_options
-from tests.conformance.cases import (
-    DFLASH2,
-    DRAFT,
-    EAGLE1,
-    EAGLE3,
-    GEMMA4,
-    GEMMA4_ASSISTANT,
-    MTP,
-    PARD,
-    PEAGLE,
-    XPRESS,
-)
+from tests.made import shared
+from tests.made.shared import DRAFT, EAGLE3
 from tools import vllm_table
 
 # the fields of vLLM 0.33.0's SpeculativeConfig and the names that its `method` may have
@@ -57,11 +48,6 @@ FIELDS = {
     "revision": "x",
 }
 LOGGER = "draftproof.drafters.vllm_names"
-
-
-def folder_name(value: object) -> str | None:
-    """A test's name says the folder's own: checkpoints are made in another temporary folder by each process."""
-    return Path(value).name if isinstance(value, str) and "/" in value else None
 
 
 def rows(*effects: str, key: str | None = None) -> list[Any]:
@@ -248,25 +234,37 @@ def test_a_whole_config_of_vllms_runs_with_one_line(caplog: pytest.LogCaptureFix
     assert "suffix" not in caplog.text  # a default
 
 
+CHECKPOINTS: dict[str, Callable[[], str]] = {
+    "tiny-eagle3": lambda: EAGLE3,
+    "tiny-mtp": lambda: shared.MTP,
+    "assistant": shared.gemma4_assistant,
+    "eagle1": shared.eagle1,
+    "peagle": shared.peagle,
+    "dflash2": shared.dflash2,
+    "xpress": shared.xpress,
+    "pard": shared.pard,
+}
+
+
 @pytest.mark.parametrize(
-    ("method", "model", "target", "ours"),
+    ("method", "model", "ours"),
     [
-        ("eagle3", PEAGLE, None, "peagle"),
-        ("eagle3", EAGLE3, None, "eagle3"),
-        ("mtp", GEMMA4_ASSISTANT, GEMMA4, "gemma4_mtp"),
-        ("mtp", MTP, None, "mtp"),
-        ("qwen3_next_mtp", MTP, None, "mtp"),
-        ("dflash", DFLASH2, None, "dflash2"),
-        ("dflash", XPRESS, None, "xpress"),
-        ("draft_model", PARD, None, "pard"),
-        ("eagle", EAGLE1, None, "eagle"),
+        ("eagle3", "peagle", "peagle"),
+        ("eagle3", "tiny-eagle3", "eagle3"),
+        ("mtp", "assistant", "gemma4_mtp"),
+        ("mtp", "tiny-mtp", "mtp"),
+        ("qwen3_next_mtp", "tiny-mtp", "mtp"),
+        ("dflash", "dflash2", "dflash2"),
+        ("dflash", "xpress", "xpress"),
+        ("draft_model", "pard", "pard"),
+        ("eagle", "eagle1", "eagle"),
     ],
-    ids=folder_name,
 )
 def test_the_checkpoints_content_says_which(
-    method: str, model: str, target: str | None, ours: str, caplog: pytest.LogCaptureFixture
+    method: str, model: str, ours: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = {"method": method, "model": model, "num_speculative_tokens": 2}
+    target = shared.gemma4() if model == "assistant" else None
+    config = {"method": method, "model": CHECKPOINTS[model](), "num_speculative_tokens": 2}
     chain = {"method": "chain", "drafters": [config]}
     llm = LLM(target, dtype="float32", max_model_len=64, speculative_config=config)
     same = LLM(target, dtype="float32", max_model_len=64, speculative_config={**config, "method": ours})
@@ -278,28 +276,27 @@ def test_the_checkpoints_content_says_which(
 @pytest.mark.parametrize(
     ("method", "model", "ours"),
     [
-        ("eagle", EAGLE3, "eagle3"),
-        ("mtp", EAGLE3, "eagle3"),
-        ("dflash", MTP, "mtp"),
-        ("eagle3", EAGLE1, "eagle"),
+        ("eagle", "tiny-eagle3", "eagle3"),
+        ("mtp", "tiny-eagle3", "eagle3"),
+        ("dflash", "tiny-mtp", "mtp"),
+        ("eagle3", "eagle1", "eagle"),
     ],
-    ids=folder_name,
 )
 def test_a_checkpoint_of_another_kind_is_refused(method: str, model: str, ours: str) -> None:
     with pytest.raises(ValueError, match=f"method='{method}', but .* is a checkpoint for '{ours}'"):
-        LLM(speculative_config={"method": method, "model": model})
+        LLM(speculative_config={"method": method, "model": CHECKPOINTS[model]()})
 
 
 @pytest.mark.parametrize("parallel", [True, False, None])
 @pytest.mark.parametrize(
     ("method", "model"),
-    [("eagle3", PEAGLE), ("draft_model", PARD), ("dflash", DFLASH2)],
-    ids=folder_name,
+    [("eagle3", "peagle"), ("draft_model", "pard"), ("dflash", "dflash2")],
 )
 def test_parallel_drafting_is_what_such_checkpoints_do(
     method: str, model: str, parallel: bool | None
 ) -> None:
-    config = {"method": method, "model": model, "parallel_drafting": parallel, "num_speculative_tokens": 2}
+    config = {"method": method, "model": CHECKPOINTS[model](), "parallel_drafting": parallel}
+    config |= {"num_speculative_tokens": 2}
     assert LLM(dtype="float32", max_model_len=64, speculative_config=config).draft([5, 6, 7], 2)
 
 

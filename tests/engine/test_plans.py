@@ -12,7 +12,8 @@ from draftproof import LLM, Proposal, SamplingParams, Verified
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.head import HeadDrafter
-from tests.conformance.cases import DRAFT, EAGLE3, MTP, PEAGLE, REPEATS
+from tests.conformance.cases import CASES, REPEATS
+from tests.made.shared import DRAFT, EAGLE3
 
 SUFFIX = {"method": "suffix"}
 NGRAM = {"method": "ngram"}
@@ -73,8 +74,9 @@ def test_a_chains_k_is_its_members_largest_but_no_more_than_was_asked(
     assert engine(drafters, **config).num_speculative_tokens == k
 
 
-@pytest.mark.parametrize("head", [EAGLE3, MTP, PEAGLE], ids=["eagle3", "mtp", "peagle"])
-def test_a_members_own_k_gives_the_first_of_its_drafts(head: str) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "peagle"])
+def test_a_members_own_k_gives_the_first_of_its_drafts(name: str) -> None:
+    head = CASES[name].config["model"]
     alone = LLM(dtype="float32", speculative_config={"model": head, "num_speculative_tokens": 3})
     chain = engine([{"model": head, "num_speculative_tokens": 3}, SUFFIX])
     tokens = chain.tokenizer.encode(REPEATS)

@@ -11,7 +11,8 @@ import pytest
 from draftproof import LLM, SamplingParams
 from draftproof.engine.reporting import INTERVAL, AcceptanceReport
 from draftproof.metrics import SpeculationStats
-from tests.conformance.cases import CASES, DFLASH, EAGLE3, FEWER_TOKENS, REPEATS
+from tests.conformance.cases import CASES, REPEATS, Case
+from tests.made.shared import DFLASH, EAGLE3, fewer_tokens
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
 
@@ -42,7 +43,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "a model with other tokens": (
-        {"model": FEWER_TOKENS},
+        {"model": fewer_tokens},
         [
             r"drafter draft_model: K=5 \(the method's\); taps: none; embedding: own; lm_head: own; vocabulary: \d+ of "
             r"the target's \d+ tokens, by their text; from .*"
@@ -69,7 +70,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", EXPECTED)
 def test_each_drafter_says_what_it_is(case: str, caplog: pytest.LogCaptureFixture) -> None:
     config, expected = EXPECTED[case]
-    found = lines(caplog, config)
+    found = lines(caplog, Case(config).config)
     assert len(found) == len(expected)
     for line, pattern in zip(found, expected, strict=True):
         assert re.fullmatch(pattern, line), line
@@ -77,7 +78,7 @@ def test_each_drafter_says_what_it_is(case: str, caplog: pytest.LogCaptureFixtur
 
 def test_a_head_that_borrows_says_so(caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["gemma4_mtp"]
-    (line,) = lines(caplog, dict(case.config), model=case.target)
+    (line,) = lines(caplog, case.config, model=case.target)
     assert "taps: final (the method sets them); embedding: the target's; lm_head: own" in line
 
 

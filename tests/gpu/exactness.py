@@ -39,10 +39,10 @@ from tests.gpu.settings import (
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
 METHODS = {
-    "tiny": (PLAIN, *(name for name, case in CASES.items() if name not in NOT_OURS and not case.target)),
+    "tiny": (PLAIN, *(name for name, case in CASES.items() if name not in NOT_OURS and not case.own_target)),
     **{
-        name: (PLAIN, *(method for method, case in CASES.items() if case.target == path))
-        for name, path in TARGETS.items()
+        name: (PLAIN, *(method for method, case in CASES.items() if case.own_target is make))
+        for name, make in TARGETS.items()
     },
     "small": (PLAIN, "ngram", "eagle3", "draft_model"),
     # a random head's drafts are all refused; replay proposes what is right four times in five, at the head's cost

@@ -139,7 +139,7 @@ class Models:
 
     def drafter(self, target: str, method: str) -> dict[str, Any]:
         """`speculative_config` of a method for a target, `NUM_DRAFTS` drafts if it can; for tiny, any with a case."""
-        if method in CASES and CASES[method].target:
+        if method in CASES and CASES[method].own_target:
             return dict(CASES[method].llm(NUM_DRAFTS)["speculative_config"])
         draft = {"small": "tiny", "tiny": "draft"}.get(target, "")
         heads: dict[str, Callable[[], dict[str, Any]]] = {
@@ -151,7 +151,7 @@ class Models:
                 "drafters": [heads[name]() for name in ("ngram", "eagle3", "draft_model")],
             },
         }
-        found = heads[method]() if method in heads else dict(CASES[method].config)
+        found = heads[method]() if method in heads else CASES[method].config
         return {**found, "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
 
     def path(self, name: str) -> Path:
@@ -163,7 +163,7 @@ class Models:
         if name == "draft":
             return DATA / "draft"
         if name in TARGETS:
-            return Path(TARGETS[name])
+            return Path(TARGETS[name]())
         found = golden.find(name, self.folder)
         if found is None:
             raise ValueError(f"--models: {name!r} is not in {self.folder}; give the folder that holds it")

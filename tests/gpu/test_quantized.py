@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftproof import LLM, SamplingParams
-from tests.conformance.cases import DRAFT, EAGLE3, prompts
+from tests.made.shared import DRAFT, EAGLE3, prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 

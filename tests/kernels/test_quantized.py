@@ -17,7 +17,7 @@ from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import MLP
 from draftproof.models.moe import MoE
-from tests.conformance.cases import DRAFT, TARGETS
+from tests.made.shared import DRAFT, deepseek
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_a_cpu_counts_what_it_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_router_is_not_rounded(tmp_path: Path) -> None:
-    layers = load(TARGETS["deepseek"], planner(tmp_path), True)._layers
+    layers = load(deepseek(), planner(tmp_path), True)._layers
     sizes = {
         (type(mlp).__name__, getattr(mlp, "_router" if isinstance(mlp, MoE) else "down").weight_itemsize)
         for mlp in (layer.mlp for layer in layers)  # type: ignore[attr-defined]

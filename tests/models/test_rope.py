@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+import transformers  # its models are imported when they are named: no collection waits for them
 
 from draftproof.models.rope import cos_sin_table, inverse_frequencies, parse_rope
 
@@ -38,8 +37,10 @@ TYPES = {
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_the_table_is_that_of_transformers(name: str, theta: float) -> None:
     parameters = {**TYPES[name], "rope_theta": theta}
-    theirs = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(parameters))
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig(
+            head_dim=128, max_position_embeddings=131072, rope_parameters=dict(parameters)
+        )
     )
     rope = parse_rope({"rope_parameters": parameters}, 128, 131072, "config.json")
     assert torch.equal(inverse_frequencies(rope), theirs.inv_freq)

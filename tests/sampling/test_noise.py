@@ -6,8 +6,8 @@ Shapes: M rows, V columns.
 from __future__ import annotations
 
 import pytest
+import scipy  # its stats are imported when they are named
 import torch
-from scipy.stats import chisquare, kstest
 from torch import Tensor
 
 from draftproof.sampling.noise import Domain, derive, gumbel, row_seed, token_bits, uniform
@@ -44,7 +44,7 @@ def test_every_byte_of_the_hash_is_uniform(bits) -> None:  # type: ignore[no-unt
     bits_MV = bits()
     for shift in (0, 8, 16, 24):
         counts = ((bits_MV >> shift) & 255).flatten().bincount(minlength=256)
-        assert chisquare(counts.numpy()).pvalue > 1e-4
+        assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -56,7 +56,7 @@ def test_neighbouring_rows_and_tokens_are_independent(bits) -> None:  # type: ig
         (cells_MV[1:, 1:], cells_MV[:-1, :-1]),
     ):
         counts = (a * 16 + b).flatten().bincount(minlength=256)
-        assert chisquare(counts.numpy()).pvalue > 1e-4
+        assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -74,16 +74,16 @@ def test_domains_are_independent_of_each_other_and_of_the_shared_noise() -> None
     cells = [token_bits(s, positions_M, torch.arange(64)) >> 28 for s in streams]
     for i, a in enumerate(cells):
         for b in cells[:i]:
-            assert chisquare((a * 16 + b).flatten().bincount(minlength=256).numpy()).pvalue > 1e-4
+            assert scipy.stats.chisquare((a * 16 + b).flatten().bincount(minlength=256).numpy()).pvalue > 1e-4
 
 
 def test_uniform_and_gumbel_have_their_distributions() -> None:
     seeds_M, positions_M, ids_V = torch.arange(NUM), torch.full((NUM,), 3), torch.arange(64)
     u = uniform(token_bits(seeds_M, positions_M, ids_V)).flatten()
-    assert kstest(u.numpy(), "uniform").pvalue > 1e-3
+    assert scipy.stats.kstest(u.numpy(), "uniform").pvalue > 1e-3
     noise = gumbel(seeds_M, positions_M, ids_V).flatten()
     assert noise.isfinite().all()
-    assert kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
+    assert scipy.stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-3
 
 
 def test_row_seeds_do_not_collide_across_seeds_choices_and_arrivals() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import scipy  # its stats are imported when they are named
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 from draftproof.kernels.ops import TORCH
@@ -186,7 +186,7 @@ def p_value(texts_N: Tensor, joint: Tensor) -> float:
         expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     keep = expected > 0.5
     statistic = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
-    return float(chi2.sf(float(statistic), max(int(keep.sum()) - 1, 1)))
+    return float(scipy.stats.chi2.sf(float(statistic), max(int(keep.sum()) - 1, 1)))
 
 
 def one_round(
