@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from draftproof.schema import check_whole, shown
+from draftproof.schema import check_whole, documented, shown
 
 Verification = Literal["exact", "rejection", "block"]
 T = TypeVar("T")
@@ -104,27 +104,47 @@ class EngineConfig:
     copied.
     """
 
-    model: str | None = None
-    tokenizer: str | None = None
-    revision: str | None = None
-    hf_overrides: Mapping[str, Any] | None = None
-    speculative_config: SpeculativeConfig | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    seed: int = 0
-    exact: bool = True
-    verification: Verification = "exact"
-    native: bool = True
-    enforce_eager: bool = False
-    attention_backend: str | None = None
+    model: str | None = documented(
+        None, "Target model: a directory or a hub id. Left out: the small model that comes with draftproof."
+    )
+    tokenizer: str | None = documented(None, "Tokenizer directory or hub id, if it is not the model's.")
+    revision: str | None = documented(None, "Branch, tag or commit of a hub id.")
+    hf_overrides: Mapping[str, Any] | None = documented(
+        None, "Keys that replace those of the target's config.json, as JSON; null takes one out."
+    )
+    speculative_config: SpeculativeConfig | None = documented(
+        None, "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = documented(
+        "auto", "Arithmetic of the target: auto, float32, bfloat16 or float16."
+    )
+    load_format: Literal["auto", "dummy"] = documented(
+        "auto", "auto, or dummy: random weights, of the models' folders only config.json is read."
+    )
+    device: str = documented("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+    max_model_len: int | None = documented(None, "Longest prompt and output together, in tokens.")
+    max_num_seqs: int = documented(64, "Most requests decoded at once.")
+    max_num_batched_tokens: int = documented(
+        2048, "Most tokens in one pass; longer prompts are computed in chunks."
+    )
+    num_kv_blocks: int | None = documented(
+        None, "Size of the key-value cache in blocks. Left out: from free memory."
+    )
+    gpu_memory_utilization: float = documented(
+        0.9, "Share of the GPU's memory that may be used, weights and cache together."
+    )
+    block_size: int = documented(16, "Tokens in a block of the key-value cache.")
+    enable_prefix_caching: bool = documented(True, "Reuse the cache of prompts that start alike.")
+    seed: int = documented(0, "Engine seed: requests without a seed of their own follow from it.")
+    exact: bool = documented(True, "Make every row independent of its batch, bit for bit.")
+    verification: Verification = documented(
+        "exact", "exact (bit-equal output), or rejection or block (equal in distribution only)."
+    )
+    native: bool = documented(True, "Use compiled operators where a compiler is found.")
+    enforce_eager: bool = documented(False, "Run every pass afresh: no recordings, no CUDA graphs.")
+    attention_backend: str | None = documented(
+        None, "Attention implementation. Left out: the fastest exact one here."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hf_overrides", _copied(self.hf_overrides))

@@ -6,11 +6,14 @@ is allowed. null means what a missing key means.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # The largest values that make sense: well above what is published, well below what exhausts a machine in a loop.
 # Positions are fp32 in a rotary embedding, which tells whole numbers apart up to 2^24.
@@ -62,6 +65,11 @@ MOST = (1 << 31) - 1  # of integers that have no line above
 MOST_NUMBER = 1e9  # of other numbers
 MOST_NESTING = 64
 MOST_SHOWN = 120  # characters of a value that is wrong
+
+
+def documented(default: T, text: str) -> T:
+    """A dataclass field's default, with the help text of the flag that the command line makes of the field."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 def read_json(path: Path) -> dict[str, Any]:
