@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from draftproof.metrics import SpeculationStats
-from draftproof.schema import documented
+from draftproof.schema import documented, is_number, is_whole
 
 INT32_MAX = 2**31 - 1
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -92,12 +92,12 @@ def _check_ranges(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs"):
             continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        if not is_number(value, low, high):
             raise ValueError(f"{name}={value!r}: must be {words}")
         integral = {f.name for f in fields(p) if "int" in str(f.type)}
         if name in integral and not isinstance(value, int):
             raise ValueError(f"{name}={value!r}: must be an integer")
-    if p.seed is not None and (not isinstance(p.seed, int) or isinstance(p.seed, bool)):
+    if p.seed is not None and not is_whole(p.seed):
         raise ValueError(f"seed={p.seed!r}: must be an integer, or None")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise ValueError(f"min_tokens={p.min_tokens}: must not exceed max_tokens={p.max_tokens}")

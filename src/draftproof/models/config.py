@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,9 +229,10 @@ def _family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) 
         raise ValueError(
             f"{where}: model_type={schema.shown(kind)}: {reason}, which is not supported; {known}"
         )
-    near = difflib.get_close_matches(kind, list(families), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{where}: model_type={schema.shown(kind)}: not supported; {hint}{known}")
+    hint = schema.did_you_mean(kind, families)
+    raise ValueError(
+        f"{where}: model_type={schema.shown(kind)}: not supported; {hint}{' ' if hint else ''}{known}"
+    )
 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
