@@ -5,6 +5,7 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.scheduler import Plan, Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.text import StopChecker
+from tests.helpers import check_pages
 
 PARAMS = SamplingParams(max_tokens=100, detokenize=False)
 
@@ -96,7 +97,7 @@ def test_the_latest_is_preempted_and_computed_again_from_its_tokens() -> None:
     slot = s.finish(first)
     assert slot >= 0
     assert shape(s.plan()) == [("r1", 9, 1)] or second.num_cached > 0
-    s.pages.check_integrity()
+    check_pages(s.pages)
 
 
 def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
@@ -129,7 +130,7 @@ def test_a_finished_sequence_gives_everything_back() -> None:
     s.finish(waiting)
     s.finish(one)
     assert not s.running and not s.waiting and s.pages.num_free == 64
-    s.pages.check_integrity()
+    check_pages(s.pages)
 
 
 def test_a_broken_draft_keeps_pages_out_of_the_cache() -> None:
