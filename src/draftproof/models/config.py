@@ -105,7 +105,6 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     dtype: torch.dtype | None = None
 
 
@@ -212,7 +211,6 @@ def parse(
         moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else beside,
         gemma=gemma,
         eos_token_ids=schema.token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
-        bos_token_id=next(iter(schema.token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),
         dtype=_dtype(raw, where),
     )
 
