@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, allocate
+from draftproof.kernels.exactness import Check, prove_power, rows_agree
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
 from draftproof.kernels.ops import select
@@ -129,3 +131,12 @@ def check_pages(pages: PageAllocator) -> None:
         assert pages._key_of[block] == key, f"block {block}: key"
         assert block in pages._node_of, f"block {block}: node"
     assert len(pages._key_of) == len(pages._block_of) == len(pages._node_of)
+
+
+def is_exact(check: Check, version: Any, num_threads: int) -> bool:
+    """Whether rows agree, on data that is shown to have power.
+
+    Raises NoPowerError where the check's data cannot show a wrong result.
+    """
+    prove_power(check)
+    return rows_agree(check, version, num_threads)

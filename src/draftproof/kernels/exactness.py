@@ -67,15 +67,6 @@ class Case:
         return f"{self.operator} {self.key}"
 
 
-def is_exact(check: Check, version: Any, num_threads: int) -> bool:
-    """`rows_agree`, on data that is shown to have power.
-
-    Raises NoPowerError where the check's data cannot show a wrong result.
-    """
-    prove_power(check)
-    return rows_agree(check, version, num_threads)
-
-
 def rows_agree(check: Check, version: Any, num_threads: int) -> bool:
     """Whether every row has the bits that it has alone at one thread: alone at `num_threads`, in groups of many sizes
     and orders, and as one of many rows at other numbers of threads."""
