@@ -114,11 +114,11 @@ class OperatorCertifier:
         """Whether `version`, called `name`, is exact; from the disk where it knows."""
         key = f"{name}: {case.name}"
         if not isinstance(self._known.get(key), bool):
-            self._known[key] = rows_agree(self._proved(case), version, self._num_threads)
+            self._known[key] = rows_agree(self.proved(case), version, self._num_threads)
             self._store.add({key: self._known[key]})
         return bool(self._known[key])
 
-    def _proved(self, case: Case) -> Check:
+    def proved(self, case: Case) -> Check:
         """The check, made and shown to have power once for all versions that are looked at in turn."""
         if self._last is None or self._last[0] != case.name:
             check = case.make()
