@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
+from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, allocate
+from draftproof.kernels.exactness import Check, prove_power, rows_agree
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
 from draftproof.kernels.ops import select
@@ -116,3 +119,24 @@ def logits_in_parts(
         start, other = start + size, other + len(noise)
     assert start == len(tokens)
     return torch.cat(parts)
+
+
+def check_pages(pages: PageAllocator) -> None:
+    """AssertionError if an invariant of the allocator is broken."""
+    for block in range(1, pages.num_blocks):
+        assert (pages._ref_count[block] == 0) == (block in pages._free), f"block {block}: count and free list"
+    assert 0 not in pages._free
+    assert pages._ref_count[0] == 0
+    for key, block in pages._block_of.items():
+        assert pages._key_of[block] == key, f"block {block}: key"
+        assert block in pages._node_of, f"block {block}: node"
+    assert len(pages._key_of) == len(pages._block_of) == len(pages._node_of)
+
+
+def is_exact(check: Check, version: Any, num_threads: int) -> bool:
+    """Whether rows agree, on data that is shown to have power.
+
+    Raises NoPowerError where the check's data cannot show a wrong result.
+    """
+    prove_power(check)
+    return rows_agree(check, version, num_threads)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from draftproof.schema import check_whole, shown
+from draftproof.schema import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_whole,
+    did_you_mean,
+    documented,
+    is_whole,
+    shown,
+)
 
 Verification = Literal["exact", "rejection", "block"]
 T = TypeVar("T")
@@ -57,16 +65,17 @@ class SpeculativeConfig:
         for name in ("drafters", "options", "hf_overrides"):
             object.__setattr__(self, name, _copied(getattr(self, name)))
         k = self.num_speculative_tokens
-        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= 64):
+        if k is not None and not is_whole(k, 1, 64):
             raise ValueError(
                 f"speculative_config: num_speculative_tokens={k!r}: must be an integer from 1 to 64; "
                 "leave speculative_config out to decode plainly"
             )
         _check_mapping("speculative_config: hf_overrides", self.hf_overrides)
-        _check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
-        _check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
-        _check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
-        _check_choice("speculative_config: parallel_drafting", self.parallel_drafting, (None, True, False))
+        check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
+        check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
+        check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
+        if self.parallel_drafting is not None:
+            check_flag("speculative_config: parallel_drafting", self.parallel_drafting)
         check_whole("speculative_config: max_faults", self.max_faults, 1)
         if self.max_model_len is not None:
             check_whole("speculative_config: max_model_len", self.max_model_len, 1)
@@ -104,33 +113,53 @@ class EngineConfig:
     copied.
     """
 
-    model: str | None = None
-    tokenizer: str | None = None
-    revision: str | None = None
-    hf_overrides: Mapping[str, Any] | None = None
-    speculative_config: SpeculativeConfig | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    seed: int = 0
-    exact: bool = True
-    verification: Verification = "exact"
-    native: bool = True
-    enforce_eager: bool = False
-    attention_backend: str | None = None
+    model: str | None = documented(
+        None, "Target model: a directory or a hub id. Left out: the small model that comes with draftproof."
+    )
+    tokenizer: str | None = documented(None, "Tokenizer directory or hub id, if it is not the model's.")
+    revision: str | None = documented(None, "Branch, tag or commit of a hub id.")
+    hf_overrides: Mapping[str, Any] | None = documented(
+        None, "Keys that replace those of the target's config.json, as JSON; null takes one out."
+    )
+    speculative_config: SpeculativeConfig | None = documented(
+        None, "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = documented(
+        "auto", "Arithmetic of the target: auto, float32, bfloat16 or float16."
+    )
+    load_format: Literal["auto", "dummy"] = documented(
+        "auto", "auto, or dummy: random weights, of the models' folders only config.json is read."
+    )
+    device: str = documented("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+    max_model_len: int | None = documented(None, "Longest prompt and output together, in tokens.")
+    max_num_seqs: int = documented(64, "Most requests decoded at once.")
+    max_num_batched_tokens: int = documented(
+        2048, "Most tokens in one pass; longer prompts are computed in chunks."
+    )
+    num_kv_blocks: int | None = documented(
+        None, "Size of the key-value cache in blocks. Left out: from free memory."
+    )
+    gpu_memory_utilization: float = documented(
+        0.9, "Share of the GPU's memory that may be used, weights and cache together."
+    )
+    block_size: int = documented(16, "Tokens in a block of the key-value cache.")
+    enable_prefix_caching: bool = documented(True, "Reuse the cache of prompts that start alike.")
+    seed: int = documented(0, "Engine seed: requests without a seed of their own follow from it.")
+    exact: bool = documented(True, "Make every row independent of its batch, bit for bit.")
+    verification: Verification = documented(
+        "exact", "exact (bit-equal output), or rejection or block (equal in distribution only)."
+    )
+    native: bool = documented(True, "Use compiled operators where a compiler is found.")
+    enforce_eager: bool = documented(False, "Run every pass afresh: no recordings, no CUDA graphs.")
+    attention_backend: str | None = documented(
+        None, "Attention implementation. Left out: the fastest exact one here."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hf_overrides", _copied(self.hf_overrides))
-        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("verification", self.verification, ("exact", "rejection", "block"))
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             check_whole(name, getattr(self, name), 1)
         if self.max_num_seqs > MOST_SEQUENCES:
@@ -138,17 +167,15 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization={share!r}: must be a share above 0, at most 1")
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, high=1, above=0)
         _check_mapping("hf_overrides", self.hf_overrides)
         for name in ("exact", "native", "enforce_eager", "enable_prefix_caching"):
-            _check_choice(name, getattr(self, name), (True, False))
+            check_flag(name, getattr(self, name))
         for name in ("model", "tokenizer", "revision", "device", "attention_backend"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{name}={value!r}: must be text")
-        if not isinstance(self.seed, int):
+        if not is_whole(self.seed):
             raise ValueError(f"seed={self.seed!r}: must be an integer")
 
     @classmethod
@@ -174,8 +201,7 @@ def reject_unknown_keys(where: str, given: Mapping[str, Any], known: list[str]) 
     """Raise ValueError for the first key of `given` that is not in `known`, with a suggestion."""
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            hint = did_you_mean(key, known) or f"known: {', '.join(sorted(known))}"
             raise ValueError(f"{where}: unknown key {key!r}: {hint}")
 
 
@@ -184,14 +210,6 @@ def parse_options(where: str, raw: Mapping[str, Any], into: type[T]) -> T:
     known = [f.name for f in dataclasses.fields(into)]  # type: ignore[arg-type]
     reject_unknown_keys(where, raw, known)
     return into(**raw)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        names = [str(name) for name in allowed]
-        near = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(names)}"
-        raise ValueError(f"{name}={value!r}: {hint}")
 
 
 def _check_mapping(name: str, value: object) -> None:

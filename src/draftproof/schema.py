@@ -6,11 +6,15 @@ is allowed. null means what a missing key means.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
+
+T = TypeVar("T")
 
 # The largest values that make sense: well above what is published, well below what exhausts a machine in a loop.
 # Positions are fp32 in a rotary embedding, which tells whole numbers apart up to 2^24.
@@ -64,6 +68,11 @@ MOST_NESTING = 64
 MOST_SHOWN = 120  # characters of a value that is wrong
 
 
+def documented(default: T, text: str) -> T:
+    """A dataclass field's default, with the help text of the flag that the command line makes of the field."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError names the file where it is missing or broken."""
     if not path.is_file():
@@ -105,14 +114,60 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 20]}...{text[-12:]}"
 
 
+def is_whole(value: object, low: float = -math.inf, high: float = math.inf) -> TypeGuard[int]:
+    """Whether `value` is an integer, and no bool, from `low` to `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: object, low: float = -math.inf, high: float = math.inf) -> TypeGuard[float]:
+    """Whether `value` is an integer or a float, neither a bool nor NaN, from `low` to `high`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
 def check_whole(name: str, value: object, low: int = 1, high: int | None = None) -> int:
     """`value` if it is an integer from `low` to `high` (None: `MOST`); `name` begins the error."""
     most = MOST if high is None else high
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+    if not is_whole(value, low, most):
         within = isinstance(value, int) and value > most
         bounds = f"of at least {low}" if high is None and not within else f"from {low} to {most}"
         raise ValueError(f"{name}={shown(value)}: must be an integer {bounds}")
     return value
+
+
+def check_number(
+    name: str, value: object, low: float = 0.0, high: float = MOST_NUMBER, above: float | None = None
+) -> float:
+    """`value` if it is a number from `low`, or greater than `above`, up to `high`; `name` begins the error."""
+    if not is_number(value, low, high) or (above is not None and not value > above):
+        raise ValueError(f"{name}={shown(value)}: must be {_range_of(low, high, above)}")
+    return float(value)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """`value` if it is true or false; `name` begins the error."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: must be true or false")
+    return value
+
+
+def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
+    """ValueError where `value` is not in `allowed`; `name` begins it."""
+    if value not in allowed:
+        raise no_such_choice(name, value, allowed)
+
+
+def no_such_choice(name: str, value: object, allowed: Iterable[object]) -> ValueError:
+    """The error for a value that is not in `allowed`, with the nearest that is."""
+    names = [str(one) for one in allowed]
+    return ValueError(
+        f"{name}={shown(value)}: {did_you_mean(value, names) or 'must be one of ' + ', '.join(names)}"
+    )
+
+
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """A hint at the nearest of `known`; empty where none is near."""
+    near = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def whole(
@@ -146,30 +201,22 @@ def number(
     value = raw.get(key)
     value = default if value is None else value
     most = LARGEST_NUMBERS.get(key, MOST_NUMBER)
-    least = f"from {low:g}" if above is None else f"greater than {above:g}"
-    must = f"a number {least}, at most {most:g}"
     if value is None:
-        raise ValueError(f"{where}: {key} is missing: add it, {must}")
-    # an integer of hundreds of digits compares with a float, but is none; NaN compares as false
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not fits or not (low <= value <= most) or (above is not None and not value > above):
-        raise ValueError(f"{where}: {key}={shown(value)}: must be {must}")
-    return float(value)
+        raise ValueError(f"{where}: {key} is missing: add it, {_range_of(low, most, above)}")
+    return check_number(f"{where}: {key}", value, low, most, above)
 
 
 def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
     """true or false; `default` where the key is missing or null."""
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}: {key}={shown(value)}: must be true or false")
-    return value
+    return check_flag(f"{where}: {key}", value)
 
 
 def ids(raw: Mapping[str, Any], key: str, where: str, low: int = 0) -> tuple[int, ...]:
     """Numbers of layers, one at least."""
     value = raw.get(key)
-    if not isinstance(value, list) or not value or not all(_is_whole(i, low) for i in value):
+    if not isinstance(value, list) or not value or not all(is_whole(i, low, MOST) for i in value):
         raise ValueError(f"{where}: {key}={shown(value)}: must be a list of layer numbers of at least {low}")
     return tuple(value)
 
@@ -205,7 +252,7 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
     given: list[Any] = []
     if value is not None:
         given = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not all(_is_whole(i, 0) for i in given):
+    if not all(is_whole(i, 0, MOST) for i in given):
         raise ValueError(f"{name}={shown(value)}: must be a token id, a list of token ids, or null")
     return tuple(given)
 
@@ -219,10 +266,10 @@ def check_known(raw: Mapping[str, Any], where: str, known: Collection[str]) -> N
 
 def unknown_key(key: str, value: object, where: str, known: Iterable[str]) -> ValueError:
     """The error for a key that nobody understands."""
-    near = difflib.get_close_matches(str(key), sorted(known), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(key, known)
+    reason = f"{hint} It may" if hint else "It may"
     return ValueError(
-        f"{where}: unknown key {shown(key)}={shown(value)}: {hint}It may change the model's arithmetic, which would "
+        f"{where}: unknown key {shown(key)}={shown(value)}: {reason} change the model's arithmetic, which would "
         f"make every result wrong; {without(key)} if it does not"
     )
 
@@ -232,8 +279,9 @@ def without(key: str) -> str:
     return f"leave it out with hf_overrides={{{key!r}: None}}"
 
 
-def _is_whole(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= MOST
+def _range_of(low: float, high: float, above: float | None) -> str:
+    least = f"from {low:g}" if above is None else f"greater than {above:g}"
+    return f"a number {least}, at most {high:g}"
 
 
 def _is_nested_deeper(raw: object, most: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from draftproof.metrics import SpeculationStats
+from draftproof.schema import documented, is_number, is_whole
 
 INT32_MAX = 2**31 - 1
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -22,28 +23,38 @@ class SamplingParams:
     engine's seed and the arrival number. Logprobs are those of the model before any processing, natural logarithm.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    bad_words: Sequence[str] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    logit_bias: dict[int, float] | None = None
+    n: int = documented(1, "Number of outputs for each prompt.")
+    presence_penalty: float = documented(0.0, "Penalty on tokens that occurred in the output.")
+    frequency_penalty: float = documented(0.0, "Penalty on tokens for each time they occurred in the output.")
+    repetition_penalty: float = documented(
+        1.0, "Factor on tokens that occurred in prompt or output; above 1 discourages them."
+    )
+    temperature: float = documented(1.0, "0 is greedy.")
+    top_p: float = documented(1.0, "Sample from the likeliest tokens that make up this probability.")
+    top_k: int = documented(0, "Sample from this many likeliest tokens; 0 for all.")
+    min_p: float = documented(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    seed: int | None = None  # no help, so no flag: the engine's --seed decides it
+    stop: str | Sequence[str] | None = documented(
+        None, "End the output before this text; may be given several times."
+    )
+    stop_token_ids: Sequence[int] | None = documented(
+        None, "End the output after this token id; may be given several times."
+    )
+    ignore_eos: bool = documented(False, "Go on after the end-of-text token.")
+    max_tokens: int | None = documented(16, "Longest output, in tokens.")
+    min_tokens: int = documented(0, "Shortest output, in tokens.")
+    logprobs: int | None = documented(None, "This many log-probabilities of each output token.")
+    prompt_logprobs: int | None = documented(None, "The same for the prompt's tokens.")
+    detokenize: bool = True  # nor here: a command shows text
+    skip_special_tokens: bool = documented(True, "Leave special tokens out of the text.")
+    include_stop_str_in_output: bool = documented(False, "Keep the stop text at the end of the output.")
+    bad_words: Sequence[str] | None = documented(None, "Never produce this text; may be given several times.")
+    allowed_token_ids: Sequence[int] | None = documented(
+        None, "Produce only these token ids; may be given several times."
+    )
+    logit_bias: dict[int, float] | None = documented(
+        None, "Added to logits before sampling, as JSON: '{\"42\": -5}'."
+    )
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -81,12 +92,12 @@ def _check_ranges(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs"):
             continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        if not is_number(value, low, high):
             raise ValueError(f"{name}={value!r}: must be {words}")
         integral = {f.name for f in fields(p) if "int" in str(f.type)}
         if name in integral and not isinstance(value, int):
             raise ValueError(f"{name}={value!r}: must be an integer")
-    if p.seed is not None and (not isinstance(p.seed, int) or isinstance(p.seed, bool)):
+    if p.seed is not None and not is_whole(p.seed):
         raise ValueError(f"seed={p.seed!r}: must be an integer, or None")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise ValueError(f"min_tokens={p.min_tokens}: must not exceed max_tokens={p.max_tokens}")

@@ -19,7 +19,7 @@ from draftproof.attention.exactness import AttentionShape, scores_check, values_
 from draftproof.attention.reference import reference_attention
 from draftproof.attention.sdpa import sdpa_attention
 from draftproof.kernels import native
-from draftproof.kernels.exactness import is_exact
+from tests.helpers import is_exact
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

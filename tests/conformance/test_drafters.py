@@ -16,6 +16,7 @@ from draftproof.drafters import registry
 from draftproof.kernels import native
 from draftproof.kernels.graphs import Recorded
 from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
+from tests.helpers import check_pages
 
 DTYPES = ["float32", "bfloat16"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -64,7 +65,7 @@ def check(
     assert speculation.num_accepted_tokens > 0
     assert speculation.num_accepted_tokens < speculation.num_draft_tokens or not rejects
     assert llm.stats.num_drafter_faults == 0
-    scheduler.pages.check_integrity()
+    check_pages(scheduler.pages)
     assert not scheduler.running and scheduler.pages.num_free == scheduler.pages.num_blocks - 1
 
 

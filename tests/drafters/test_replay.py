@@ -100,9 +100,7 @@ class Spy:
     """An inner drafter that notes its calls; what it proposes must never be used."""
 
     spec: DraftSpec = field(
-        default_factory=lambda: DraftSpec(
-            taps=Taps(layers=(1,)), kv=(KVShape(heads=1, head_dim=8, window=0),)
-        )
+        default_factory=lambda: DraftSpec(taps=Taps(layers=(1,)), kv=(KVShape(heads=1, head_dim=8),))
     )
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 

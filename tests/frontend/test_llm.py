@@ -11,6 +11,7 @@ import pytest
 from draftproof import LLM, SamplingParams, assets
 from draftproof.models.config import read_config
 from tests.conformance.cases import REPEATS
+from tests.helpers import check_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -112,7 +113,7 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
         break
     scheduler = llm.engine.scheduler
     assert not scheduler.running and not llm.requests.running
-    scheduler.pages.check_integrity()
+    check_pages(scheduler.pages)
 
 
 def test_an_aborted_request_ends_and_the_others_go_on(llm: LLM) -> None:

@@ -35,6 +35,7 @@ from tests.gpu.settings import (
     run_stages,
     token_prompts,
 )
+from tests.helpers import check_pages
 
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
@@ -282,7 +283,7 @@ class Exactness:
         """Graphs were used where they should be, and pages are all back."""
         llm.engine.drain()  # a pass may still be under way, of requests that have ended
         pages, number = parts(llm).pages, num_graphs(llm)
-        pages.check_integrity()
+        check_pages(pages)
         back = pages.num_free == pages.num_blocks - 1
         detail = f"{number} passes captured, {pages.num_free} of {pages.num_blocks - 1} blocks free"
         self.report.check(f"{name} engine afterwards", back and bool(number) != MODES[mode], detail)

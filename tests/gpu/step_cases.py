@@ -108,7 +108,7 @@ def run(ops: StepOps, step: Step, layout: Layout, width: int) -> list[Tensor]:
     rows = ops.fill(state, step.work_3R, step.num_rows, step.num_sampled)
     sampled = (rows.first_R, rows.lengths_R, rows.draft_count_R, step.sampled_M)
     verdict = ops.accept(state.tokens_SL, slots_R, num_R, *sampled, width)
-    done = ops.commit(state, step.work_3R, rows, *verdict[:2], step.wanted_R)
+    done = ops.commit(state, step.work_3R, rows, *verdict, step.wanted_R)
     left_S = state.draft_count_S.clone()
     target = (rows.cu_R1, rows.tokens_T, rows.positions_T)
     num_drafts = step.drafted_RK.shape[1]

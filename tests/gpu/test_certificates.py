@@ -10,7 +10,7 @@ from draftproof.attention.registry import BACKENDS
 from draftproof.config import EngineConfig
 from draftproof.engine.certificates import survey
 from draftproof.kernels import ops
-from draftproof.kernels.exactness import is_exact
+from tests.helpers import is_exact
 from tests.kernels.test_exactness import ATTENTION, MADE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -19,10 +19,11 @@ from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.attention.exactness import AttentionShape, scores_check, split_by_the_batch, values_check
 from draftproof.kernels import certify, exactness, native, ops
 from draftproof.kernels import operator_checks as checks
-from draftproof.kernels.exactness import Case, Check, OperatorCertifier, is_exact
+from draftproof.kernels.exactness import Case, Check, OperatorCertifier
 from draftproof.kernels.experts import Routing
 from draftproof.kernels.norm import rms_norm_torch
 from draftproof.kernels.operator_checks import RopeShape
+from tests.helpers import is_exact
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16

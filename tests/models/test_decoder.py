@@ -70,7 +70,7 @@ def test_logits_in_fp16_are_those_of_fp32_within_its_rounding(compiled: bool) ->
 def test_a_window_hides_what_is_older_and_only_that() -> None:
     sliding = dict(RAW, use_sliding_window=True, sliding_window=10, max_window_layers=0)
     decoder = random_decoder(parse(sliding))
-    assert [shape.window for shape in decoder.kv] == [10, 10, 10]
+    assert decoder.config.windows == (10, 10, 10)
     reach = 3 * (10 - 1)  # layers times how far back each looks
     last = len(TEXT) - 1
 

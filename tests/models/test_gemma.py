@@ -56,9 +56,7 @@ def test_layers_past_the_last_own_ones_read_the_last_cache_of_their_kind() -> No
     config = parse(RAW4)
     assert [layer.cache for layer in gemma(config).layers] == [0, 1, 2, 3, 3, 2]
     assert [layer.owns_cache for layer in gemma(config).layers] == [True] * 4 + [False] * 2
-    assert [(s.head_dim, s.heads, s.window) for s in kv_shapes(config)] == [
-        *((16, 2, 8), (16, 2, 8), (32, 2, 0), (16, 2, 8)),
-    ]
+    assert [(s.head_dim, s.heads) for s in kv_shapes(config)] == [(16, 2), (16, 2), (32, 2), (16, 2)]
     assert (gemma(config).last_cache(SLIDES), gemma(config).last_cache(FULL)) == (3, 2)
 
 

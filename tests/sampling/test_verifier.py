@@ -52,8 +52,8 @@ def random_case(rng: random.Random, width: int, num_requests: int = 6, vocab: in
     return Case(sampled, rows_R, tokens_SL)
 
 
-def by_loop(case: Case) -> list[tuple[list[int], int]]:
-    """(emitted tokens, accepted) of each request."""
+def by_loop(case: Case) -> list[list[int]]:
+    """The emitted tokens of each request."""
     out = []
     columns = (
         case.rows.first_R,
@@ -64,13 +64,11 @@ def by_loop(case: Case) -> list[tuple[list[int], int]]:
     )
     for first, num, slot, length, count in zip(*(c.tolist() for c in columns), strict=True):
         emitted: list[int] = []
-        accepted = 0
         for j in range(num):
             emitted.append(case.sampled[first + j])
             if j >= count or int(case.tokens_SL[slot, length + j]) != case.sampled[first + j]:
                 break
-            accepted += 1
-        out.append((emitted, accepted))
+        out.append(emitted)
     return out
 
 
@@ -82,8 +80,7 @@ def agrees(verdict: Verdict, case: Case) -> bool:
         set(row[n:]) <= {-1}
         for row, n in zip(verdict.tokens_RW.tolist(), verdict.num_emitted_R.tolist(), strict=True)
     ]
-    found = list(zip(emitted, verdict.num_accepted_R.tolist(), strict=True))
-    return found == by_loop(case) and all(padding) and verdict.tokens_RW.shape[1] == case.rows.width
+    return emitted == by_loop(case) and all(padding) and verdict.tokens_RW.shape[1] == case.rows.width
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6])
@@ -92,19 +89,18 @@ def test_the_rule_equals_the_loop(width: int) -> None:
     cases = [random_case(rng, width) for _ in range(200)]
     assert all(agrees(accept_exact(torch.tensor(c.sampled).long(), c.rows, c.tokens_SL), c) for c in cases)
     if width > 1:
-        accepted = [n for c in cases for _, n in by_loop(c)]
-        assert max(accepted) == width - 1
-        assert min(accepted) == 0
+        emitted = {len(tokens) for c in cases for tokens in by_loop(c)}
+        assert {1, width} <= emitted
 
 
 def accept_one_too_many(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verdict:
     """The mutation: a draft that differs is kept, where there is one."""
     right = accept_exact(sampled_M, rows, tokens_SL)
-    accepted_R = torch.minimum(right.num_accepted_R + 1, rows.draft_count_R)
+    accepted_R = torch.minimum(right.num_emitted_R, rows.draft_count_R)
     at_W = torch.arange(rows.width)
     drafts_RW = torch.nn.functional.pad(drafts_of(rows, at_W[:-1], tokens_SL), (0, 1)).long()
     tokens_RW = torch.where(at_W < accepted_R[:, None], drafts_RW, right.tokens_RW)
-    return Verdict(tokens_RW, (accepted_R + 1) * (rows.num_R > 0), accepted_R)
+    return Verdict(tokens_RW, (accepted_R + 1) * (rows.num_R > 0))
 
 
 def test_accepting_one_draft_too_many_is_caught() -> None:
@@ -112,7 +108,7 @@ def test_accepting_one_draft_too_many_is_caught() -> None:
     caught = 0
     for case in (random_case(rng, 4) for _ in range(100)):
         verdict = accept_one_too_many(torch.tensor(case.sampled).long(), case.rows, case.tokens_SL)
-        accepted_R = torch.tensor([accepted for _, accepted in by_loop(case)])
+        accepted_R = torch.tensor([max(0, len(tokens) - 1) for tokens in by_loop(case)])
         refused = bool((accepted_R < case.rows.draft_count_R).any())
         assert agrees(verdict, case) == (not refused)
         caught += refused
@@ -171,7 +167,7 @@ def test_verified_drafts_give_the_tokens_of_plain_decoding(temperature: float) -
             verdict = verifier.verify(logits_MV, torch.tensor(slots), positions_M, tokens_SL, slots, verify)
             emitted = int(verdict.num_emitted_R)
             tokens_SL[0, length : length + emitted] = verdict.tokens_RW[0, :emitted]
-            length, accepted = length + emitted, accepted + int(verdict.num_accepted_R)
+            length, accepted = length + emitted, accepted + emitted - 1
         return tokens_SL[0, :num].tolist(), accepted
 
     plain, none = generate(lambda _: [], 50)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from draftproof.attention.sdpa import sdpa_attention
 from draftproof.cache.pool import KVShape
 from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
+from draftproof.schema import did_you_mean
 
 MOST_TRITON_DIM = 512  # of a head, and
 MOST_TRITON_TILE = 16384  # of all heads that share keys: what a program accumulates at least
@@ -89,8 +89,7 @@ def versions(
     if name is None:
         return {key: BACKENDS[key].build(library) for key in usable if not BACKENDS[key].by_name_only}
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BACKENDS)}"
+        hint = did_you_mean(name, BACKENDS) or f"known: {', '.join(BACKENDS)}"
         raise ValueError(f"attention_backend={name!r}: unknown: {hint}")
     if name not in usable:
         raise ValueError(

@@ -104,19 +104,6 @@ class PageAllocator:
         """Whether `num_tokens` known tokens cover page `page` and what its key looks ahead."""
         return self._sharing and (page + 1) * self.block_size + self._lookahead <= num_tokens
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if any invariant is broken."""
-        for block in range(1, self.num_blocks):
-            assert (self._ref_count[block] == 0) == (block in self._free), (
-                f"block {block}: count and free list"
-            )
-        assert 0 not in self._free
-        assert self._ref_count[0] == 0
-        for key, block in self._block_of.items():
-            assert self._key_of[block] == key, f"block {block}: key"
-            assert block in self._node_of, f"block {block}: node"
-        assert len(self._key_of) == len(self._block_of) == len(self._node_of)
-
     def _content(self, tokens: Sequence[int], page: int) -> tuple[int, ...]:
         """Page 1, block_size 4, lookahead 1: tokens 4..8."""
         start = page * self.block_size

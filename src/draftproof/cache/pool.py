@@ -17,12 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """One layer's cache. `window` 0: all positions are kept in use. `shared`: the keys are the values too, and are
-    kept once."""
+    """One layer's cache. `shared`: the keys are the values too, and are kept once."""
 
     heads: int
     head_dim: int
-    window: int = 0
     shared: bool = False
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -41,13 +39,10 @@ class PagedCache:
 
     layers: list[LayerKV]
     block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
-    block_size: int
 
     def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
         """These layers and then some of `other`'s, of the same memory, on the same table."""
-        return PagedCache(
-            [*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB, self.block_size
-        )
+        return PagedCache([*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB)
 
     def zero(self, blocks: Tensor) -> None:
         """Clear `blocks` (int64 ids) in every layer: draft pages must not show an earlier owner's keys."""
@@ -79,4 +74,4 @@ def allocate(
         keys = one(shape)
         return LayerKV(keys, keys if shape.shared else one(shape))
 
-    return PagedCache([both(shape) for shape in shapes], block_table_SB, block_size)
+    return PagedCache([both(shape) for shape in shapes], block_table_SB)

@@ -28,85 +28,37 @@ EMBEDDED_DRAFTER = "tiny-eagle3"
 LEAST = 1e-9  # that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENGINE_HELP = {
-    "model": "Target model: a directory or a hub id. Left out: the small model that comes with draftproof.",
-    "tokenizer": "Tokenizer directory or hub id, if it is not the model's.",
-    "revision": "Branch, tag or commit of a hub id.",
-    "hf_overrides": "Keys that replace those of the target's config.json, as JSON; null takes one out.",
-    "speculative_config": "The drafter: JSON as for LLM(speculative_config=...), or just a method or a directory.",
-    "dtype": "Arithmetic of the target: auto, float32, bfloat16 or float16.",
-    "load_format": "auto, or dummy: random weights, of the models' folders only config.json is read.",
-    "device": "cpu, cuda, cuda:1; auto takes a GPU if there is one.",
-    "max_model_len": "Longest prompt and output together, in tokens.",
-    "max_num_seqs": "Most requests decoded at once.",
-    "max_num_batched_tokens": "Most tokens in one pass; longer prompts are computed in chunks.",
-    "gpu_memory_utilization": "Share of the GPU's memory that may be used, weights and cache together.",
-    "num_kv_blocks": "Size of the key-value cache in blocks. Left out: from free memory.",
-    "block_size": "Tokens in a block of the key-value cache.",
-    "enable_prefix_caching": "Reuse the cache of prompts that start alike.",
-    "seed": "Engine seed: requests without a seed of their own follow from it.",
-    "exact": "Make every row independent of its batch, bit for bit.",
-    "verification": "exact (bit-equal output), or rejection or block (equal in distribution only).",
-    "enforce_eager": "Run every pass afresh: no recordings, no CUDA graphs.",
-    "native": "Use compiled operators where a compiler is found.",
-    "attention_backend": "Attention implementation. Left out: the fastest exact one here.",
-}
-
-# No flags for `detokenize` (a command shows text) and `seed` (the engine's --seed decides it).
-SAMPLING_HELP = {
-    "n": "Number of outputs for each prompt.",
-    "presence_penalty": "Penalty on tokens that occurred in the output.",
-    "frequency_penalty": "Penalty on tokens for each time they occurred in the output.",
-    "repetition_penalty": "Factor on tokens that occurred in prompt or output; above 1 discourages them.",
-    "temperature": "0 is greedy.",
-    "top_p": "Sample from the likeliest tokens that make up this probability.",
-    "top_k": "Sample from this many likeliest tokens; 0 for all.",
-    "min_p": "Drop tokens less likely than this share of the likeliest one.",
-    "stop": "End the output before this text; may be given several times.",
-    "stop_token_ids": "End the output after this token id; may be given several times.",
-    "ignore_eos": "Go on after the end-of-text token.",
-    "max_tokens": "Longest output, in tokens.",
-    "min_tokens": "Shortest output, in tokens.",
-    "logprobs": "This many log-probabilities of each output token.",
-    "prompt_logprobs": "The same for the prompt's tokens.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
-    "include_stop_str_in_output": "Keep the stop text at the end of the output.",
-    "bad_words": "Never produce this text; may be given several times.",
-    "allowed_token_ids": "Produce only these token ids; may be given several times.",
-    "logit_bias": "Added to logits before sampling, as JSON: '{\"42\": -5}'.",
-}
-
-
 # Of a command's fields. None: the flag is of no use to it, and not shown.
 OwnDefaults = Mapping[str, int | None]
 
 
 def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
     """Give a command one flag for each field of EngineConfig; those that were given arrive as the dict `engine`."""
-    return _flags(EngineConfig, ENGINE_HELP, "engine", function, own)
+    return _flags(EngineConfig, "engine", function, own)
 
 
 def sampling_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
     """Give a command one flag for each field of SamplingParams; those that were given arrive as `sampling`."""
-    return _flags(SamplingParams, SAMPLING_HELP, "sampling", function, own)
+    return _flags(SamplingParams, "sampling", function, own)
 
 
-def _flags(config: Any, texts: Mapping[str, str], into: str, function: F, own: OwnDefaults) -> F:
-    """One click option for each field of the dataclass `config` that `texts` explains."""
+def _flags(config: Any, into: str, function: F, own: OwnDefaults) -> F:
+    """One click option for each field of the dataclass `config` that has a help text."""
+    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
 
     @functools.wraps(function)
     def command(**kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in texts}
+        given = {field.name: kwargs.pop(field.name) for field in fields}
         given = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items() if v not in (None, ())}
         return function(**{into: given}, **kwargs)
 
     wrapped: Any = command
     kinds = typing.get_type_hints(config)
-    table = {field.name: field for field in dataclasses.fields(config)}
-    for name, text in reversed(list(texts.items())):
-        default = own.get(name, table[name].default)
+    for field in reversed(fields):
+        name = field.name
+        default = own.get(name, field.default)
         hidden = name in own and default is None
-        wrapped = _option(name, kinds[name], text, default, hidden=hidden)(wrapped)
+        wrapped = _option(name, kinds[name], field.metadata["help"], default, hidden=hidden)(wrapped)
     return cast(F, wrapped)
 
 

@@ -118,9 +118,7 @@ def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
     return DraftSpec(
         taps=Taps(layers=s.taps),
         layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
-        kv=tuple(
-            replace(kv, window=kv.window + s.block_size if kv.window else 0) for kv in kv_shapes(s.layers)
-        ),
+        kv=kv_shapes(s.layers),
         unroll="parallel",
         mask_token=checked_mask_token(given, s.mask_token),
         anchor_predicts=s.sample_from_anchor,

@@ -40,7 +40,7 @@ class ChainDrafter:
         for drafter in self._drafters:
             spec, cache = drafter.spec, memory.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
-            part = PagedCache(layers, cache.block_table_SB, cache.block_size)
+            part = PagedCache(layers, cache.block_table_SB)
             tell(drafter, "bind", dataclasses.replace(memory, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:

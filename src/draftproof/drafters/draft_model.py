@@ -23,8 +23,7 @@ from draftproof.drafters.token_map import TokenMap, open_tokenizer
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import Weights
-
-_CHOICES = ("auto", "table", "text")
+from draftproof.schema import check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +35,7 @@ class DraftModelOptions:
     token_map: Literal["auto", "table", "text"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.token_map not in _CHOICES:
-            raise ValueError(
-                f"speculative_config: token_map={self.token_map!r}: must be one of {', '.join(_CHOICES)}"
-            )
+        check_choice("speculative_config: token_map", self.token_map, ("auto", "table", "text"))
 
 
 def build(given: DraftBuild) -> Drafter:

@@ -10,6 +10,7 @@ import torch
 from draftproof.config import parse_options
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
+from draftproof.schema import is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class NgramOptions:
 
     def __post_init__(self) -> None:
         given = [x for x in (self.prompt_lookup_min, self.prompt_lookup_max) if x is not None]
-        if not all(isinstance(x, int) for x in given) or not 1 <= self.shortest <= self.longest:
+        if not all(is_whole(x) for x in given) or not 1 <= self.shortest <= self.longest:
             raise ValueError(
                 f"speculative_config: prompt_lookup_min={self.prompt_lookup_min!r}, "
                 f"prompt_lookup_max={self.prompt_lookup_max!r}: must be integers with 1 <= min <= max"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import noise
+from draftproof.schema import is_whole
 from draftproof.types import RequestOutput
 
 
@@ -52,7 +53,7 @@ def load(path: str | Path, vocab_size: int) -> list[Recording]:
 
 def _ids(entry: Any, key: str, vocab_size: int, path: str | Path) -> tuple[int, ...]:
     ids = entry.get(key) if isinstance(entry, Mapping) else None
-    if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+    if not isinstance(ids, list) or not all(is_whole(i, 0, vocab_size - 1) for i in ids):
         raise ValueError(
             f"{path}: a recording's {key} must be a list of ids below the target's vocab_size={vocab_size}; record "
             "again with this target"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from draftproof.drafters import (
 )
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.build import DraftBuild
+from draftproof.schema import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,7 @@ def check(method: str) -> None:
         custom.find(method)
     if method in names or is_custom(method):
         return
-    near = difflib.get_close_matches(method, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}, or 'package.module.Class'"
+    hint = did_you_mean(method, names) or f"known: {', '.join(names)}, or 'package.module.Class'"
     raise ValueError(f"speculative_config: method={method!r}: {hint}")
 
 

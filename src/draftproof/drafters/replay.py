@@ -19,6 +19,7 @@ from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftMemory
 from draftproof.drafters.recordings import Library, Recording, load, padded, token_noise
 from draftproof.kernels.transfer import upload
+from draftproof.schema import is_number, is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         numbers = self.rates()
-        if not numbers or not all(isinstance(a, (int, float)) and 0 <= a <= 1 for a in numbers):
+        if not numbers or not all(is_number(a, 0, 1) for a in numbers):
             raise ValueError(
                 f"speculative_config: acceptance={self.acceptance!r}: must be a number from 0 to 1, or a list of them"
             )
@@ -41,7 +42,7 @@ class ReplayOptions:
                 f"speculative_config: recordings={self.recordings!r}: must be a file of "
                 "draftproof.drafters.recordings.save"
             )
-        if not isinstance(self.seed, int):
+        if not is_whole(self.seed):
             raise ValueError(f"speculative_config: seed={self.seed!r}: must be an integer")
 
     def rates(self) -> list[float]:

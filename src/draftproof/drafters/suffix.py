@@ -16,6 +16,7 @@ from draftproof.config import parse_options
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.suffix_text import END, Text
+from draftproof.schema import check_number, check_whole
 
 # of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64
 _BOUNDS = ((2, 1 << 20), (0, 1 << 20), (2, 1 << 26), (0.0, 64.0), (0.0, 1.0))
@@ -35,10 +36,11 @@ class SuffixOptions:
 
     def __post_init__(self) -> None:
         for f, (low, high) in zip(fields(self), _BOUNDS, strict=True):
-            value, kinds = getattr(self, f.name), (int, float) if isinstance(low, float) else int
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                what = f"{'a' if isinstance(low, float) else 'a whole'} number of at least {low} and at most {high}"
-                raise ValueError(f"speculative_config: {f.name}={value!r}: must be {what}")
+            name, value = f"speculative_config: {f.name}", getattr(self, f.name)
+            if isinstance(low, int) and isinstance(high, int):
+                check_whole(name, value, low, high)
+            else:
+                check_number(name, value, low, high)
 
 
 class SuffixDrafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftproof.config import SpeculativeConfig
+from draftproof.schema import no_such_choice
 
 ANY = object()  # the row holds for every value that has no row of its own
 
@@ -257,7 +257,8 @@ def read_options(given: Mapping[str, Any], own: Collection[str] | None) -> dict[
         if value is None:
             continue
         if row is None:
-            raise _no_such_value(key, value)
+            known = [row.value for row in TABLE if row.key == key and row.effect != "refused"]
+            raise no_such_choice(f"speculative_config: {key}", value, known)
         if row.effect == "read" and (own is None or key in own):
             left[key] = value
         elif _same(value, row.default):
@@ -316,13 +317,6 @@ def _reason(row: Row, value: object) -> str:
 
 def _refusal(row: Row, value: object) -> ValueError:
     return ValueError(f"speculative_config: {row.key}={value!r}: not supported: {row.why}")
-
-
-def _no_such_value(key: str, value: object) -> ValueError:
-    known = [str(row.value) for row in TABLE if row.key == key and row.effect != "refused"]
-    near = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(known)}"
-    return ValueError(f"speculative_config: {key}={value!r}: {hint}")
 
 
 def _same(one: object, other: object) -> bool:

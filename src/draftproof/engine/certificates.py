@@ -12,16 +12,16 @@ import torch
 
 from draftproof.attention import registry
 from draftproof.config import EngineConfig
-from draftproof.engine import memory, operators
+from draftproof.engine import operators
 from draftproof.engine.build import locate
 from draftproof.kernels import native
 from draftproof.kernels import ops as operator_tables
 from draftproof.kernels.certify import own_precision
 from draftproof.kernels.choices import Choice
-from draftproof.kernels.exactness import Case, OperatorCertifier
+from draftproof.kernels.exactness import Check, OperatorCertifier
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, read_config
-from draftproof.models.decoder import Decoder, kv_shapes
+from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
 from draftproof.models.operators import Where, target_cases
 
@@ -52,11 +52,10 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> lis
     Raises ValueError for settings that cannot run here.
     """
     config, directory = locate(config)
-    model, device = read_config(directory, overrides=config.hf_overrides), memory.pick_device(config.device)
-    registry.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
+    model = read_config(directory, overrides=config.hf_overrides)
+    where = operators.where_to_run(config, model)
+    device, dtype = where.device, where.dtype
     library = native.load(progress) if config.native and device.type == "cpu" else None
-    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
-    where = Where(device=device, dtype=dtype, block_size=config.block_size)
     certifier = OperatorCertifier(device, library, fresh=True)
     lines = list(_operator_lines(config, model, where, library, certifier))
     planner = LinearPlanner(
@@ -89,11 +88,14 @@ def _operator_lines(
     backends = registry.versions(where.device, library, config.attention_backend)
     for operator, cases in operators.by_operator(target_cases(model, where)).items():
         versions = operators.versions_of(operator, tables, backends)
+        found = [
+            (case, name, certifier.verdict(case, name, version), _time(certifier.proved(case), version))
+            for case in cases
+            for name, version in versions.items()
+        ]
         used = certifier.first_exact(cases, versions) if config.exact else next(iter(versions))
-        for case in cases:
-            for name, version in versions.items():
-                exact = certifier.verdict(case, name, version)
-                yield Line(operator, case.key, name, float(exact), _time(case, version), name == used)
+        for case, name, exact, us in found:
+            yield Line(operator, case.key, name, float(exact), us, name == used)
 
 
 def _product_lines(shape: str, choice: Choice) -> list[Line]:
@@ -110,9 +112,8 @@ def _product_lines(shape: str, choice: Choice) -> list[Line]:
     return lines
 
 
-def _time(case: Case, version: Any) -> float:
+def _time(check: Check, version: Any) -> float:
     """Least microseconds of a call, the gathering of its test rows included."""
-    check = case.make()
     rows_T = torch.arange(min(TIMED_ROWS, check.num_rows), device=check.device)
     taken = []
     for _ in range(CALLS):

@@ -9,15 +9,25 @@ from typing import Any
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend
 from draftproof.config import EngineConfig
+from draftproof.engine import memory
 from draftproof.kernels import native
 from draftproof.kernels import ops as operators
 from draftproof.kernels.certify import NoPowerError
 from draftproof.kernels.exactness import Case, OperatorCertifier
 from draftproof.kernels.ops import Ops
 from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import kv_shapes
 from draftproof.models.operators import Where, target_cases
 
 ATTENTION = "attention"
+
+
+def where_to_run(config: EngineConfig, model: ModelConfig) -> Where:
+    """The device and dtype of an engine. Raises ValueError for settings and sizes that cannot run here."""
+    device = memory.pick_device(config.device)
+    registry.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
+    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
+    return Where(device=device, dtype=dtype, block_size=config.block_size)
 
 
 def versions_of(

@@ -67,15 +67,6 @@ class Case:
         return f"{self.operator} {self.key}"
 
 
-def is_exact(check: Check, version: Any, num_threads: int) -> bool:
-    """`rows_agree`, on data that is shown to have power.
-
-    Raises NoPowerError where the check's data cannot show a wrong result.
-    """
-    prove_power(check)
-    return rows_agree(check, version, num_threads)
-
-
 def rows_agree(check: Check, version: Any, num_threads: int) -> bool:
     """Whether every row has the bits that it has alone at one thread: alone at `num_threads`, in groups of many sizes
     and orders, and as one of many rows at other numbers of threads."""
@@ -123,11 +114,11 @@ class OperatorCertifier:
         """Whether `version`, called `name`, is exact; from the disk where it knows."""
         key = f"{name}: {case.name}"
         if not isinstance(self._known.get(key), bool):
-            self._known[key] = rows_agree(self._proved(case), version, self._num_threads)
+            self._known[key] = rows_agree(self.proved(case), version, self._num_threads)
             self._store.add({key: self._known[key]})
         return bool(self._known[key])
 
-    def _proved(self, case: Case) -> Check:
+    def proved(self, case: Case) -> Check:
         """The check, made and shown to have power once for all versions that are looked at in turn."""
         if self._last is None or self._last[0] != case.name:
             check = case.make()

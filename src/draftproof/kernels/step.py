@@ -98,8 +98,8 @@ class StepOps(Protocol):
         draft_count_R: Tensor,
         sampled_M: Tensor,
         width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Law 1: accept drafts while they equal the samples: (tokens_RW, -1 beyond; emitted_R; accepted_R).
+    ) -> tuple[Tensor, Tensor]:
+        """Law 1: accept drafts while they equal the samples: (tokens_RW, -1 beyond; emitted_R).
 
         num_R: sampled rows of each request, from index first_R of M on; its drafts lie at tokens_SL[slot, length..].
         """
@@ -194,9 +194,9 @@ class TorchStep:
         draft_count_R: Tensor,
         sampled_M: Tensor,
         width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         if len(sampled_M) == 0:  # every request is in the middle of its prompt
-            return num_R.new_full((len(num_R), width), -1), torch.zeros_like(num_R), torch.zeros_like(num_R)
+            return num_R.new_full((len(num_R), width), -1), torch.zeros_like(num_R)
         at_W = torch.arange(width, device=sampled_M.device)
         sampled_RW = sampled_M[(first_R[:, None] + at_W).clamp(max=len(sampled_M) - 1)]
         at_RK = (lengths_R[:, None] + at_W[:-1]).clamp(max=tokens_SL.shape[1] - 1)
@@ -204,7 +204,7 @@ class TorchStep:
         same_RK = (drafts_RK == sampled_RW[:, :-1]) & (at_W[:-1] < draft_count_R[:, None])
         accepted_R = same_RK.long().cumprod(1).sum(1)
         emitted_R = (accepted_R + 1) * (num_R > 0)
-        return torch.where(at_W < emitted_R[:, None], sampled_RW, -1), emitted_R, accepted_R
+        return torch.where(at_W < emitted_R[:, None], sampled_RW, -1), emitted_R
 
     def commit(
         self,

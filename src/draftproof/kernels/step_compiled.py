@@ -44,13 +44,13 @@ class CompiledStep:
         draft_count_R: Tensor,
         sampled_M: Tensor,
         width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         R = len(slots_R)
-        out = torch.empty(R * (width + 2), dtype=torch.int64)
+        out = torch.empty(R * (width + 1), dtype=torch.int64)
         tensors = (tokens_SL, slots_R, num_R, first_R, lengths_R, draft_count_R, sampled_M, out)
         self._accept(self._pack_accept(*(t.data_ptr() for t in tensors), tokens_SL.shape[1], R, width))
-        tokens, emitted_R, accepted_R = out.split([R * width, R, R])
-        return tokens.view(R, width), emitted_R, accepted_R
+        tokens, emitted_R = out.split([R * width, R])
+        return tokens.view(R, width), emitted_R
 
     def commit(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +105,6 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     dtype: torch.dtype | None = None
 
 
@@ -213,7 +211,6 @@ def parse(
         moe=parse_moe(raw, family.moe, num_layers, where) if family.moe else beside,
         gemma=gemma,
         eos_token_ids=schema.token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
-        bos_token_id=next(iter(schema.token_ids(raw.get("bos_token_id"), f"{where}: bos_token_id")), None),
         dtype=_dtype(raw, where),
     )
 
@@ -230,9 +227,10 @@ def _family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) 
         raise ValueError(
             f"{where}: model_type={schema.shown(kind)}: {reason}, which is not supported; {known}"
         )
-    near = difflib.get_close_matches(kind, list(families), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"{where}: model_type={schema.shown(kind)}: not supported; {hint}{known}")
+    hint = schema.did_you_mean(kind, families)
+    raise ValueError(
+        f"{where}: model_type={schema.shown(kind)}: not supported; {hint}{' ' if hint else ''}{known}"
+    )
 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:

@@ -176,17 +176,13 @@ def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
     """What the layers of a model, or of a draft head, keep in the cache."""
     if config.gemma is not None:
         return tuple(
-            KVShape(heads=layer.num_kv_heads, head_dim=layer.head_dim, window=layer.window)
+            KVShape(heads=layer.num_kv_heads, head_dim=layer.head_dim)
             for layer in config.gemma.layers
             if layer.owns_cache
         )
     if config.mla is not None:
-        size = config.mla.cached_dim
-        return tuple(KVShape(heads=1, head_dim=size, window=w, shared=True) for w in config.windows)
-    return tuple(
-        KVShape(heads=config.num_kv_heads, head_dim=config.head_dim, window=window)
-        for window in config.windows
-    )
+        return (KVShape(heads=1, head_dim=config.mla.cached_dim, shared=True),) * config.num_layers
+    return (KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
 
 def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftproof.kernels.experts import Routing
-from draftproof.schema import flag, number, shown, whole
+from draftproof.schema import flag, ids, number, shown, whole
 
 # How a row chooses its experts:
 #   softmax         the likeliest ones
@@ -158,8 +158,6 @@ def _first_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozens
 
 def _listed_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
     """`mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
-    listed = [] if raw.get("mlp_only_layers") is None else raw["mlp_only_layers"]
-    if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-        raise ValueError(f"{where}: mlp_only_layers={shown(listed)}: must be a list of layer numbers")
+    listed = () if raw.get("mlp_only_layers") in (None, []) else ids(raw, "mlp_only_layers", where)
     step = whole(raw, "decoder_sparse_step", where) if raw.get("decoder_sparse_step") is not None else 1
     return frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step)

@@ -121,7 +121,7 @@ class LossyVerifier:
         at_W = torch.arange(rows.width, device=logits_MV.device)
         if logits_MV.shape[0] == 0:
             zero_R = torch.zeros_like(rows.num_R)
-            return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R, zero_R)
+            return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R)
         processed_MV = self._sampler.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         params = self._sampler.rows(slots_M)
         index_RW = row_index(rows, at_W, logits_MV.shape[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftproof.schema import is_whole
 from draftproof.types import SamplingParams
 
 BIAS_LIMIT = 100.0  # as in vLLM and the OpenAI API, larger biases are cut to this
@@ -172,7 +173,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError("allowed_token_ids=[]: must name at least one id; leave it out to allow all")
     for name, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
         for token in ids or ():
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not is_whole(token, 0, vocab_size - 1):
                 raise ValueError(
                     f"{name}: id {token!r} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
                 )

@@ -38,7 +38,6 @@ class Verdict:
 
     tokens_RW: Tensor  # int64, -1 beyond the emitted ones
     num_emitted_R: Tensor  # int64: 0 in mid-prefill, else 1 + accepted
-    num_accepted_R: Tensor  # int64
 
 
 class Verifier(Protocol):
@@ -118,4 +117,4 @@ def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
 def verdict_of(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> Verdict:
     """Emit `accepted` tokens and the one after; nothing in mid-prefill."""
     emitted_R = (accepted_R + 1) * (rows.num_R > 0)
-    return Verdict(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R, accepted_R)
+    return Verdict(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R)

@@ -46,13 +46,12 @@ struct AcceptArgs {
 
 extern "C" void dp_accept(const AcceptArgs* a) {
     int64_t R = a->requests, W = a->width;
-    int64_t *emitted = a->out + R * W, *accepted = emitted + R;
+    int64_t* emitted = a->out + R * W;
     for (int64_t r = 0; r < R; r++) {
         const int32_t* drafts = a->tokens + a->slots[r] * a->columns + a->lengths[r];
         const int64_t* sampled = a->sampled + a->first[r];
         int64_t k = 0;
         while (k < a->draft_count[r] && drafts[k] == sampled[k]) k++;
-        accepted[r] = k;
         emitted[r] = a->num[r] > 0 ? k + 1 : 0;
         for (int64_t w = 0; w < W; w++) a->out[r * W + w] = w < emitted[r] ? sampled[w] : -1;
     }

@@ -47,9 +47,9 @@ class TritonStep:
         draft_count_R: Tensor,
         sampled_M: Tensor,
         width: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         R = len(slots_R)
-        out = _out(R * (width + 2), slots_R)
+        out = _out(R * (width + 1), slots_R)
         given = (slots_R, num_R, first_R, lengths_R, draft_count_R, sampled_M)
         _launch(
             step_kernels.accept_kernel,
@@ -58,8 +58,8 @@ class TritonStep:
             R,
             WP=power_of_two(width),
         )
-        tokens, emitted_R, accepted_R = out.split([R * width, R, R])
-        return tokens.view(R, width), emitted_R, accepted_R
+        tokens, emitted_R = out.split([R * width, R])
+        return tokens.view(R, width), emitted_R
 
     def commit(
         self,

@@ -101,7 +101,7 @@ def accept_kernel(
     tokens, slots, num, first, lengths, draft_count, samples, out, columns, requests, sampled, width,
     WP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """tokens_RW, emitted_R, accepted_R. Without sampled rows nothing is read of `samples`, and nothing emitted."""
+    """tokens_RW, emitted_R. Without sampled rows nothing is read of `samples`, and nothing emitted."""
     begin(EARLY)
     r, w = tl.program_id(0), tl.arange(0, WP)
     slot, length = tl.load(slots + r), tl.load(lengths + r)
@@ -114,7 +114,6 @@ def accept_kernel(
     emitted = tl.where(tl.load(num + r) > 0, accepted + 1, 0)
     tl.store(out + r * width + w, tl.where(w < emitted, sample_W, -1), mask=w < width)
     tl.store(out + requests * width + r, emitted)
-    tl.store(out + requests * (width + 1) + r, accepted)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
