@@ -174,8 +174,6 @@ def draft_pass_of(
     head: Any = getattr(drafter, "head", None)
     if head is None:
         return None if drafter is not None and drafter.spec.kv else Work(0, 0)
-    if drafter.spec.unroll == "parallel":
-        return None
     if (settings := getattr(head, "_settings", None)) is not None:
         sizes = (settings.layers, settings.draft_vocab_size, len(head.spec.taps.layers))
         return draft_pass(*sizes, requests, rows, context, drafts, itemsize, _weight_itemsize(head._head))

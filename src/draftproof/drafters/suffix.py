@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.suffix_text import END, Text
 
@@ -41,7 +41,7 @@ class SuffixOptions:
                 raise ValueError(f"speculative_config: {f.name}={value!r}: must be {what}")
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes the continuation that is likeliest to be long: of each text and each suffix of two tokens or more, the
     commonest next token, then the commonest after that, as long as counts support it. No match, no draft."""
 
