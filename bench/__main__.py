@@ -31,7 +31,7 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
-    figures = {}
+    figures: dict[str, list[cpu.Row]] = {}
     for section in given.only.split(","):
         for name in names:
             setup = cpu.Setup(root=root, model=name, repeats=2 if given.quick else 7)

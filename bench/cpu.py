@@ -1,7 +1,7 @@
 """CPU figures: plain decoding beside transformers, a pass by rows and by parts, speculation, exactness, start-up.
 
-Runs that are compared are interleaved, and each figure is the median of its repeats, because a shared machine's speed
-drifts. Times in seconds unless a name says otherwise.
+What is compared takes turns, and each figure is the median of its repeats, because a shared machine's speed drifts.
+Times in seconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,20 +10,28 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftproof import LLM, RequestOutput, SamplingParams
-from draftproof.kernels.graphs import Recorded
+from draftproof import LLM, SamplingParams
+from draftproof.bench import figures, internals, passes, workload
+from draftproof.bench.against import Transformers
+from draftproof.bench.harness import PLAIN, Benchmark, Measured, Variant, medians
 
 Row = dict[str, Any]
-NUM_NEW, NUM_PROMPT = 96, 200
+NUM_NEW, NUM_PROMPT, CONTEXT = 96, 200, 300
 PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+PARTS = {
+    "products": ("dp_product",),
+    "attention": ("dp_attention", "dp_rope_store"),
+    "other_operators": ("dp_norm", "dp_gate_mul", "dp_gather"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,31 @@ class Setup:
     def path(self, suffix: str = "") -> str:
         return str(self.root / f"{self.model}{suffix}")
 
-    def llm(self, **settings: Any) -> LLM:
-        return LLM(self.path(), enable_prefix_caching=False, **{"dtype": "bfloat16", **settings})
+    def has_head(self) -> bool:
+        return Path(self.path("-eagle3")).is_dir()
+
+    def benchmark(self, **settings: Any) -> Benchmark:
+        shared = {"enable_prefix_caching": False, "dtype": "bfloat16", **settings}
+
+        def make(variant: Variant) -> LLM:
+            return LLM(self.path(), **{**shared, **variant.settings}, speculative_config=variant.config)
+
+        return Benchmark(make)
+
+    def measure(
+        self, bench: Benchmark, variants: Sequence[Variant], prompts: list[list[int]], most_at_once: int
+    ) -> list[Measured]:
+        """All variants on all prompts, `repeats` times after one that warms up."""
+        jobs, cell = workload.jobs(prompts, range(len(prompts)), PARAMS), object()
+        for variant in variants:
+            bench.run_once(variant, jobs, most_at_once)
+        bench.measure(cell, variants, [jobs] * self.repeats, most_at_once)
+        return [bench.measured[cell, variant] for variant in variants]
+
+
+def speed(measured: Measured) -> float:
+    """Tokens per second, prompts included."""
+    return statistics.median(run.num_tokens / run.seconds for run in measured.runs)
 
 
 def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
@@ -51,170 +82,115 @@ def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[i
     return [long[37 * i : 37 * i + length] for i in range(count)]
 
 
-def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """Median of each run's own measure, all taking turns; the first round warms up."""
-    measured = [[run() for run in runs] for _ in range(repeats + 1)][1:]
-    return [statistics.median(column) for column in zip(*measured, strict=True)]
-
-
-def speed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Tokens per second of one generate call, prefill included."""
-    start = time.perf_counter()
-    outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
-    took = time.perf_counter() - start
-    return sum(len(o.outputs[0].token_ids) for o in outputs) / took
-
-
 def plain(setup: Setup) -> Iterator[Row]:
     """Greedy tokens/s beside `transformers.generate` in the same precision."""
-    from transformers import AutoModelForCausalLM
-
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     for dtype in ("bfloat16", "float32"):
-        llm = setup.llm(dtype=dtype)
-        hf = AutoModelForCausalLM.from_pretrained(setup.path(), dtype=getattr(torch, dtype)).eval()
+        bench = setup.benchmark(dtype=dtype)
+        hf = Transformers(Path(setup.path()), torch.device("cpu"), getattr(torch, dtype), dummy=False)
         for batch in (1, 8):
-            prompts = code_prompts(llm, batch, NUM_PROMPT)
+            prompts = code_prompts(bench.engine(PLAIN), batch, NUM_PROMPT)
+            jobs = workload.jobs(prompts, range(batch), PARAMS)
 
-            def theirs(prompts: list[list[int]] = prompts, hf: Any = hf) -> float:
-                start = time.perf_counter()
-                given = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
-                with torch.inference_mode():
-                    hf.generate(
-                        torch.tensor(prompts), attention_mask=torch.ones(len(prompts), NUM_PROMPT), **given
-                    )
-                return len(prompts) * NUM_NEW / (time.perf_counter() - start)
+            def ours(bench: Benchmark = bench, jobs: Any = jobs, batch: int = batch) -> float:
+                run = bench.run_once(PLAIN, jobs, batch)
+                return run.num_tokens / run.seconds
 
-            def ours(prompts: list[list[int]] = prompts, llm: LLM = llm) -> float:
-                return speed(llm, prompts, params)
+            def theirs(hf: Transformers = hf, prompts: list[list[int]] = prompts) -> float:
+                ids, seconds = hf.generate(prompts, NUM_NEW)
+                return sum(map(len, ids)) / seconds
 
-            us, them = interleaved([ours, theirs], setup.repeats)
-            yield {
-                "dtype": dtype,
-                "batch": batch,
-                "tok_s": us,
-                "transformers_tok_s": them,
-                "ratio": us / them,
-            }
+            us, them = medians([ours, theirs], setup.repeats)
+            row = {"dtype": dtype, "batch": batch, "tok_s": us, "transformers_tok_s": them}
+            yield {**row, "ratio": us / them}
 
 
 def speculation(setup: Setup) -> Iterator[Row]:
     """Greedy decoding at batch 1 with a drafter, beside plain decoding in the same rounds."""
-    base = setup.llm()
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-    code = code_prompts(base, 10)
+    bench = setup.benchmark()
+    code = code_prompts(bench.engine(PLAIN), 10)
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randint(5, 8000, (100,), generator=generator).tolist() for _ in range(10)]
-
-    def one_by_one(llm: LLM, prompts: list[list[int]]) -> Callable[[], float]:
-        return lambda: statistics.harmonic_mean([speed(llm, [p], params) for p in prompts])
-
     cases: list[tuple[str, dict[str, Any], list[list[int]]]] = []
-    if Path(setup.path("-eagle3")).is_dir():
+    if setup.has_head():
         head = {"model": setup.path("-eagle3")}
-        cases += [
-            ("eagle3 on code", {**head, "num_speculative_tokens": k, "policy": "fixed"}, code)
-            for k in range(1, 6)
+        configs: list[dict[str, Any]] = [
+            {**head, "num_speculative_tokens": k, "policy": "fixed"} for k in range(1, 6)
         ]
-        cases += [("eagle3 on code", {**head, "policy": "adaptive"}, code)]
+        cases += [("eagle3 on code", config, code) for config in [*configs, {**head, "policy": "adaptive"}]]
     for policy in ("fixed", "adaptive"):
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "policy": policy}
         cases += [("ngram on code", ngram, code), ("ngram on random text", ngram, noise)]
     for what, config, prompts in cases:
-        llm = setup.llm(speculative_config=config)
-        with_drafts, without = interleaved(
-            [one_by_one(llm, prompts), one_by_one(base, prompts)], setup.repeats
-        )
+        variant = Variant(what, config)
+        bench.reference.clear()  # prompts have the same numbers in every case
+        without, with_drafts = setup.measure(bench, [PLAIN, variant], prompts, 1)
+        bench.release([variant])
+        assert not with_drafts.differences, f"{what}: {with_drafts.differences[0]}"
         yield {
             "what": what,
             "k": config.get("num_speculative_tokens", "checkpoint's"),
             "policy": config["policy"],
-            "tau": round(llm.stats.speculation.acceptance_length, 3),
-            "tok_s": with_drafts,
-            "plain_tok_s": without,
-            "ratio": with_drafts / without,
+            "tau": round(with_drafts.tally.speculation.acceptance_length, 3),
+            "tok_s": speed(with_drafts),
+            "plain_tok_s": speed(without),
+            "ratio": speed(with_drafts) / speed(without),
         }
 
 
 def exactness(setup: Setup) -> Iterator[Row]:
     """What `exact=True` costs against `exact=False`."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-    exact, loose = setup.llm(), setup.llm(exact=False)
+    bench, loose = setup.benchmark(), Variant("exact=False", settings={"exact": False})
     for batch in (1, 8):
-        prompts = code_prompts(exact, batch, NUM_PROMPT)
-        runs = [lambda llm=llm, p=prompts: speed(llm, p, params) for llm in (exact, loose)]
-        a, b = interleaved(runs, setup.repeats)
+        prompts = code_prompts(bench.engine(PLAIN), batch, NUM_PROMPT)
+        bench.reference.clear()
+        a, b = map(speed, setup.measure(bench, [PLAIN, loose], prompts, batch))
         yield {"batch": batch, "exact_tok_s": a, "loose_tok_s": b, "cost": b / a - 1}
 
 
-PARTS = {
-    "products": ("dp_product",),
-    "attention": ("dp_attention", "dp_rope_store"),
-    "other_operators": ("dp_norm", "dp_gate_mul", "dp_gather"),
-}
-
-
-def passes(setup: Setup) -> Iterator[Row]:
+def target_passes(setup: Setup) -> Iterator[Row]:
     """One target pass, logits included, by rows at context 300: time against one row, and where it goes.
 
     The parts are measured by running only the calls of some operators of the recorded pass; what is left is Python
     and torch around it. Without the compiled operators nothing is recorded, and the parts are left out.
     """
-    llm = setup.llm()
-    engine = llm._frontend.loaded.engine
-    parts = engine.parts
-    parts.state.block_table_SB[0, :32] = torch.arange(1, 33)
+    llm, counts = setup.benchmark().engine(PLAIN), (1, 2, 4, 6, 8)
+    internals.fill_cache(llm, 1, CONTEXT + max(counts))
+    whole = {rows: internals.TargetPass(llm, rows, CONTEXT) for rows in counts}
 
-    def run(rows: int, target: Callable[..., Any]) -> float:
-        positions = torch.arange(300, 300 + rows)
-        inputs = (positions, positions, torch.zeros_like(positions), positions + 1, torch.arange(rows))
-        start = time.perf_counter()
-        for _ in range(20):
-            parts.graphs.run(("target", rows, rows), target, inputs)
-        return (time.perf_counter() - start) / 20 * 1e6
+    def micros(calls: Sequence[Callable[[], object]]) -> list[float]:
+        timed = [partial(passes.host_seconds, call, 20) for call in calls]
+        return [1e6 * seconds for seconds in medians(timed, 8 * setup.repeats)]
 
-    def part(program: Any) -> float:
-        start = time.perf_counter()
-        for _ in range(20):
-            program()
-        return (time.perf_counter() - start) / 20 * 1e6
-
-    counts = (1, 2, 4, 6, 8)
-    times = interleaved([lambda n=n: run(n, engine._target) for n in counts], 8 * setup.repeats)
-    for rows, micros in zip(counts, times, strict=True):
-        row = {"rows": rows, "us": micros, "against_1_row": micros / times[0]}
-        program = parts.graphs.program(("target", rows, rows)) if isinstance(parts.graphs, Recorded) else None
-        if program is not None:
-            programs = [program.part(names) for names in PARTS.values()]
-            pieces = [lambda p=p: part(p) for p in programs]
-            whole, *split = interleaved([lambda n=rows: run(n, engine._target), *pieces], 8 * setup.repeats)
-            row |= {f"{name}_us": value for name, value in zip(PARTS, split, strict=True)}
-            row |= {"python_us": whole - sum(split), "outside_products": 1 - split[0] / whole}
+    times = micros([whole[rows].repeat for rows in counts])
+    for rows, us in zip(counts, times, strict=True):
+        row = {"rows": rows, "us": us, "against_1_row": us / times[0]}
+        pieces = whole[rows].calls_of(PARTS)
+        if pieces:
+            together, *split = micros([whole[rows].repeat, *pieces.values()])
+            row |= {f"{name}_us": value for name, value in zip(pieces, split, strict=True)}
+            row |= {"python_us": together - sum(split), "outside_products": 1 - split[0] / together}
         yield row
 
 
 def steps(setup: Setup) -> Iterator[Row]:
     """Where a step's time goes in generation at batch 1: target, drafting, and the host's share around them."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
-    configs: list[dict[str, Any] | None] = [None, {"method": "ngram", "policy": "fixed"}]
-    if Path(setup.path("-eagle3")).is_dir():
-        configs.append({"model": setup.path("-eagle3"), "num_speculative_tokens": 3, "policy": "fixed"})
-    for config in configs:
-        llm = setup.llm(speculative_config=config)
-        prompts = code_prompts(llm, 6)
-        llm.generate(prompts[:1], params, use_tqdm=False)
-        s, before = llm.stats, (llm.stats.num_steps, llm.stats.target_seconds, llm.stats.draft_seconds)
-        start = time.perf_counter()
-        for prompt in prompts:
-            llm.generate([prompt], params, use_tqdm=False)
-        took, num = time.perf_counter() - start, s.num_steps - before[0]
-        target, draft = s.target_seconds - before[1], s.draft_seconds - before[2]
+    variants = [PLAIN, Variant("ngram", {"method": "ngram", "policy": "fixed"})]
+    if setup.has_head():
+        head = {"model": setup.path("-eagle3"), "num_speculative_tokens": 3, "policy": "fixed"}
+        variants.append(Variant("eagle3", head))
+    bench = setup.benchmark()
+    jobs = workload.jobs(code_prompts(bench.engine(PLAIN), 6), range(6), PARAMS)
+    for variant in variants:
+        bench.run_once(variant, jobs[:1], 1)
+        run = bench.run_once(variant, jobs, 1)
+        clock, micros = run.clock, 1e6 / run.clock.steps
         yield {
-            "drafter": "none" if config is None else config.get("method", "eagle3"),
-            "step_us": took / num * 1e6,
-            "target_and_verify_us": target / num * 1e6,
-            "draft_us": draft / num * 1e6,
-            "host_us": (took - target - draft) / num * 1e6,
+            "drafter": "none" if variant == PLAIN else variant.name,
+            "step_us": run.seconds * micros,
+            "target_and_verify_us": clock.target * micros,
+            "draft_us": clock.draft * micros,
+            "host_us": (run.seconds - clock.target - clock.draft) * micros,
+            **(figures.host_time([run]) or {}),
         }
 
 
@@ -240,7 +216,7 @@ def startup(setup: Setup) -> Iterator[Row]:
 
 SECTIONS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "plain": plain,
-    "passes": passes,
+    "passes": target_passes,
     "steps": steps,
     "speculation": speculation,
     "exactness": exactness,

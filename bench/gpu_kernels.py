@@ -9,11 +9,14 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.bench.passes import host_seconds
+from draftproof.bench.rooflines import H200
 from draftproof.kernels import ops, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
@@ -27,7 +30,7 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.products import Form, Way
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
-BANDWIDTH = 4.8e6  # bytes a microsecond, by the datasheet
+BANDWIDTH = H200.bytes / 1e6  # a microsecond, by the datasheet
 LAYERS, HEADS, KV_HEADS, D = 32, 32, 8, 128
 PRODUCTS = {
     "qkv": (6144, 4096, LAYERS, BF16),
@@ -55,13 +58,13 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
         for _ in range(copies):
             weight = torch.randn(outputs, inputs, device=DEVICE, dtype=BF16)
             total_bytes += weight.nbytes
-            forms = {
+            forms: dict[str, Form] = {
                 "exact": exact.pack(weight, out_dtype=out_dtype),
                 "cublas": linear.cublas(weight, None, out_dtype),
             }
             for name, form in forms.items():
                 for rows in ROWS:
-                    passes[name][rows].append(lambda f=form, g=x[rows, inputs]: f(g))
+                    passes[name][rows].append(partial(form, x[rows, inputs]))
     exact.certify()
     print(f"certified, or read from the cache, in {time.perf_counter() - start:.0f} s")
     for row in exact.report():
@@ -155,12 +158,12 @@ class Cache:
         slots = torch.arange(batch, device=DEVICE).repeat_interleave(rows)
         ends = context - rows + 1 + torch.arange(rows, device=DEVICE).repeat(batch)
         q = torch.randn(batch * rows, HEADS, D, device=DEVICE, dtype=BF16)
-        found = []
+        found: list[Callable[[], object]] = []
         for part in self.order.split(batch * bound // 16)[:copies]:
             args = (q, self.k, self.v, part.view(batch, -1), slots, ends, 0, D**-0.5)
             attend = backend.begin()  # a plan a call, as the first layer of a pass has it
             attend(*args)
-            found.append(lambda attend=attend, args=args: attend(*args))
+            found.append(partial(attend, *args))
         return found
 
 
@@ -216,10 +219,10 @@ def sampling() -> None:
             ("both", (0.7, 50, 0.9, 0.0)),
             ("T=1e6 top-p", (1e6, 0, 0.9, 0.0)),
         ):
-            columns = [torch.full((rows,), value, device=DEVICE) for value in params]
+            temperature, top_k, top_p, min_p = (torch.full((rows,), x, device=DEVICE) for x in params)
             seeds = torch.arange(rows, device=DEVICE)
-            calls = [lambda c=columns: table.sample(logits, *c, seeds, seeds, None)] * 4  # noqa: B023
-            us = TimedGraph(calls).microseconds()
+            call = partial(table.sample, logits, temperature, top_k, top_p, min_p, seeds, seeds, None)
+            us = TimedGraph([call] * 4).microseconds()
             line += f" {title} {us:.1f};"
         us = TimedGraph([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023
         print(line + f" log normalizer {us:.1f}; roof {rows * width * 4 / BANDWIDTH:.1f}")
@@ -255,10 +258,7 @@ def small() -> None:
         if rows == 1:
             for name, call in calls.items():
                 torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(200):
-                    call()
-                line += f" host {name} {(time.perf_counter() - start) * 5e3:.0f};"
+                line += f" host {name} {host_seconds(call, 200) * 1e6:.0f};"
         print(line, flush=True)
 
 

@@ -10,40 +10,33 @@ Llama-3.1-8B shape whatever `--shape` says. `transformers`: the same weights the
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import gpu_passes
+from bench.models import DUMMY, NUM_DRAFTS, SHAPES_OF, Shape
 from draftproof import LLM, SamplingParams
-from draftproof.bench import rooflines
-from tests.gpu import steady
-from tests.gpu.settings import (
-    DUMMY,
-    NUM_DRAFTS,
-    SHAPES_OF,
-    Decoding,
-    Models,
-    Report,
-    describe,
-    parser,
-    random_prompts,
-    release,
-    run_stages,
-    synchronize,
-)
+from draftproof.bench import internals, passes, report, rooflines, timeline, workload
+from draftproof.bench.drive import Decoding
+from draftproof.bench.harness import PLAIN, Benchmark, free_memory
+from draftproof.bench.stages import Report, describe, parser, run_stages, synchronize
+from draftproof.models import cost
 
 CONTEXT, BATCHES = 1000, (1, 8, 64)
 PASSES = (*((1, rows) for rows in (1, 2, 4, 6, 8)), (16, 1), (16, 6), (64, 1))
 RATES = "0.6,0.8"
-WARM = 6  # steps before a clock starts
+WARM, PROFILED = 6, 33  # steps before a clock starts, steps under the profiler
+PROMPT = 64  # tokens of the shortest request whose idle time is looked at
 
 
 @dataclass
@@ -56,24 +49,22 @@ class Table:
     def add(self, what: str, unit: str, figure: float, roof: float | None, note: str = "") -> None:
         row = {"what": what, "unit": unit, "figure": figure, "roof": roof, "note": note}
         self.rows.append(row)
-        self.report.check(what, figure > 0, " ".join(self._cells(row)[1:]))
+        cells = self.shown(row)
+        detail = [cells["figure"], cells["roof"], cells["reached"], note]
+        self.report.check(what, figure > 0, " ".join(detail))
 
-    def _cells(self, row: dict[str, Any]) -> list[str]:
+    def shown(self, row: dict[str, Any]) -> dict[str, str]:
         figure, roof = row["figure"], row["roof"]
-        share = (
-            "" if roof is None else f"{(figure / roof if row['unit'] == 'tokens/s' else roof / figure):.0%}"
-        )
-        return [
-            row["what"],
-            f"{figure:.4g} {row['unit']}",
-            "" if roof is None else f"{roof:.4g}",
-            share,
-            row["note"],
-        ]
+        found = {"what": row["what"], "figure": f"{figure:.4g} {row['unit']}", "note": row["note"]}
+        if roof is None:
+            return found | {"roof": "", "reached": ""}
+        reached = figure / roof if row["unit"] == "tokens/s" else roof / figure
+        return found | {"roof": f"{roof:.4g}", "reached": f"{reached:.0%}"}
 
     def markdown(self) -> str:
-        lines = ["| what | figure | roofline | of it reached | |", "|---|---|---|---|---|"]
-        return "\n".join([*lines, *(f"| {' | '.join(self._cells(row))} |" for row in self.rows)])
+        columns = [("what", "what", ""), ("figure", "figure", ""), ("roofline", "roof", "")]
+        columns += [("of it reached", "reached", ""), ("", "note", "")]
+        return "\n".join(report.table(columns, [self.shown(row) for row in self.rows]))
 
 
 @dataclass(frozen=True)
@@ -86,62 +77,73 @@ class Speed:
 
 
 @dataclass
-class Bench:
-    """One model, measured in stages."""
+class Stages:
+    """One model, measured in stages. `scratch` takes files that only a run needs."""
 
-    models: Models
+    shape: Shape
     table: Table
     rates: Sequence[float]
-    shape: str = DUMMY
+    scratch: Path
     profiled: bool = False
     plain_speeds: dict[int, float] = field(default_factory=dict)
     exact_ms: dict[tuple[int, int], float] = field(default_factory=dict)  # by requests and rows
 
     @property
+    def quick(self) -> bool:
+        return self.shape.small is not None
+
+    @property
     def batches(self) -> Sequence[int]:
-        return (1, 4) if self.models.quick else BATCHES
+        return (1, 4) if self.quick else BATCHES
 
     @property
     def context(self) -> int:
-        return 50 if self.models.quick else CONTEXT
+        return 50 if self.quick else CONTEXT
 
     @property
     def cases(self) -> Sequence[tuple[int, int]]:
         """Requests and rows of each."""
-        return ((1, 1), (1, 6), (2, 1)) if self.models.quick else PASSES
+        return ((1, 1), (1, 6), (2, 1)) if self.quick else PASSES
 
     @property
     def prompt(self) -> int:
-        return 40 if self.models.quick else 2048
+        return 40 if self.quick else 2048
 
     @property
     def steps(self) -> int:
-        return 8 if self.models.quick else 64
+        return 8 if self.quick else 64
 
     def engine(self, **settings: Any) -> LLM:
         shared: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 64, "max_model_len": 2304}
-        return LLM(**{**self.models.target(self.shape), **shared, **settings})
+        return LLM(**{**self.shape.target(), **shared, **settings})
 
-    def prompts(self, llm: LLM, batch: int) -> list[list[int]]:
-        return random_prompts(llm, [self.context] * batch)
+    def eager(self, **settings: Any) -> LLM:
+        """Parts are measured alone: nothing may capture inside a capture."""
+        return self.engine(enforce_eager=True, **settings)
+
+    def prompts(self, llm: LLM, lengths: Sequence[int]) -> list[list[int]]:
+        return workload.random_ids(lengths, internals.model_of(llm).vocab_size, random.Random(0))
 
     def params(self) -> SamplingParams:
         """Long enough that no request ends: while the last prompts are read, the first requests decode already."""
         reading = 2 * max(self.batches) * self.context // 2048
-        most = (NUM_DRAFTS + 1) * (self.steps + WARM + reading)
+        most = (NUM_DRAFTS + 1) * (max(self.steps, PROFILED) + WARM + reading)
         return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
 
+    def decoding(self, llm: LLM, lengths: Sequence[int]) -> Decoding:
+        return Decoding(internals.Stepper(llm), self.prompts(llm, lengths), self.params())
+
     def speed(self, llm: LLM, batch: int, repeats: int = 3) -> Speed:
-        """Of decoding once all prompts are through; median of repeats."""
+        """Speed of decoding once all prompts are through; median of repeats."""
         found = []
         for _ in range(repeats):
-            with Decoding(llm, self.prompts(llm, batch), self.params()) as decoding:
+            with self.decoding(llm, [self.context] * batch) as decoding:
                 decoding.prefill()
                 decoding.steps(WARM)
-                synchronize(self.models.device)
+                synchronize(self.shape.device)
                 start, before = time.perf_counter(), decoding.num_tokens
                 decoding.steps(self.steps)
-                synchronize(self.models.device)
+                synchronize(self.shape.device)
                 took, after = time.perf_counter() - start, decoding.num_tokens
                 context = self.context + (before + after) // (2 * batch)
                 found.append(Speed((after - before) / took, (after - before) / batch / self.steps, context))
@@ -152,31 +154,31 @@ class Bench:
         for batch in self.batches:
             s = self.speed(llm, batch)
             self.plain_speeds[batch] = s.tokens_per_second
-            work = rooflines.target_pass(gpu_passes.config_of(llm), batch, 1, s.context)
-            self.table.add(f"plain, batch {batch}", "tokens/s", s.tokens_per_second, batch / work.seconds)
+            least = passes.round_seconds(llm, batch, s.context, 0)
+            assert least is not None
+            self.table.add(f"plain, batch {batch}", "tokens/s", s.tokens_per_second, batch / least)
 
     def passes(self) -> None:
-        """Beside each, its roofline; and of what it is compared with, the ratio."""
-        llm = self.eager(speculative_config=self.models.drafter(self.shape, "eagle3"))
+        """Beside each, its roofline; and beside what it is compared with, the ratio."""
+        llm = self.eager(speculative_config=self.shape.drafter())
         for requests, rows in self.cases:
             one_row = self.exact_ms.get((requests, 1))
             self.exact_ms[requests, rows] = self.one_pass(llm, requests, rows, self.context, one_row)
         self.draft(llm, "")
         self.exact_ms[0, self.prompt] = self.prompt_pass(llm, "")
         del llm
-        release()
-        head = {**self.models.drafter(self.shape, "eagle3"), "quantization": "fp8"}
+        free_memory()
+        head = {**self.shape.drafter(), "quantization": "fp8"}
         self.draft(self.eager(speculative_config=head), ", head in fp8")
 
     def draft(self, llm: LLM, title: str) -> None:
         """The draft pass of one request; with a round's target pass against a plain one."""
-        call = gpu_passes.draft_pass(llm, self.context)
-        with torch.no_grad():
-            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
-        roof = gpu_passes.draft_work(llm, 1, self.context).seconds * 1e3
+        call = internals.draft_pass(llm, self.context, NUM_DRAFTS)
+        ms, least = self.milliseconds(call), passes.draft_cost(llm, 1, self.context, NUM_DRAFTS)
+        assert least is not None
         plain, verify = self.exact_ms[1, 1], self.exact_ms[1, NUM_DRAFTS + 1]
         note = f"with {verify:.3g} ms of verifying {(ms + verify) / plain:.3f} of a plain pass"
-        self.table.add(f"draft pass, K = {NUM_DRAFTS}{title}", "ms", ms, roof, note)
+        self.table.add(f"draft pass, K = {NUM_DRAFTS}{title}", "ms", ms, rooflines.seconds(least) * 1e3, note)
         self.profile(call)
 
     def unchecked(self) -> None:
@@ -186,83 +188,91 @@ class Bench:
             self.one_pass(llm, requests, rows, self.context, self.exact_ms.get((requests, rows)))
         self.prompt_pass(llm, ", exact=False", self.exact_ms.get((0, self.prompt)))
 
-    def idle(self) -> None:
-        """The steady steps of tests/gpu/steady.py."""
-        for name in ("8b-plain", "8b"):
-            for batch, share in steady.stage(self.table.report, self.models, name).items():
-                self.table.add(f"GPU idle, {name}, batch {batch}", "%", 100 * share, None)
-
     def long(self) -> None:
-        llm = self.eager(max_model_len=256 if self.models.quick else 33024)
-        for context in (100, 200) if self.models.quick else (8192, 32768):
+        llm = self.eager(max_model_len=256 if self.quick else 33024)
+        for context in (100, 200) if self.quick else (8192, 32768):
             first = self.one_pass(llm, 1, 1, context)
             self.one_pass(llm, 1, NUM_DRAFTS + 1, context, first)
-
-    def eager(self, **settings: Any) -> LLM:
-        """Parts are measured alone: nothing may capture inside a capture."""
-        return self.engine(enforce_eager=True, **settings)
 
     def one_pass(
         self, llm: LLM, requests: int, rows: int, context: int, against: float | None = None
     ) -> float:
         """Milliseconds. `against`: those of the pass it is compared with."""
-        gpu_passes.fill(llm, requests, context + rows)
-        call = gpu_passes.TargetPass(llm, rows, context, requests)
-        with torch.no_grad():
-            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
-        work = rooflines.target_pass(gpu_passes.config_of(llm), requests, rows, context)
+        internals.fill_cache(llm, requests, context + rows)
+        call = internals.TargetPass(llm, rows, context, requests)
+        ms = self.milliseconds(call)
+        work = cost.target_pass(internals.model_of(llm), requests, rows, context)
         checked = "" if llm.config.exact else ", exact=False"
-        self.table.add(
-            *(f"target pass{checked}, {requests} x {rows} rows at {context}", "ms", ms, work.seconds * 1e3),
-            f"{ms / against:.3f} of {'exact' if checked else '1 row'}" if against else "",
-        )
+        note = f"{ms / against:.3f} of {'exact' if checked else '1 row'}" if against else ""
+        what = f"target pass{checked}, {requests} x {rows} rows at {context}"
+        self.table.add(what, "ms", ms, rooflines.seconds(work) * 1e3, note)
         self.profile(call)
         return ms
 
     def prompt_pass(self, llm: LLM, title: str, exact: float | None = None) -> float:
-        gpu_passes.fill(llm, 1, self.prompt)
-        call = gpu_passes.TargetPass(llm, self.prompt, 0, last_only=True)
-        with torch.no_grad():
-            ms = 1e3 * gpu_passes.seconds(call, self.models.device)
-        work = rooflines.prompt_pass(gpu_passes.config_of(llm), self.prompt)
+        internals.fill_cache(llm, 1, self.prompt)
+        call = internals.TargetPass(llm, self.prompt, 0, last_only=True)
+        ms = self.milliseconds(call)
+        work = cost.prompt_pass(internals.model_of(llm), self.prompt)
         note = f"{work.flops / ms / 1e9:.0f} TFLOP/s"
         note += "" if exact is None else f", {exact / ms:.3f} of exact"
-        self.table.add(f"prompt of {self.prompt}{title}", "ms", ms, work.seconds * 1e3, note)
+        self.table.add(f"prompt of {self.prompt}{title}", "ms", ms, rooflines.seconds(work) * 1e3, note)
         self.profile(call)
         return ms
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        with torch.no_grad():
+            return 1e3 * passes.seconds_alone(call, self.shape.device)
 
     def profile(self, call: Callable[[], object]) -> None:
         if self.profiled:
             with torch.no_grad():
-                for line in gpu_passes.kernels_of(call, self.models.device):
+                for line in passes.kernels_of(call, self.shape.device):
                     self.table.report.note(line)
+
+    def idle(self) -> None:
+        shape = dataclasses.replace(self.shape, name=DUMMY)
+        for name, drafter in ((f"{DUMMY}-plain", None), (DUMMY, shape.drafter())):
+            llm = self.engine(**shape.target(), speculative_config=drafter)
+            for batch in (1, 4) if self.quick else (1, 64):
+                with self.decoding(llm, [PROMPT + i for i in range(batch)]) as decoding:
+                    decoding.prefill()
+                    decoding.steps(2 * WARM)
+                    run = partial(decoding.steps, 6 if self.quick else PROFILED)
+                    share = timeline.idle(run, self.shape.device)
+                self.table.add(f"GPU idle, {name}, batch {batch}", "%", 100 * share, None)
+            del llm
+            free_memory()
 
     def transformers(self) -> None:
         from draftproof.bench import against
 
-        llm = self.engine()
-        prompts, num_new = self.prompts(llm, 4), self.steps // 2
+        num_new, batches = self.steps // 2, (1, 4)
         params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
-        given: list[Any] = [{"prompt_token_ids": p} for p in prompts]
-        speeds, outputs = {}, []
-        for batch in (1, len(prompts)):
-            llm.generate(given[:batch], params, use_tqdm=False)
-            start = time.perf_counter()
-            outputs = [
-                o
-                for first in range(0, len(given), batch)
-                for o in llm.generate(given[first : first + batch], params, use_tqdm=False)
-            ]
-            speeds[batch] = len(prompts) * num_new / (time.perf_counter() - start)
-            self.table.add(f"generate, batch {batch}, prompts included", "tokens/s", speeds[batch], None)
-        config, device, dtype = llm.config, torch.device(self.models.device), torch.bfloat16
-        del llm
-        release()
+        bench = Benchmark(lambda variant: self.engine())
+        bench.describe()
+        prompts = self.prompts(bench.engine(PLAIN), [self.context] * max(batches))
+        jobs = workload.jobs(prompts, range(len(prompts)), params)
+        for batch in batches:
+            bench.run_once(PLAIN, jobs[:batch], batch)
+            bench.measure(batch, [PLAIN], [jobs], batch)
+        speeds = {batch: bench.measured[batch, PLAIN].speed for batch in batches}
+        for batch, speed in speeds.items():
+            self.table.add(f"generate, batch {batch}, prompts included", "tokens/s", speed, None)
+        bench.release([PLAIN])
         rows, notes = against.measure(
-            Path(str(config.model)), device, dtype, dummy=True, prompts=prompts, plain_speeds=speeds,
-            reference={i: o.outputs[0].token_ids for i, o in enumerate(outputs)}, batch_sizes=tuple(speeds),
-            num_new=num_new, num_lookup=NUM_DRAFTS, tell=lambda _: None,
-        )  # fmt: skip
+            self.shape.folder(),
+            bench.device,
+            bench.dtype,
+            dummy=True,
+            prompts=prompts,
+            reference={i: output.outputs[0].token_ids for i, output in bench.reference.items()},
+            batch_sizes=batches,
+            num_new=num_new,
+            plain_speeds=speeds,
+            num_lookup=NUM_DRAFTS,
+            tell=lambda _: None,
+        )
         for row in rows:
             equal = f"ids of {row['num_identical']} of {row['num_compared']} outputs are ours"
             note = f"ours {row['plain_over_it']:.2f} times as fast; {equal}"
@@ -272,14 +282,14 @@ class Bench:
             self.table.report.note(note)
 
     def products(self) -> None:
-        if self.models.device == "cpu":
+        if self.shape.device == "cpu":
             self.table.report.note("products: against cuBLAS, on a GPU only")
             return
         from bench import gpu_kernels
 
         with torch.inference_mode():
             found, num_bytes = gpu_kernels.products()
-        roof = num_bytes / rooflines.BYTES_PER_SECOND * 1e3
+        roof = num_bytes / rooflines.H200.bytes * 1e3
         for rows, ms in found["exact"].items():
             cublas = found["cublas"][rows]
             note = f"cuBLAS {cublas:.3g} ms, exact / cuBLAS {ms / cublas:.3f}"
@@ -288,29 +298,28 @@ class Bench:
     def replay(self) -> None:
         from draftproof.drafters import recordings
 
-        file = self.models.scratch / "recordings.json"
+        file = self.scratch / "recordings.json"
         llm = self.engine()
-        recordings.save(
-            file, llm.generate(self.prompts(llm, max(self.batches)), self.params(), use_tqdm=False)
-        )
+        prompts = self.prompts(llm, [self.context] * max(self.batches))
+        recordings.save(file, llm.generate(prompts, self.params(), use_tqdm=False))
         if not self.plain_speeds:  # measured beside what it is compared with
             self.plain_speeds = {b: self.speed(llm, b, 1).tokens_per_second for b in self.batches}
         del llm
-        head = self.models.drafter(self.shape, "eagle3")
+        drafter = self.shape.drafter()
         for rate in self.rates:
-            release()
+            free_memory()
             settings = {"num_speculative_tokens": NUM_DRAFTS, "policy": "fixed", "recordings": str(file)}
-            inner = {"method": "replay", "acceptance": rate, "drafters": [{"model": head["model"]}]}
+            inner = {"method": "replay", "acceptance": rate, "drafters": [{"model": drafter["model"]}]}
             self.replay_at(rate, self.engine(speculative_config={**settings, **inner}))
 
     def replay_at(self, rate: float, llm: LLM) -> None:
         for batch in self.batches:
             s = self.speed(llm, batch)
-            work = rooflines.target_pass(gpu_passes.config_of(llm), batch, NUM_DRAFTS + 1, s.context).seconds
-            work += gpu_passes.draft_work(llm, batch, s.context).seconds
+            least = passes.round_seconds(llm, batch, s.context, NUM_DRAFTS)
+            assert least is not None
             note = f"tau {s.tau:.2f}, {s.tokens_per_second / self.plain_speeds[batch]:.2f} of plain"
             what = f"K = {NUM_DRAFTS}, drafts right at {rate:g}, batch {batch}"
-            self.table.add(what, "tokens/s", s.tokens_per_second, s.tau * batch / work, note)
+            self.table.add(what, "tokens/s", s.tokens_per_second, s.tau * batch / least, note)
         assert llm.stats.num_drafter_faults == 0, f"{llm.stats.num_drafter_faults} faults of the drafter"
 
 
@@ -326,11 +335,11 @@ def main() -> int:
     given = flags.parse_args()
     print(describe(given.device), flush=True)
     table = Table(Report())
-    with tempfile.TemporaryDirectory() as scratch:
-        models = Models(given.device, given.quick, given.models, Path(scratch))
+    with tempfile.TemporaryDirectory() as folder:
+        shape = Shape(given.shape, given.device, Path(folder) if given.quick else None)
         rates = [float(rate) for rate in given.rates.split(",")]
-        bench = Bench(models, table, rates, given.shape, given.profile)
-        status = run_stages(table.report, given.stages, {name: getattr(bench, name) for name in names})
+        stages = Stages(shape, table, rates, Path(folder), given.profile)
+        status = run_stages(table.report, given.stages, {name: getattr(stages, name) for name in names})
     if given.json:
         before = json.loads(given.json.read_text()) if given.json.is_file() else []
         measured = {row["what"] for row in table.rows}

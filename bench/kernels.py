@@ -6,13 +6,15 @@ The model: H=512, I=1536, 8 heads / 4 kv heads x 64, 8 layers, vocabulary 8192, 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 
 import torch
 
 from draftproof.attention import registry
+from draftproof.bench.figures import percentile
+from draftproof.bench.passes import host_seconds
 from draftproof.kernels import native, ops
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 
@@ -22,14 +24,8 @@ ROWS = (1, 2, 8)
 
 def measure(run: Callable[[], object], repeats: int) -> float:
     """Microseconds of a call, 10th percentile: other programs on the machine only ever add."""
-    for _ in range(20):
-        run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 10] * 1e6
+    host_seconds(run, 20)
+    return 1e6 * percentile([host_seconds(run, 1) for _ in range(repeats)], 10)
 
 
 def operators(
@@ -78,6 +74,10 @@ def products(planner: LinearPlanner, dtype: torch.dtype) -> dict[str, tuple[int,
     return found
 
 
+def multiply(layers: Iterator[PackedLinear], x: torch.Tensor) -> torch.Tensor:
+    return next(layers)(x)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -106,7 +106,7 @@ def main() -> None:
             line = f"{name:16}"
             for rows in ROWS:
                 x, layer = torch.randn(rows, inputs).to(dtype), cycle(layers)
-                us = measure(lambda layer=layer, x=x: next(layer)(x), args.repeats)
+                us = measure(partial(multiply, layer, x), args.repeats)
                 total[rows] += us * (1 if name == "logits" else LAYERS)
                 line += f"{us:14.1f}"
             print(line)

@@ -17,14 +17,14 @@ from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import DraftHead, HeadDrafter
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.layers import DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
 
-class MyHead:
+class MyHead(DraftHead):
     def __init__(self, given: DraftBuild) -> None:
         """Say what it reads and keeps, and take its tensors by name from the checkpoint."""
         s, build = given.settings(TappedSettings), given.build

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftproof import LLM, SamplingParams, assets
-from draftproof.bench import methods_report
-from draftproof.bench.methods import Comparison, Method, Question, Run, find, is_right
+from draftproof.bench import harness, plots, report
+from draftproof.bench.drive import Client, Job, Run
+from draftproof.bench.harness import Variant
+from draftproof.bench.methods import Comparison, Question, find, is_right
 from draftproof.cli.main import main
 
 DATA = Path(__file__).parent.parent / "data"
@@ -63,7 +66,7 @@ def test_a_step_is_divided_into_its_parts(results: tuple[dict[str, Any], str]) -
 
 
 def test_an_answer_that_differs_is_reported() -> None:
-    def make(method: Method) -> LLM:
+    def make(method: Variant) -> LLM:
         """Beside a drafter another target: that its answers differ does not hang on any rounding."""
         if method.config is None:
             return LLM(max_num_seqs=1)
@@ -71,13 +74,13 @@ def test_an_answer_that_differs_is_reported() -> None:
 
     question = Question(id="noise", token_ids=list(range(100, 140)))
     params = SamplingParams(temperature=1, max_tokens=48, ignore_eos=True)
-    comparison = Comparison(make, [Method("ngram", {"method": "ngram"})], [question], params)
+    comparison = Comparison(make, [Variant("ngram", {"method": "ngram"})], [question], params)
     comparison.run()
     rows = comparison.records()
     assert [row["identical"] for row in rows] == [True, False]
     assert [row["num_same"] for row in rows] == [1, 0]
-    assert methods_report.identity(rows).startswith("identical: NO (ngram)")
-    assert methods_report.table(rows)[-1].endswith("| 0 of 1 |")
+    assert report.identity(rows).startswith("identical: NO (ngram)")
+    assert report.methods_table(rows)[-1].endswith("| 0 of 1 |")
 
 
 def test_right_answers_are_those_of_the_reference() -> None:
@@ -91,16 +94,16 @@ def test_right_answers_are_those_of_the_reference() -> None:
     pairs = zip(prompts, references, strict=True)
     questions = [Question(id=r, token_ids=p, reference=r) for p, r in pairs]
 
-    def make(method: Method) -> LLM:
+    def make(method: Variant) -> LLM:
         return LLM(max_num_seqs=1, **({"speculative_config": dict(method.config)} if method.config else {}))
 
-    comparison = Comparison(make, [Method("ngram", {"method": "ngram"})], questions, params)
+    comparison = Comparison(make, [Variant("ngram", {"method": "ngram"})], questions, params)
     comparison.run()
     rows = comparison.records()
     assert [(row["num_right"], row["num_asked"]) for row in rows] == [(2, 4), (2, 4)]
-    assert " right |" in methods_report.table(rows)[0]
+    assert " right |" in report.methods_table(rows)[0]
     poor = [row | {"num_right": 0} for row in rows]
-    assert " right |" not in methods_report.table(poor)[0], "a score that cannot fall says nothing"
+    assert " right |" not in report.methods_table(poor)[0], "a score that cannot fall says nothing"
 
 
 def test_found_checkpoints_that_do_not_fit_are_left_out_with_the_reason(
@@ -194,13 +197,13 @@ def test_the_final_number_is_the_answer(answer: str, right: bool) -> None:
 
 def test_the_plot_is_drawn(results: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    methods_report.draw(tmp_path / "methods.png", results[0]["methods"])
+    assert plots.draw_methods(tmp_path, results[0]["methods"]) == ["methods.png"]
     assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_column_about_which_nothing_is_known_is_left_out(results: tuple[dict[str, Any], str]) -> None:
     without = {"verify_ms": None, "draft_ms": None, "rest_ms": None, "num_right": 0, "num_asked": 0}
-    head, *lines = methods_report.table([row | without for row in results[0]["methods"]])
+    head, *lines = report.methods_table([row | without for row in results[0]["methods"]])
     assert "verify ms" not in head and "right" not in head and "speed-up" in head
     assert {line.count("|") for line in lines} == {head.count("|")}
 
@@ -208,16 +211,16 @@ def test_a_column_about_which_nothing_is_known_is_left_out(results: tuple[dict[s
 def test_what_was_measured_before_an_interruption_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[int] = []
-    real = Run.ask
+    class Interrupted(Client):
+        left = 8  # ngram: two engines warm up, then two prompts each; in the second repeat
 
-    def ask(self: Run, index: int, *rest: Any) -> Any:
-        asked.append(index)
-        if len(asked) == 7:  # ngram: two prompts, two engines, two repeats; in the second repeat
-            raise KeyboardInterrupt
-        return real(self, index, *rest)
+        def run(self, jobs: Sequence[Job]) -> Run:
+            Interrupted.left -= 1
+            if Interrupted.left < 0:
+                raise KeyboardInterrupt
+            return super().run(jobs)
 
-    monkeypatch.setattr(Run, "ask", ask)
+    monkeypatch.setattr(harness, "Client", Interrupted)
     command = [*QUICK, "--repeats", "2", "--drafters", "ngram", "--drafters", "suffix"]
     assert main([*command, "--output-dir", str(tmp_path)]) == 130
     assert "| ngram |" in (out := capsys.readouterr().out) and "| suffix |" not in out

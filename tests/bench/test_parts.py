@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,12 @@ from safetensors.torch import load_file
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import figures, passes, report, rooflines, workload
 from draftproof.bench.drive import Client, Job, Run, Step, Timing
+from draftproof.bench.internals import Clock, Stepper
 from draftproof.cli import bench_setup
 from draftproof.config import EngineConfig
 from draftproof.engine import memory
-from draftproof.metrics import EngineStats, SpeculationStats
+from draftproof.metrics import SpeculationStats
+from draftproof.models import cost
 from draftproof.models.config import read_config
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from tests.engine.test_ahead import ahead
@@ -31,56 +31,60 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize
 
 
 @dataclass
-class FakeFrontend:
-    """Gives each request 2 tokens a step, a step takes 1 second, a request 4 tokens."""
+class FakeStepper:
+    """Gives each request 2 tokens a step, a step takes 1 second, a request 4 tokens. Its host counts a quarter of a
+    second for each of its parts, in steps with a prompt half of one."""
 
     now: float = 0.0
     most_seen: int = 0
-    live: list[Any] = field(default_factory=list)
+    given: dict[str, int] = field(default_factory=dict)
+    live: list[str] = field(default_factory=list)
     slept: list[float] = field(default_factory=list)
-    loaded: Any = field(default_factory=lambda: SimpleNamespace(engine=SimpleNamespace(stats=EngineStats())))
+    counted: Clock = field(default_factory=Clock)
 
-    def add(self, prompt: dict[str, list[int]], params: SamplingParams) -> Any:
-        tokens = list(prompt["prompt_token_ids"])
-        sequence = SimpleNamespace(tokens=tokens, num_outputs=0)
-        request = SimpleNamespace(
-            sequences=[sequence], pending=deque(), finished=False, request_id=id(tokens)
-        )
-        self.live.append(request)
-        return request
+    def add(self, prompt_token_ids: list[int], params: SamplingParams) -> str:
+        request_id = f"request-{len(self.given)}"
+        self.given[request_id] = 0
+        self.live.append(request_id)
+        return request_id
 
-    def step(self) -> None:
+    def step(self) -> list[Delta]:
         self.now += 1.0
         self.most_seen = max(self.most_seen, len(self.live))
-        for request in self.live:
-            request.pending.append(Delta("0", 0, "", [7, 8]))
-            request.sequences[0].tokens += [7, 8]
-            request.sequences[0].num_outputs += 2
-            request.finished = request.sequences[0].num_outputs >= 4
-        self.live = [r for r in self.live if not r.finished]
+        part = 0.25 if all(self.given[i] for i in self.live) else 0.5
+        self.counted += Clock(steps=1, planning=part, launch=part, waiting=part, results=part)
+        deltas = []
+        for request_id in self.live:
+            self.given[request_id] += 2
+            reason = "length" if self.given[request_id] >= 4 else None
+            deltas.append(Delta(request_id, 0, "", [7, 8], finish_reason=reason))
+        self.live = [i for i in self.live if self.given[i] < 4]
+        return deltas
 
-    def output(self, request: Any) -> RequestOutput:
-        choice = CompletionOutput(0, "", request.sequences[0].tokens[-4:], finish_reason="length")
+    def output(self, request_id: str) -> RequestOutput:
+        choice = CompletionOutput(0, "", [7, 8, 7, 8], finish_reason="length")
         return RequestOutput("0", None, [1], [choice], True, RequestMetrics(SpeculationStats()))
 
-    def close(self, request_id: Any) -> None:
+    def close(self, request_id: str) -> None:
         pass
+
+    def clock(self) -> Clock:
+        return self.counted
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
 
 
-def drive(arrivals: Sequence[float | None], most: int) -> tuple[Run, FakeFrontend]:
-    frontend = FakeFrontend()
-    llm: Any = SimpleNamespace(_frontend=frontend)
+def drive(arrivals: Sequence[float | None], most: int) -> tuple[Run, FakeStepper]:
+    stepper: Any = FakeStepper()
     jobs = [Job(i, [1], PARAMS, arrival) for i, arrival in enumerate(arrivals)]
-    return Client(llm, most, lambda: frontend.now, frontend.sleep).run(jobs), frontend
+    return Client(stepper, most, lambda: stepper.now, stepper.sleep).run(jobs), stepper
 
 
 def test_no_more_requests_are_in_flight_than_asked_for() -> None:
-    run, frontend = drive([None] * 5, 2)
-    assert frontend.most_seen == 2
+    run, stepper = drive([None] * 5, 2)
+    assert stepper.most_seen == 2
     assert run.seconds == 6.0
     assert [t.came for t in run.timings] == [0, 0, 2, 2, 4], (
         "without arrivals a request comes when it is sent"
@@ -89,15 +93,43 @@ def test_no_more_requests_are_in_flight_than_asked_for() -> None:
 
 
 def test_a_request_that_arrives_waits_for_room_on_the_clock() -> None:
-    run, frontend = drive([0.0, 0.0, 10.0], 1)
+    run, stepper = drive([0.0, 0.0, 10.0], 1)
     assert [t.first_token for t in run.timings] == [1.0, 3.0, 1.0]
-    assert frontend.slept == [6.0], "nothing to do until the last one arrives"
+    assert stepper.slept == [6.0], "nothing to do until the last one arrives"
 
 
 def test_only_steps_past_all_prompts_are_decoding_steps() -> None:
     run, _ = drive([None, None], 2)
     assert run.steps == [Step(num_requests=2, context=6, num_tokens=4, seconds=1.0)]
     assert run.stepping == 2.0
+    assert run.clock.steps == 2 and run.clock.planning == 0.75
+    assert run.decoding == Clock(steps=1, planning=0.25, launch=0.25, waiting=0.25, results=0.25)
+
+
+def test_a_step_s_host_time_is_that_of_the_steps_in_which_everybody_decodes() -> None:
+    runs = [drive([None] * 3, 2)[0], drive([None], 1)[0]]
+    found = figures.host_time(runs)
+    assert found == {"planning_ms": 250, "launch_ms": 250, "waiting_ms": 250, "results_ms": 250}
+    runs[0].decoding += Clock(launch=0.9)
+    assert (slower := figures.host_time(runs)) is not None
+    assert slower["launch_ms"] == pytest.approx(250 + 900 / 3) and slower["planning_ms"] == 250
+    assert figures.host_time([Run(decoding=Clock(steps=3, target=1.0))]) is None, (
+        "an engine without such clocks"
+    )
+
+
+def test_host_times_stand_on_the_page() -> None:
+    fast = {"planning_ms": 0.02, "launch_ms": 0.1, "waiting_ms": 0, "results_ms": 0.03}
+    row = {"name": "plain", "num_speculative_tokens": 0, "num_right": 0, "num_asked": 0, "num_different": 0}
+    row |= {"num_same": 1, "num_outputs": 1, "num_accepted": 0, "host_time": fast}
+    settings = {"num_prompts": 1, "batch_size": 1, "max_tokens": 9, "temperature": 0, "repeats": 1}
+    machine = {"device": "CPU", "dtype": "float32", "threads": 2, "versions": {"torch": "2"}, "commit": None}
+    results = {"model": "m", "methods": [row], "settings": settings | {"policy": "fixed"}, "notes": []}
+    page = report.methods_page(results | {"environment": machine})
+    assert "| run | planning | launch | waiting | results |" in page
+    assert "| plain | 0.020 | 0.100 | 0.000 | 0.030 |" in page
+    results["methods"] = [row | {"host_time": None}]
+    assert "Host time" not in report.methods_page(results | {"environment": machine})
 
 
 def timing(came: float, times: list[float], counts: list[int]) -> Timing:
@@ -186,7 +218,7 @@ def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind(
     prompts = [[5 + i, 9, 30 + i, 7] for i in range(2)]
     jobs = workload.jobs(prompts, range(2), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
     assert passes.device_split(llm, jobs) is None, "nothing is captured on a CPU"
-    before = Client(llm, 2).run(jobs)
+    before = Client(Stepper(llm), 2).run(jobs)
     graphs = ahead(llm)
     calls: list[int] = []
 
@@ -199,7 +231,7 @@ def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind(
 
     assert passes.device_split(llm, jobs, seconds) == {"step": 1.0, "verify": 1.0}
     assert calls == [3, 3], "both were graphs"
-    after = Client(llm, 2).run(jobs)
+    after = Client(Stepper(llm), 2).run(jobs)
     assert [o.outputs[0].token_ids for o in after.outputs] == [o.outputs[0].token_ids for o in before.outputs]
     assert llm.stats.num_drafter_faults == 0
 
@@ -209,37 +241,17 @@ def test_rooflines_count_the_weights_of_layers_of_many_shapes() -> None:
     tensors = load_file(Path(gemma4()) / "model.safetensors")
     products = sum(t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     config = read_config(Path(gemma4()))
-    assert config.num_layers * rooflines.layer_elements(config) == products
-    near, far = (rooflines.attention(config, 2, 3, context) for context in (24, 100))
+    assert config.num_layers * cost.layer_elements(config) == products
+    near, far = (cost.attention(config, 2, 3, context) for context in (24, 100))
     assert far.bytes / near.bytes == (32 * 100 + 16 * 24) / (32 * 24 + 16 * 24)
 
 
 def test_rooflines_are_of_the_device() -> None:
     assert rooflines.peaks_of("NVIDIA H200") == rooflines.H200
     assert rooflines.peaks_of("Some CPU, 2 cores") is None
-    work = rooflines.Work(1e9, 1e12)
-    assert work.seconds_on(rooflines.Peaks(1e9, 1e13)) == 1.0
-    assert work.seconds_on(rooflines.Peaks(1e12, 1e12)) == 1.0
-
-
-def test_the_work_of_drafters_is_counted_where_it_is_known() -> None:
-    def drafter(**config: Any) -> tuple[Any, Any]:
-        config = {"num_speculative_tokens": 2, **config}
-        llm = LLM(dtype="float32", max_model_len=64, max_num_seqs=1, speculative_config=config)
-        loaded = llm.requests.loaded
-        assert loaded.engine.parts.guard is not None
-        return loaded.engine.parts.guard.drafter, loaded.model
-
-    model, target = drafter(model=str(Path(__file__).parent.parent / "data" / "draft"))
-    found = rooflines.draft_pass_of(model, 1, 3, 50, 2)
-    assert found is not None and 0 < found.flops < rooflines.target_pass(target, 2, 3, 50).flops
-    head, _ = drafter(model=str(assets.path("tiny-eagle3")))
-    one, two = (rooflines.draft_pass_of(head, 1, 3, 50, k) for k in (1, 2))
-    assert one is not None and two is not None and 0 < one.bytes < two.bytes
-    head.head._head.weight_itemsize = 1  # as on a GPU with fp8 weights: a quarter, but for keys and values
-    narrow = rooflines.draft_pass_of(head, 1, 3, 50, 2, 4)
-    assert narrow is not None and narrow.flops == two.flops and 0.25 < narrow.bytes / two.bytes < 0.3
-    assert rooflines.draft_pass_of(drafter(method="ngram")[0], 1, 3, 50, 2) == rooflines.Work(0, 0)
+    work = cost.Cost(1e9, 1e12)
+    assert rooflines.seconds(work, rooflines.Peaks(1e9, 1e13)) == 1.0
+    assert rooflines.seconds(work, rooflines.Peaks(1e12, 1e12)) == 1.0
 
 
 def test_a_replayed_drafter_runs_the_one_that_was_named() -> None:

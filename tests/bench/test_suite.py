@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftproof import LLM, assets
-from draftproof.bench import against, plots, suite
+from draftproof.bench import against, harness, plots, suite
 from draftproof.bench.drive import Client, Job, Run
 from draftproof.cli import options
 from draftproof.cli.main import main
@@ -80,7 +80,7 @@ def test_what_was_measured_before_an_interruption_is_written(
                 raise KeyboardInterrupt
             return super().run(jobs)
 
-    monkeypatch.setattr(suite, "Client", Interrupted)
+    monkeypatch.setattr(harness, "Client", Interrupted)
     status, results = bench(tmp_path, "throughput", "--batch-sizes", "2")
     assert status == 130
     assert [run["name"] for run in results["runs"]] == ["plain"]
@@ -210,5 +210,5 @@ def test_plots_are_drawn_where_something_was_measured(tmp_path: Path) -> None:
         "no roofline of a device whose peaks are not known"
     )
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert plots.draw(tmp_path, results["runs"][:1]) == ["time_split.png"]
+    assert plots.draw_sweep(tmp_path, results["runs"][:1]) == ["time_split.png"]
     assert [p.name for p in tmp_path.glob("*.png")] == ["time_split.png"]

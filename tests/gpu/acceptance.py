@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from draftproof.bench.stages import Report, describe, parser, run_stages
 from tests.drafters import golden
-from tests.gpu.settings import Report, describe, parser, run_stages
 
 
 def stage(report: Report, head: str, device: str, folder: Path | None) -> None:

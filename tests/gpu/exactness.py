@@ -17,24 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.models import DUMMY, SHAPES_OF
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import Tally, compare
+from draftproof.bench.harness import free_memory
+from draftproof.bench.stages import Report, describe, parser, run_stages
 from draftproof.cli.verify import failures, seeded
 from tests.conformance.cases import CASES, TARGETS
-from tests.gpu.settings import (
-    DUMMY,
-    SHAPES_OF,
-    Models,
-    Report,
-    describe,
-    num_graphs,
-    parser,
-    parts,
-    release,
-    run_apart,
-    run_stages,
-    token_prompts,
-)
+from tests.gpu.settings import Models, num_graphs, parts, run_apart, token_prompts
 from tests.helpers import check_pages
 
 PLAIN = "plain"
@@ -185,7 +175,7 @@ class Exactness:
                             self.check(name, llm, setting, work, expected[work], tallies[work])
                     self.check_graphs(f"{name} {settings[0].name}", llm, mode)
                     del llm
-                release()
+                free_memory()
             if drafting is not None:
                 wanted = model not in SHAPES_OF or method == "replay"
                 s = {work: tally.speculation for work, tally in tallies.items()}
@@ -216,7 +206,7 @@ class Exactness:
                 f"engine {loaded - start:.0f} s, decoding {time.perf_counter() - loaded:.0f} s"
             )
             del llm
-            release()
+            free_memory()
         return self._known[model]
 
     def drafting(self, model: str, method: str, expected: dict[str, Any]) -> dict[str, Any]:

@@ -18,19 +18,13 @@ from pathlib import Path
 
 import torch
 
+from bench.models import DUMMY
 from draftproof import LLM, SamplingParams
-from tests.gpu import timeline
-from tests.gpu.settings import (
-    DUMMY,
-    Decoding,
-    Models,
-    Report,
-    describe,
-    parser,
-    random_prompts,
-    run_stages,
-    synchronize,
-)
+from draftproof.bench import timeline
+from draftproof.bench.drive import Decoding
+from draftproof.bench.internals import Stepper
+from draftproof.bench.stages import Report, describe, parser, run_stages, synchronize
+from tests.gpu.settings import Models, random_prompts
 
 STAGES = {  # model, method, whether it must keep a GPU busy at batch 1
     "tiny": ("tiny", "eagle3", False),
@@ -103,8 +97,8 @@ def check_no_wait(report: Report, name: str, llm: LLM, decoding: Decoding, steps
 
 def check_idle(
     report: Report, name: str, decoding: Decoding, steps: Steps, device: str, most_idle: float
-) -> float:
-    """Time a step without the profiler, then the device's pauses under it: their share of the time."""
+) -> None:
+    """Time a step without the profiler, then the device's pauses under it."""
     synchronize(device)
     start, tokens = time.perf_counter(), decoding.num_tokens
     decoding.steps(steps.timed)
@@ -137,12 +131,9 @@ def check_idle(
     detail += f"; copies counted as work {timeline.idle_share(everything):.1%}"
     bound = f"; at most {most_idle:.0%}" if most_idle < 1 else ""
     report.check(f"{name} GPU idle", idle <= most_idle and bool(kernels), f"{detail}{bound}")
-    return idle
 
 
-def stage(report: Report, models: Models, name: str) -> dict[int, float]:
-    """The idle share by batch size."""
-    idle: dict[int, float] = {}
+def stage(report: Report, models: Models, name: str) -> None:
     model, method, must = STAGES[name]
     steps = Steps(3, 6, 6, 6) if models.quick else Steps()
     drafting = None if method is None else models.drafter(model, method)
@@ -150,15 +141,14 @@ def stage(report: Report, models: Models, name: str) -> dict[int, float]:
     params = SamplingParams(temperature=0, max_tokens=steps.most_tokens, ignore_eos=True, detokenize=False)
     for batch in (1, 4) if models.quick else BATCHES:
         named, given = f"{name} batch {batch}", random_prompts(llm, [PROMPT + i for i in range(batch)])
-        with report.guard(named), Decoding(llm, given, params) as decoding:
+        with report.guard(named), Decoding(Stepper(llm), given, params) as decoding:
             decoding.prefill()
             decoding.steps(steps.warm)
             with report.guard(f"{named} host synchronisations"):
                 check_no_wait(report, named, llm, decoding, steps.watched, models.device)
             cuda = models.device.startswith("cuda")
             most_idle = MOST_IDLE if must and batch == 1 and cuda else 1.0
-            idle[batch] = check_idle(report, named, decoding, steps, models.device, most_idle)
-    return idle
+            check_idle(report, named, decoding, steps, models.device, most_idle)
 
 
 def main() -> int:

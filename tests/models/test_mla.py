@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftproof.bench import rooflines
 from draftproof.kernels import native
+from draftproof.models import cost
 from draftproof.models.config import parse
 from draftproof.models.loading import RandomWeights
 from draftproof.models.rope import score_factor
@@ -101,8 +101,8 @@ def test_a_pass_reads_the_cached_vectors_once_and_every_weight_as_it_is_kept() -
     config = parse(RAW)
     queries, cached, output = 64 * 32 + 32 * 4 * 24, 64 * 32, 4 * 12 * 64
     products = 4 * (32 * 24 + 12 * 32)  # of each head: into the cached space, and out of it
-    assert rooflines.layer_elements(config) == queries + cached + products + output + 3 * 64 * 96
-    empty, full = (rooflines.attention(config, 2, 1, context) for context in (0, 1000))
+    assert cost.layer_elements(config) == queries + cached + products + output + 3 * 64 * 96
+    empty, full = (cost.attention(config, 2, 1, context) for context in (0, 1000))
     assert full.bytes - empty.bytes == 2 * 3 * 1000 * 32 * 2
     whole = parse(RAW | {"q_lora_rank": None})
-    assert rooflines.layer_elements(whole) - rooflines.layer_elements(config) == 64 * 4 * 24 - queries
+    assert cost.layer_elements(whole) - cost.layer_elements(config) == 64 * 4 * 24 - queries

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof import LLM, SamplingParams
-from draftproof.bench import rooflines
 from draftproof.bench.compare import compare
 from draftproof.drafters import recordings
 from draftproof.kernels import graphs, native, ops, products
 from draftproof.kernels.certify import threads
 from draftproof.kernels.linear import LinearPlanner
+from draftproof.models import cost
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
@@ -321,7 +321,7 @@ def test_published_configs_are_understood_and_have_the_published_sizes(name: str
     raw, total, active = PUBLISHED[name]
     config = parse({**SHARED, **raw})
     embedding = config.vocab_size * config.hidden_size
-    one, many = (rooflines.target_pass(config, 1, rows, 0) for rows in (1, 10**6))
+    one, many = (cost.target_pass(config, 1, rows, 0) for rows in (1, 10**6))
     assert one.bytes == pytest.approx(one.flops), "a row alone reads what it computes with"
     assert many.bytes / 2 + embedding == pytest.approx(total, rel=0.01)
     counted = (

@@ -6,12 +6,11 @@ All times are seconds of wall clock, counted from the start of the run.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draftproof.engine.frontend import Frontend, Request
-from draftproof.frontend.llm import LLM
+from draftproof.bench.internals import Clock, Stepper
 from draftproof.types import RequestOutput, SamplingParams
 
 
@@ -50,7 +49,7 @@ class Timing:
 
     @property
     def per_token(self) -> float | None:
-        """Of the tokens after the first; None where there is only one."""
+        """Time of a token after the first; None where there is only one."""
         later = self.num_tokens - 1
         return (self.end_to_end - self.first_token) / later if later > 0 else None
 
@@ -74,8 +73,8 @@ class Step:
 class Run:
     """What one run gave. `outputs` are in the order of `timings`, which is the order in which the requests came.
 
-    `steps` are the decoding ones; `stepping` is the time in steps of any kind, `verifying` and `drafting` the parts of
-    it that the engine's clock saw (on a GPU that runs ahead: nothing).
+    `steps` are the decoding ones, `decoding` what the engine's clock saw of them, `clock` what it saw of all;
+    `stepping` is the time in steps of any kind.
     """
 
     seconds: float = 0.0
@@ -83,9 +82,27 @@ class Run:
     outputs: list[RequestOutput] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     stepping: float = 0.0
-    verifying: float = 0.0
-    drafting: float = 0.0
-    num_faults: int = 0
+    clock: Clock = field(default_factory=Clock)
+    decoding: Clock = field(default_factory=Clock)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of the requests that were served."""
+        return sum(timing.num_tokens for timing in self.timings if not timing.failed)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in flight. `context`: its tokens, prompt and output."""
+
+    timing: Timing
+    context: int
+
+    def take(self, count: int, now: float) -> None:
+        """So many tokens were delivered."""
+        self.timing.times.append(now)
+        self.timing.counts.append(count)
+        self.context += count
 
 
 class Client:
@@ -93,22 +110,22 @@ class Client:
 
     def __init__(
         self,
-        llm: LLM,
+        stepper: Stepper,
         most_at_once: int,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._frontend: Frontend = llm._frontend  # requests come while others run: `generate` cannot do that
+        self._stepper = stepper
         self._most, self._clock, self._sleep = most_at_once, clock, sleep
-        self._live: list[tuple[Request, Timing]] = []
-        self._all: list[tuple[Request, Timing]] = []
+        self._live: dict[str, _Live] = {}
+        self._all: dict[str, Timing] = {}
+        self._decoding_since: Clock | None = None
 
     def run(self, jobs: Sequence[Job]) -> Run:
         """Raises ValueError for a job that the engine cannot serve. Jobs with arrivals come in their order."""
-        stats = self._frontend.loaded.engine.stats
-        before = (stats.target_seconds, stats.draft_seconds, stats.num_drafter_faults)
+        before = self._stepper.clock()
         run, waiting, start = Run(), deque(jobs), self._clock()
-        self._live, self._all = [], []
+        self._live, self._all, self._decoding_since = {}, {}, None
         try:
             while waiting or self._live:
                 self._send(waiting, self._clock() - start)
@@ -117,42 +134,82 @@ class Client:
                 else:
                     self._sleep(max(0.0, (waiting[0].arrival or 0.0) - (self._clock() - start)))
             run.seconds = self._clock() - start
-            run.timings = [timing for _, timing in self._all]
-            run.outputs = [self._frontend.output(request) for request, _ in self._all]
+            self._note_phase(run, decoding=False)
+            run.timings = list(self._all.values())
+            run.outputs = [self._stepper.output(request_id) for request_id in self._all]
         finally:
-            for request, _ in self._all:
-                self._frontend.close(request.request_id)
+            for request_id in self._all:
+                self._stepper.close(request_id)
         for timing, output in zip(run.timings, run.outputs, strict=True):
             timing.failed = output.error is not None or not timing.times
-        run.verifying = stats.target_seconds - before[0]
-        run.drafting = stats.draft_seconds - before[1]
-        run.num_faults = stats.num_drafter_faults - before[2]
+        run.clock = self._stepper.clock() - before
         return run
 
     def _send(self, waiting: deque[Job], now: float) -> None:
         while waiting and len(self._live) < self._most and (waiting[0].arrival or 0.0) <= now:
             job = waiting.popleft()
-            request = self._frontend.add({"prompt_token_ids": job.prompt_token_ids}, job.params)
-            came = now if job.arrival is None else job.arrival
-            self._live.append((request, Timing(job.index, came, len(job.prompt_token_ids))))
-            self._all.append(self._live[-1])
+            assert job.params.n == 1, "a job is one output"
+            request_id = self._stepper.add(job.prompt_token_ids, job.params)
+            came, num_prompt = now if job.arrival is None else job.arrival, len(job.prompt_token_ids)
+            self._all[request_id] = Timing(job.index, came, num_prompt)
+            self._live[request_id] = _Live(self._all[request_id], num_prompt)
 
     def _step(self, run: Run, start: float) -> None:
-        sequences = [request.sequences[0] for request, _ in self._live]
-        context = sum(len(s.tokens) for s in sequences)
-        decoding = all(s.num_outputs for s in sequences)
+        live = self._live
+        num_requests, context = len(live), sum(request.context for request in live.values())
+        decoding = all(request.timing.times for request in live.values())
+        self._note_phase(run, decoding)
         before = self._clock()
-        self._frontend.step()
+        deltas = self._stepper.step()
         after = self._clock()
-        delivered = 0
-        for request, timing in self._live:
-            count = sum(len(delta.token_ids) for delta in request.pending)
-            request.pending.clear()
+        delivered = Counter[str]()
+        for delta in deltas:
+            delivered[delta.request_id] += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._live = {i: request for i, request in self._live.items() if i != delta.request_id}
+        for request_id, count in delivered.items():
             if count:
-                timing.times.append(after - start)
-                timing.counts.append(count)
-                delivered += count
+                live[request_id].take(count, after - start)
         run.stepping += after - before
         if decoding:
-            run.steps.append(Step(len(sequences), context, delivered, after - before))
-        self._live = [(request, timing) for request, timing in self._live if not request.finished]
+            run.steps.append(Step(num_requests, context, delivered.total(), after - before))
+
+    def _note_phase(self, run: Run, decoding: bool) -> None:
+        """Read the engine's clock where decoding begins or ends; reading it every step would cost time."""
+        if decoding and self._decoding_since is None:
+            self._decoding_since = self._stepper.clock()
+        elif not decoding and self._decoding_since is not None:
+            run.decoding += self._stepper.clock() - self._decoding_since
+            self._decoding_since = None
+
+
+class Decoding:
+    """Requests that are driven step by step, all of them to the end of what is measured; closed after `with`."""
+
+    def __init__(self, stepper: Stepper, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+        self._stepper = stepper
+        self._counts = {stepper.add(ids, params): 0 for ids in prompts}
+
+    def __enter__(self) -> Decoding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request_id in self._counts:
+            self._stepper.close(request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that the host has seen."""
+        return sum(self._counts.values())
+
+    def prefill(self) -> None:
+        """Until every request has its first token."""
+        while not all(self._counts.values()):
+            self.steps(1)
+
+    def steps(self, count: int) -> None:
+        """None of the requests may end meanwhile: a batch that shrinks is not steady."""
+        for _ in range(count):
+            for delta in self._stepper.step():
+                self._counts[delta.request_id] += len(delta.token_ids)
+                assert delta.finish_reason is None, "a request ended too early"

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftproof.bench.drive import Run, Step, Timing
+from draftproof.bench.harness import Measured
 from draftproof.metrics import SpeculationStats
 
 Figures = dict[str, Any]
 GOODPUT_KEYS = ("ttft", "tpot", "e2el")
+HOST_PARTS = ("planning", "launch", "waiting", "results")
 
 
 def parse_goodput(given: Sequence[str]) -> dict[str, float]:
@@ -75,10 +77,34 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
         **spread("itl", [gap for t in done for gap in t.between]),
         **spread("e2el", [t.end_to_end for t in done]),
     }
-    figures["output_throughput_by_iteration"] = [
-        sum(t.num_tokens for t in run.timings if not t.failed) / run.seconds for run in runs
-    ]
+    figures["output_throughput_by_iteration"] = [run.num_tokens / run.seconds for run in runs]
     return figures | speculation(runs)
+
+
+def record(measured: Measured, runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
+    """Everything that is known of a variant in a cell, its figures those of `runs`: all it made, or the best."""
+    return {
+        "name": measured.variant.name,
+        "num_speculative_tokens": measured.num_drafts,
+        "replayed_acceptance": measured.variant.acceptance,
+        "num_iters": len(runs),
+        **summarise(runs, goodput),
+        "decoding": decoding(runs),
+        "time_split": time_split(measured, runs),
+        "host_time": host_time(runs),
+        "roofline_share": measured.roofline_share,
+        "identical": not measured.differences,
+        "num_compared": measured.num_compared,
+        "num_different": len(measured.differences),
+        "num_tokens": measured.tally.tokens,
+        "num_accepted": measured.tally.speculation.num_accepted_tokens,
+    }
+
+
+def title(record: Mapping[str, Any]) -> str:
+    """Its name, and the rate at which requests came."""
+    name, rate = str(record["name"]), record.get("request_rate")
+    return name if rate is None else f"{name}, {rate:g} requests/s"
 
 
 def is_good(timing: Timing, goodput: Mapping[str, float]) -> bool:
@@ -106,10 +132,10 @@ def speculation(runs: Sequence[Run]) -> Figures:
             each.append(output.metrics.speculation.acceptance_length)
     drafted = pooled.num_draft_tokens
     if not drafted:
-        return {"num_drafter_faults": sum(run.num_faults for run in runs)}
+        return {"num_drafter_faults": sum(run.clock.faults for run in runs)}
     pairs = zip(pooled.accepted_per_position, pooled.drafted_per_position, strict=True)
     return {
-        "num_drafter_faults": sum(run.num_faults for run in runs),
+        "num_drafter_faults": sum(run.clock.faults for run in runs),
         "spec_decode_num_drafts": pooled.num_rounds,
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": pooled.num_accepted_tokens,
@@ -141,11 +167,37 @@ def decoding(runs: Sequence[Run]) -> Figures | None:
     }
 
 
-def host_clock_split(runs: Sequence[Run], drafts: bool) -> Figures | None:
-    """Shares of the time in steps, where the host waits for what it asks for; None where the device works on alone."""
+def step_parts(runs: Sequence[Run]) -> Figures:
+    """Milliseconds of a decoding step: the target's, the drafter's, the rest; None where no clock sees them."""
+    steps = max(1, sum(len(run.steps) for run in runs))
+    whole = 1e3 * sum(step.seconds for run in runs for step in run.steps) / steps
+    verify = 1e3 * sum(run.decoding.target for run in runs) / steps
+    draft = 1e3 * sum(run.decoding.draft for run in runs) / steps
+    if not verify:  # an engine that runs ahead on a GPU has no such clock
+        return {"verify_ms": None, "draft_ms": None, "rest_ms": None}
+    return {"verify_ms": verify, "draft_ms": draft, "rest_ms": max(0.0, whole - verify - draft)}
+
+
+def host_time(runs: Sequence[Run]) -> Figures | None:
+    """Milliseconds of a decoding step that the host spends on each of its parts; None where the engine counts none."""
+    steps = sum(run.decoding.steps for run in runs)
+    seconds = [sum(getattr(run.decoding, part) for run in runs) for part in HOST_PARTS]
+    if not steps or not any(seconds):
+        return None
+    return {f"{part}_ms": 1e3 * s / steps for part, s in zip(HOST_PARTS, seconds, strict=True)}
+
+
+def time_split(measured: Measured, runs: Sequence[Run]) -> Figures | None:
+    """Shares of a step: on a device that works on alone by the times of its graphs, else by the engine's clock."""
+    drafts, inside, found = measured.variant.config is not None, measured.device_split, decoding(runs)
+    if inside is not None and found is not None:
+        step = inside["step"]
+        verify = min(inside["verify"], step) if drafts else step
+        total = max(found["mean_step_ms"] / 1e3, step)
+        return split(total, verify, step - verify, "device time of graphs in a decoding step")
     stepping = sum(run.stepping for run in runs)
-    verify, draft = sum(run.verifying for run in runs), sum(run.drafting for run in runs)
-    if not stepping or not verify:
+    verify, draft = sum(run.clock.target for run in runs), sum(run.clock.draft for run in runs)
+    if measured.runs_ahead or not stepping or not verify:
         return None
     # without a drafter the engine's second clock times bookkeeping alone
     return split(stepping, verify, draft if drafts else 0.0, "clock of the engine's steps, prompts included")

@@ -1,28 +1,20 @@
-"""Draft methods side by side: each drafter against plain decoding on the same questions, every output compared.
-
-Times are seconds of wall clock unless a name says otherwise.
-"""
+"""Draft methods side by side: each drafter takes turns with plain decoding on the same questions."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from draftproof.bench import environment
-from draftproof.bench.compare import Difference, Tally, compare
+from draftproof.bench import figures, workload
+from draftproof.bench.drive import Job, Run
+from draftproof.bench.harness import PLAIN, Benchmark, Measured, Record, Variant
 from draftproof.checkpoints import detect
-from draftproof.engine.frontend import Request
 from draftproof.frontend.llm import LLM
-from draftproof.metrics import EngineStats
-from draftproof.types import RequestOutput, SamplingParams
+from draftproof.types import SamplingParams
 
-Record = dict[str, Any]
 WARM_UP = 8  # tokens that each engine decodes before the clock runs
 
 
@@ -35,115 +27,15 @@ class Question:
     reference: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One way of decoding. `config` is its speculative_config; None decodes plainly. `found`: nobody named it, so it
-    is left out, with a note, where it does not fit the target."""
-
-    name: str
-    config: Mapping[str, Any] | None
-    found: bool = False
-
-
-PLAIN = Method("plain", None)
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One batch, or several. `verifying`, `drafting`, `stepping`: seconds of `num_steps` steps after the prompts."""
-
-    seconds: float = 0.0
-    num_tokens: int = 0
-    num_steps: int = 0
-    verifying: float = 0.0
-    drafting: float = 0.0
-    stepping: float = 0.0
-
-    def __add__(self, other: Timed) -> Timed:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Timed(*(a + b for a, b in pairs))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-
-@dataclass(slots=True)
-class Run:
-    """What one engine did. `fastest`: of each batch, over the repeats, since what disturbs a clock only adds to it.
-    `outputs`: of the last repeat, one a question."""
-
-    num_drafts: int = 0
-    num_faults: int = 0
-    fastest: dict[int, Timed] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def total(self) -> Timed:
-        return sum(self.fastest.values(), Timed())
-
-    def ask(
-        self, index: int, llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]
-    ) -> list[RequestOutput]:
-        """Batch number `index`; its outputs. ValueError for a question that cannot be served."""
-        faults = llm.stats.num_drafter_faults
-        timed, outputs = ask(llm, batch, params)
-        self.num_faults += llm.stats.num_drafter_faults - faults
-        self.fastest[index] = min(timed, self.fastest.get(index, timed), key=lambda t: t.seconds)
-        self.tally.add(outputs)
-        return outputs
-
-
-def ask(
-    llm: LLM, batch: Sequence[Question], params: Sequence[SamplingParams]
-) -> tuple[Timed, list[RequestOutput]]:
-    """One batch, from its prompts to its last token. ValueError for a question that cannot be served."""
-    frontend, stats = llm._frontend, llm.stats  # `generate` does not say where the prompts end
-    requests: list[Request] = []
-    begun: EngineStats | None = None
-    start = time.perf_counter()
-    try:
-        for question, p in zip(batch, params, strict=True):
-            requests.append(frontend.add({"prompt_token_ids": question.token_ids}, p))
-        while not all(r.finished for r in requests):
-            if begun is None and all(r.sequences[0].num_outputs for r in requests):
-                begun = dataclasses.replace(stats)
-            frontend.step()
-            for request in requests:
-                request.pending.clear()
-        outputs = [frontend.output(r) for r in requests]
-    finally:
-        for request in requests:
-            frontend.close(request.request_id)
-    seconds, before = time.perf_counter() - start, begun or dataclasses.replace(stats)
-    for question, output in zip(batch, outputs, strict=True):
-        if output.error is not None:
-            raise ValueError(f"question {question.id}: {output.error}")
-    timed = Timed(
-        seconds,
-        sum(len(output.outputs[0].token_ids) for output in outputs),
-        stats.num_steps - before.num_steps,
-        stats.target_seconds - before.target_seconds,
-        stats.draft_seconds - before.draft_seconds,
-        stats.step_seconds - before.step_seconds,
-    )
-    return timed, outputs
-
-
-class Comparison:
-    """Runs it. `make` builds a method's engine; `tell` gets a line for people when something begins.
-
-    A plain engine and a drafting one take turns, batch by batch, so that a machine whose speed drifts is as fast for
-    both, and of the repeats each batch's fastest counts. A drafter that learns from what it has seen starts anew in
-    each repeat.
+class Comparison(Benchmark):
+    """The methods, each in a cell with plain decoding: batch by batch they take turns, and of the repeats each batch's
+    fastest counts. A drafter that learns from what it has seen starts anew in each repeat.
     """
 
     def __init__(
         self,
-        make: Callable[[Method], LLM],
-        methods: Sequence[Method],
+        make: Callable[[Variant], LLM],
+        methods: Sequence[Variant],
         questions: Sequence[Question],
         params: SamplingParams,
         *,
@@ -151,6 +43,7 @@ class Comparison:
         repeats: int = 1,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        super().__init__(make, tell)
         names = [m.name for m in (PLAIN, *methods)]
         for name in names:
             if names.count(name) > 1:
@@ -159,96 +52,77 @@ class Comparison:
             raise ValueError("methods: there are none to compare; name a drafter, such as ngram")
         if not questions:
             raise ValueError("questions: there are none")
-        self._make, self._methods, self._questions = make, methods, questions
-        self._params, self._batch_size, self._repeats, self._tell = params, batch_size, repeats, tell
-        self.runs: dict[str, tuple[Run, Run]] = {}  # name -> its own, and the plain one beside it
-        self.notes: list[str] = []
-        self.environment: Record = {}
+        self._methods, self._questions, self._params = methods, questions, params
+        self._batch_size, self._repeats = batch_size, repeats
+        prompts, count = [q.token_ids for q in questions], len(questions)
+        indices = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
+        self._batches = [workload.jobs(prompts, batch, params) for batch in indices]
+        # other text: who learns from others' answers must not have seen these
+        self._warm_up = [Job(0, prompts[0][::-1], dataclasses.replace(params, max_tokens=WARM_UP))]
 
     def run(self) -> None:
-        """Everything; what was measured before an exception stays."""
-        self._tell("plain: loading")
-        plain = self._make(PLAIN)
-        assert not plain.num_speculative_tokens, "the plain engine drafts"
-        cache = plain._frontend.loaded.engine.parts.cache.layers[0].k
-        self.environment = environment.describe(cache.device, cache.dtype)
+        """Everything."""
+        self.tell("plain: loading")
+        self.describe()
+        assert not self.engine(PLAIN).num_speculative_tokens, "the plain engine drafts"
         for method in self._methods:
-            run, beside = Run(), Run()
             for repeat in range(self._repeats):
-                self._tell(f"{method.name}: run {repeat + 1} of {self._repeats}")
+                self.tell(f"{method.name}: run {repeat + 1} of {self._repeats}")
                 try:
-                    llm = self._make(method)
+                    self.engine(method)
                 except ValueError as error:
                     if not method.found:
                         raise ValueError(f"{method.name}: {error}") from error
                     self.notes.append(f"{method.name} is left out: {error}")
                     break
-                self._take_turns(plain, llm, beside, run)
-                self.runs[method.name] = (run, beside)
-                del llm
-                gc.collect()  # its memory is the next one's
+                for variant in (PLAIN, method):
+                    self.run_once(variant, self._warm_up, 1)
+                self.measure(method, (PLAIN, method), self._batches, self._batch_size)
+                self.release([method])
 
-    def _take_turns(self, plain: LLM, llm: LLM, beside: Run, run: Run) -> None:
-        run.num_drafts = llm.num_speculative_tokens
-        params = [dataclasses.replace(self._params, seed=i) for i in range(len(self._questions))]
-        # other text: who learns from others' answers must not have seen these
-        other = dataclasses.replace(self._questions[0], token_ids=self._questions[0].token_ids[::-1])
-        pairs: list[tuple[LLM, Run, list[RequestOutput]]] = [(plain, beside, []), (llm, run, [])]
-        for engine, _, _ in pairs:
-            ask(engine, [other], [dataclasses.replace(self._params, max_tokens=WARM_UP)])
-        for first in range(0, len(self._questions), self._batch_size):
-            batch = slice(first, first + self._batch_size)
-            for engine, its, outputs in pairs:
-                outputs += its.ask(first, engine, self._questions[batch], params[batch])
-        (_, _, beside.outputs), (_, _, run.outputs) = pairs
-        run.differences += compare(beside.outputs, run.outputs)
+    def take(self, cell: object, variant: Variant, number: int, run: Run) -> None:
+        """ValueError for a question that cannot be served: there is nothing to compare."""
+        for timing, output in zip(run.timings, run.outputs, strict=True):
+            if output.error is not None:
+                raise ValueError(f"question {self._questions[timing.index].id}: {output.error}")
+        super().take(cell, variant, number, run)
 
     def records(self) -> list[Record]:
-        """A row each, plain first, as they go to methods.json."""
-        if not self.runs:
+        """A row each, plain first, as they go to methods.json; methods that were not asked everything are left out."""
+        pairs = [
+            (self.measured[method, PLAIN], its)
+            for method in self._methods
+            if (its := self.measured.get((method, method))) and len(its.rounds) == len(self._batches)
+        ]
+        if not pairs:
             return []
-        besides = [beside for _, beside in self.runs.values()]
-        plain, total = Run(outputs=besides[0].outputs), sum((b.total for b in besides), Timed())
-        for beside in besides:
-            plain.tally.add(beside.outputs)
-        rows = [self._record(name, run, run.total, its.total) for name, (run, its) in self.runs.items()]
-        return [self._record(PLAIN.name, plain, total, total), *rows]
+        together = Measured(PLAIN, 0)
+        for plain, _ in pairs:
+            together.add(plain)
+        return [self._record(its, plain) for plain, its in [(together, together), *pairs]]
 
-    def _record(self, name: str, run: Run, timed: Timed, plain: Timed) -> Record:
-        config = next((m.config for m in self._methods if m.name == name), None)
-        steps, stats = max(1, timed.num_steps), run.tally.speculation
-        verify, draft, whole = (1e3 * t / steps for t in (timed.verifying, timed.drafting, timed.stepping))
-        has_clock = timed.verifying > 0  # an engine that runs ahead on a GPU has none
+    def _record(self, measured: Measured, plain: Measured) -> Record:
+        """`plain`: what ran beside it."""
+        stats, outputs = measured.tally.speculation, measured.outputs
         scores = [
-            is_right(output.outputs[0].text, question.reference)
-            for question, output in zip(self._questions, run.outputs, strict=True)
+            is_right(outputs[i].outputs[0].text, question.reference)
+            for i, question in enumerate(self._questions)
             if question.reference is not None
         ]
-        return {
-            "name": name,
-            "config": config,
-            "num_speculative_tokens": run.num_drafts,
+        return figures.record(measured, measured.fastest, {}) | {
+            "config": measured.variant.config,
             "tau": stats.acceptance_length,
             "accepted_per_position": [n / max(1, stats.num_rounds) for n in stats.accepted_per_position],
-            "verify_ms": verify if has_clock else None,
-            "draft_ms": draft if has_clock else None,
-            "rest_ms": max(0.0, whole - verify - draft) if has_clock else None,
-            "tokens_per_second": timed.tokens_per_second,
-            "speedup": timed.tokens_per_second / plain.tokens_per_second,
+            **figures.step_parts(measured.fastest),
+            "tokens_per_second": measured.speed,
+            "speedup": measured.speed / plain.speed,
             "num_right": sum(scores),
             "num_asked": len(scores),
-            "identical": not run.differences,
-            "num_same": run.tally.requests - len(run.differences),
-            "num_outputs": run.tally.requests,
-            "num_tokens": run.tally.tokens,
+            "num_same": measured.tally.requests - len(measured.differences),
+            "num_outputs": measured.tally.requests,
             "num_drafted": stats.num_draft_tokens,
-            "num_accepted": stats.num_accepted_tokens,
-            "num_faults": run.num_faults,
+            "num_faults": sum(run.clock.faults for run in measured.runs),
         }
-
-    @property
-    def differences(self) -> list[Difference]:
-        return [d for run, _ in self.runs.values() for d in run.differences]
 
 
 def is_right(answer: str, reference: str) -> bool:
@@ -262,7 +136,7 @@ def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def find(folder: Path, target: Path) -> tuple[list[Method], list[str]]:
+def find(folder: Path, target: Path) -> tuple[list[Variant], list[str]]:
     """Every draft checkpoint in the subfolders of `folder` that may fit the target in the folder `target`, and a line
     for each that does not: a head that names another target, a language model that is no smaller.
 
@@ -283,7 +157,7 @@ def find(folder: Path, target: Path) -> tuple[list[Method], list[str]]:
         except ValueError as error:
             reason = str(error)
         if reason is None:
-            methods.append(Method(name, {"model": str(directory)}, found=True))
+            methods.append(Variant(name, {"model": str(directory)}, found=True))
         else:
             notes.append(f"{name} is left out: {reason}")
     return methods, notes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftproof.bench.report import title
+from draftproof.bench.figures import title
 
 Record = Mapping[str, Any]
 PARTS = ("verify", "draft", "host")
@@ -18,13 +18,18 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(folder: Path, runs: Sequence[Record]) -> list[str]:
-    """The names of the files written: a plot for which nothing was measured is left out, and an older one removed."""
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_sweep(folder: Path, runs: Sequence[Record]) -> list[str]:
+    """The names of the files written: a plot for which nothing was measured is left out, and an older one removed."""
+    pyplot = _pyplot()
     plots: dict[str, Callable[[Any, Sequence[Record]], bool]] = {
         "speedup.png": _speedup,
         "acceptance.png": _acceptance,
@@ -80,7 +85,7 @@ def _acceptance(axes: Any, runs: Sequence[Record]) -> bool:
     drafting = [run for run in runs if run.get("spec_decode_per_position_acceptance_rates")]
     for run in drafting:
         shares = run["spec_decode_per_position_acceptance_rates"]
-        label = f"{_title(run)} (tau {run['spec_decode_acceptance_length']:.2f})"
+        label = f"{_title_in_cell(run)} (tau {run['spec_decode_acceptance_length']:.2f})"
         axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
     axes.set_xlabel("position of the draft")
     axes.set_ylabel("share of proposed drafts accepted")
@@ -98,7 +103,7 @@ def _time_split(axes: Any, runs: Sequence[Record]) -> bool:
     for part in PARTS:
         widths = [run["time_split"][part] for run in known]
         label = "target and verify" if part == "verify" else part
-        axes.barh([_title(run) for run in known], widths, left=left, label=label)
+        axes.barh([_title_in_cell(run) for run in known], widths, left=left, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("share of a step")
     axes.set_xlim(0, 1)
@@ -108,5 +113,40 @@ def _time_split(axes: Any, runs: Sequence[Record]) -> bool:
     return bool(known)
 
 
-def _title(run: Record) -> str:
+def _title_in_cell(run: Record) -> str:
     return f"{title(run)}, batch {run['batch_size']}"
+
+
+def draw_methods(folder: Path, rows: Sequence[Record]) -> list[str]:
+    """Speed-up, where a step's time goes, and acceptance by position, side by side; the name of the file."""
+    pyplot = _pyplot()
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(13, 0.34 * len(rows) + 1.6), layout="constrained", width_ratios=(3, 4, 4)
+    )
+    names = [row["name"] for row in rows]
+    bars = left.barh(names, [row["speedup"] for row in rows], color="tab:green")
+    left.bar_label(
+        bars, [f"{row['speedup']:.2f}, tau {row['tau']:.2f}" for row in rows], padding=3, fontsize="small"
+    )
+    left.set(xlabel="speed-up over plain decoding", xlim=(0, 1.7 * max(row["speedup"] for row in rows)))
+    left.axvline(1, color="grey", linewidth=1)
+    offset = [0.0] * len(rows)
+    for key, label in (("verify_ms", "target and verify"), ("draft_ms", "draft"), ("rest_ms", "rest")):
+        widths = [row[key] or 0.0 for row in rows]
+        middle.barh(names, widths, left=offset, label=label)
+        offset = [a + b for a, b in zip(offset, widths, strict=True)]
+    middle.set(xlabel="ms a step")
+    middle.legend(fontsize="small")
+    for axes in (left, middle):
+        axes.invert_yaxis()
+    for row in rows:
+        if row["accepted_per_position"]:
+            shares = row["accepted_per_position"]
+            right.plot(range(1, len(shares) + 1), shares, marker=".", label=row["name"])
+    right.set(xlabel="position of the draft", ylabel="share of rounds that accept it", ylim=(0, 1))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.grid(alpha=0.3)
+    right.legend(fontsize="x-small")
+    figure.savefig(folder / "methods.png", dpi=130)
+    pyplot.close(figure)
+    return ["methods.png"]

@@ -1,17 +1,132 @@
-"""A benchmark's results as files in one folder: results.json, and results.md for people."""
+"""A benchmark's results as files in one folder: one of JSON, a page for people, plots where matplotlib is installed."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Record = Mapping[str, Any]
-Results = Mapping[str, Any]  # benchmark, settings, environment, memory, runs, against, notes, identical
+from draftproof.bench import plots
+from draftproof.bench.figures import HOST_PARTS, title
 
-COLUMNS = (
+Record = Mapping[str, Any]
+Results = Mapping[
+    str, Any
+]  # settings, environment, notes, rows of figures, and what a benchmark has beside them
+Column = tuple[str, str, str | Callable[[Any], str]]  # title, key, and the format of what stands under it
+
+MOST_POSITIONS = 5  # in the table of methods; methods.json has all
+WORTH_SHOWING = (
+    0.1  # of the answers right: a score near 0 says nothing of a drafter, since it can hardly fall
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one kind of benchmark is shown. `stem`: of its files; `rows`: where its figures are in the results."""
+
+    stem: str
+    rows: str
+    page: Callable[[Results], str]
+    draw: Callable[[Path, Sequence[Record]], list[str]]
+
+
+def write(folder: Path, form: Form, results: Results) -> list[str]:
+    """The names of the files written, over what was there. ValueError where the folder cannot be written."""
+    names = [f"{form.stem}.json", f"{form.stem}.md"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_finite(results), indent=1, ensure_ascii=False)
+        (folder / names[0]).write_text(text + "\n", encoding="utf-8")
+        (folder / names[1]).write_text(form.page(results), encoding="utf-8")
+        return names + (form.draw(folder, results[form.rows]) if plots.available() else [])
+    except OSError as error:
+        raise ValueError(f"--output-dir {folder}: cannot be written: {error}") from None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: it becomes text, as `vllm bench` writes it."""
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(columns: Sequence[Column], rows: Sequence[Record]) -> list[str]:
+    """One line a row; columns that nothing stands in are left out."""
+    cells = [[_cell(row.get(key), form) for row in rows] for _, key, form in columns]
+    shown = [(title, own) for (title, _, _), own in zip(columns, cells, strict=True) if any(own)]
+    lines = [[title for title, _ in shown], ["---"] * len(shown)]
+    lines += [[own[i] for _, own in shown] for i in range(len(rows))]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+
+
+def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
+    if value is None:
+        return ""
+    if callable(form):
+        return form(value)
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return format(value, form) if form else str(value)
+
+
+def _section(heading: str, columns: Sequence[Column], rows: Sequence[Record]) -> list[str]:
+    """A table under a title; nothing without rows."""
+    return [f"## {heading}", "", *table(columns, rows), ""] if rows else []
+
+
+def _page(results: Results, parts: Sequence[str]) -> str:
+    return "\n".join([*parts, *(f"Note: {note}\n" for note in results["notes"])]).rstrip() + "\n"
+
+
+def _shares(most: int | None) -> Callable[[Sequence[float]], str]:
+    """Shares by position, the first `most` of them."""
+    return lambda shares: (
+        " ".join(f"{share:.2f}" for share in shares[:most]) + (" ..." if most and len(shares) > most else "")
+    )
+
+
+def identity(rows: Sequence[Record]) -> str:
+    """What the comparison of plain and speculative outputs rests on."""
+    if verdict(rows) is None:
+        return "identical: no draft was accepted, so nothing is proved"
+    drafting = [row for row in rows if row["num_speculative_tokens"]]
+    different = list(dict.fromkeys(title(row) for row in rows if row["num_different"]))
+    num_different = sum(row["num_different"] for row in rows)
+    found = f"NO ({', '.join(different)}), {num_different} differ" if different else "yes"
+    compared, tokens, accepted = (
+        sum(row[key] for row in drafting) for key in ("num_compared", "num_tokens", "num_accepted")
+    )
+    counts = f"{compared} outputs compared with plain ones; {tokens} tokens, {accepted} accepted drafts"
+    return f"identical: {found} ({counts})"
+
+
+def verdict(rows: Sequence[Record]) -> bool | None:
+    """Whether all outputs were the plain ones; None where no draft was accepted, which proves nothing."""
+    if any(row["num_different"] for row in rows):
+        return False
+    return True if any(row["num_accepted"] for row in rows) else None
+
+
+def _host_time(rows: Sequence[Record]) -> list[str]:
+    found = [
+        {"run": title(row), "batch": row.get("batch_size"), **row["host_time"]}
+        for row in rows
+        if row["host_time"] is not None
+    ]
+    columns: list[Column] = [("run", "run", ""), ("batch", "batch", "")]
+    columns += [(part, f"{part}_ms", ".3f") for part in HOST_PARTS]
+    return _section("Host time of a decoding step, ms", columns, found)
+
+
+# the sweeps
+
+SWEEP_COLUMNS: tuple[Column, ...] = (
     ("run", "name", ""),
     ("batch", "batch_size", ""),
     ("req/s asked", "request_rate", "g"),
@@ -29,33 +144,37 @@ COLUMNS = (
     ("of roofline", "roofline_share", ".0%"),
     ("identical", "identical", ""),
 )
+ACCEPTANCE_COLUMNS: tuple[Column, ...] = (
+    ("run", "title", ""),
+    ("batch", "batch_size", ""),
+    ("tau, all rounds", "spec_decode_acceptance_length", ".2f"),
+    ("tau by request: median (range)", "range", ""),
+    ("accepted at draft 1, 2, ...", "spec_decode_per_position_acceptance_rates", _shares(None)),
+)
+SPLIT_COLUMNS: tuple[Column, ...] = (
+    ("run", "title", ""),
+    ("batch", "batch_size", ""),
+    ("target and verify", "verify", ".0%"),
+    ("draft", "draft", ".0%"),
+    ("host", "host", ".0%"),
+)
+AGAINST_COLUMNS: tuple[Column, ...] = (
+    ("run", "name", ""),
+    ("batch", "batch_size", ""),
+    ("tokens/s", "output_throughput", ".4g"),
+    ("draftproof plain / it", "plain_over_it", ".2f"),
+    ("outputs with our ids", "same", ""),
+)
 
 
-def write(folder: Path, results: Results) -> None:
-    """results.json and results.md, over what was there. ValueError where the folder cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_finite(results), indent=1, ensure_ascii=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "results.md").write_text(markdown(results), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output-dir {folder}: cannot be written: {error}") from None
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: it becomes text, as `vllm bench` writes it."""
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def markdown(results: Results) -> str:
-    """The whole page."""
-    environment, settings = results["environment"], results["settings"]
+def sweep_page(results: Results) -> str:
+    """The whole page of a sweep."""
+    environment, settings, runs = results["environment"], results["settings"], results["runs"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines = [
+    against = [
+        row | {"same": f"{row['num_identical']} of {row['num_compared']}"} for row in results["against"]
+    ]
+    parts = [
         f"# draftproof bench {results['benchmark']}",
         "",
         f"{environment['device']}, {environment['dtype']}, model {settings['model']}, commit "
@@ -63,117 +182,92 @@ def markdown(results: Results) -> str:
         f"{settings['num_prompts']} prompts ({settings['prompts']}), {settings['output_len']} new tokens, temperature "
         f"{settings['temperature']:g}; drafter {settings['drafter'] or 'none'}.",
         "",
-        *table(results["runs"]),
+        *table(SWEEP_COLUMNS, runs),
         "",
-        identity(results),
+        identity(runs),
         "",
-        *_speculation(results["runs"]),
-        *_splits(results["runs"]),
-        *_against(results.get("against", [])),
+        *_acceptance(runs),
+        *_splits(runs),
+        *_host_time(runs),
+        *_section("Against transformers, same weights", AGAINST_COLUMNS, against),
         *(f"{line.replace('memory', f'memory ({name})', 1)}\n" for name, line in results["memory"].items()),
-        *(f"Note: {note}\n" for note in results["notes"]),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return _page(results, parts)
 
 
-def table(runs: Sequence[Record]) -> list[str]:
-    """One line a run; columns that nothing stands in are left out."""
-    columns = [c for c in COLUMNS if any(run.get(c[1]) is not None for run in runs)]
-    rows = [[_cell(run.get(key), form) for _, key, form in columns] for run in runs]
-    return _table([title for title, _, _ in columns], rows)
-
-
-def identity(results: Results) -> str:
-    """What the comparison of plain and speculative outputs rests on."""
-    compared = sum(run["num_compared"] for run in results["runs"])
-    different = sum(run["num_different"] for run in results["runs"])
-    tokens = sum(run["total_output_tokens"] for run in results["runs"])
-    accepted = sum(run.get("spec_decode_accepted_tokens", 0) for run in results["runs"])
-    if results["identical"] is None:
-        return "identical: no draft was accepted, so nothing is proved"
-    verdict = "yes" if results["identical"] else f"NO, {different} differ"
-    counts = f"{compared} outputs compared with plain ones; {tokens} tokens, {accepted} accepted drafts"
-    return f"identical: {verdict} ({counts})"
-
-
-def verdict(runs: Sequence[Record]) -> bool | None:
-    """Whether all outputs were the plain ones; None where no draft was accepted, which proves nothing."""
-    if any(run["num_different"] for run in runs):
-        return False
-    return True if any(run.get("spec_decode_accepted_tokens") for run in runs) else None
-
-
-def title(run: Record) -> str:
-    """Its name, and the rate at which requests came."""
-    return (
-        run["name"] if run["request_rate"] is None else f"{run['name']}, {run['request_rate']:g} requests/s"
-    )
-
-
-def _speculation(runs: Sequence[Record]) -> list[str]:
-    drafting = [run for run in runs if "spec_decode_acceptance_length" in run]
-    rows = [
-        [
-            title(run),
-            str(run["batch_size"]),
-            f"{run['spec_decode_acceptance_length']:.2f}",
-            f"{run['median_acceptance_length']:.2f} ({run['min_acceptance_length']:.2f} to "
+def _acceptance(runs: Sequence[Record]) -> list[str]:
+    drafting = [
+        {
+            **run,
+            "title": title(run),
+            "range": f"{run['median_acceptance_length']:.2f} ({run['min_acceptance_length']:.2f} to "
             f"{run['max_acceptance_length']:.2f})",
-            " ".join(f"{share:.2f}" for share in run["spec_decode_per_position_acceptance_rates"]),
-        ]
-        for run in drafting
+        }
+        for run in runs
+        if "spec_decode_acceptance_length" in run
     ]
-    titles = [
-        "run",
-        "batch",
-        "tau, all rounds",
-        "tau by request: median (range)",
-        "accepted at draft 1, 2, ...",
-    ]
-    return ["## Acceptance", "", *_table(titles, rows), ""] if rows else []
+    return _section("Acceptance", ACCEPTANCE_COLUMNS, drafting)
 
 
 def _splits(runs: Sequence[Record]) -> list[str]:
-    known = [run for run in runs if run["time_split"]]
-    rows = [
-        [
-            title(run),
-            str(run["batch_size"]),
-            *(f"{run['time_split'][part]:.0%}" for part in ("verify", "draft", "host")),
-        ]
-        for run in known
+    known = [
+        {"title": title(run), "batch_size": run["batch_size"], **run["time_split"]}
+        for run in runs
+        if run["time_split"]
     ]
-    if not rows:
-        return []
-    titles = ["run", "batch", "target and verify", "draft", "host"]
-    return [f"## Where the time goes ({known[0]['time_split']['method']})", "", *_table(titles, rows), ""]
+    method = known[0]["method"] if known else ""
+    return _section(f"Where the time goes ({method})", SPLIT_COLUMNS, known)
 
 
-def _against(rows: Sequence[Record]) -> list[str]:
-    if not rows:
-        return []
-    cells = [
-        [
-            row["name"],
-            str(row["batch_size"]),
-            f"{row['output_throughput']:.4g}",
-            f"{row['plain_over_it']:.2f}",
-            f"{row['num_identical']} of {row['num_compared']}",
-        ]
+# the methods
+
+METHOD_COLUMNS: tuple[Column, ...] = (
+    ("method", "name", ""),
+    ("K", "num_speculative_tokens", lambda number: str(number or "")),
+    ("tau", "tau", ".2f"),
+    ("accepted at 1, 2, ...", "accepted_per_position", _shares(MOST_POSITIONS)),
+    ("draft ms", "draft_ms", ".2f"),
+    ("verify ms", "verify_ms", ".2f"),
+    ("rest ms", "rest_ms", ".2f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("speed-up", "speedup", ".2f"),
+    ("right", "right", ""),
+    ("same answers", "same", ""),
+)
+
+
+def methods_page(results: Results) -> str:
+    """The table of the methods, and under it what it rests on."""
+    rows, s, e = results["methods"], results["settings"], results["environment"]
+    parts = [
+        f"# Draft methods on {results['model']}",
+        "",
+        *methods_table(rows),
+        "",
+        f"{s['num_prompts']} prompts, {s['batch_size']} at once, up to {s['max_tokens']} new tokens, temperature "
+        f"{s['temperature']:g}, policy {s['policy']}, best of {s['repeats']}; {e['device']}, {e['dtype']}, "
+        f"{e['threads']} threads, torch {e['versions']['torch']}, commit {e['commit'] or 'unknown'}.",
+        "",
+        identity(rows),
+        "",
+        *_host_time(rows),
+    ]
+    return _page(results, parts)
+
+
+def methods_table(rows: Sequence[Record]) -> list[str]:
+    """One line a method."""
+    scores = any(row["num_right"] >= max(1, WORTH_SHOWING * row["num_asked"]) for row in rows)
+    shown = [
+        {
+            **row,
+            "right": f"{row['num_right']} of {row['num_asked']}" if scores else None,
+            "same": f"{row['num_same']} of {row['num_outputs']}" if row["num_speculative_tokens"] else None,
+        }
         for row in rows
     ]
-    titles = ["run", "batch", "tokens/s", "draftproof plain / it", "outputs with our ids"]
-    return ["## Against transformers, same weights", "", *_table(titles, cells), ""]
+    return table(METHOD_COLUMNS, shown)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
-
-
-def _cell(value: Any, form: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return format(value, form) if form else str(value)
+SWEEP = Form("results", "runs", sweep_page, plots.draw_sweep)
+METHODS = Form("methods", "methods", methods_page, plots.draw_methods)

@@ -1,38 +1,22 @@
-"""A benchmark: every setting of the sweep, plain decoding beside each way of drafting, all outputs compared."""
+"""A sweep over batch sizes and request rates: plain decoding beside each way of drafting, all outputs compared."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from draftproof.bench import environment, figures, passes, workload
-from draftproof.bench.compare import Difference, compare
-from draftproof.bench.drive import Client, Job, Run
+from draftproof.bench import figures, internals, passes, workload
+from draftproof.bench.drive import Job
+from draftproof.bench.harness import PLAIN, Benchmark, Record, Variant
 from draftproof.bench.rooflines import Peaks, peaks_of
 from draftproof.drafters.recordings import save
 from draftproof.frontend.llm import LLM
 from draftproof.kernels.room import free_bytes
-from draftproof.types import RequestOutput, SamplingParams
+from draftproof.types import SamplingParams
 
 Kind = Literal["latency", "throughput", "serve-like"]
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way of decoding. `config` is its speculative_config; None decodes plainly."""
-
-    name: str
-    config: dict[str, Any] | None = field(default=None, hash=False)
-    acceptance: float | None = None  # of replayed drafts
-
-
-PLAIN = Variant("plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +50,9 @@ class Settings:
         return [Cell(batch, rate) for batch in self.batch_sizes for rate in rates]
 
 
-@dataclass(slots=True)
-class Measured:
-    """One variant in one cell. `differences`: outputs that are not the plain ones."""
-
-    runs: list[Run] = field(default_factory=list)
-    num_drafts: int = 0
-    runs_ahead: bool = False  # of the host's clock
-    device_split: figures.Figures | None = None
-    roofline_share: float | None = None
-    differences: list[Difference] = field(default_factory=list)
-    num_compared: int = 0
-
-
-class Suite:
-    """Runs it. `make` builds a variant's engine; `tell` gets a line for people when something begins.
-
-    On a CPU, whose speed drifts, the variants take turns where all engines fit into memory at once; on a GPU one engine
-    after the other has the memory to itself.
+class Suite(Benchmark):
+    """The sweep. On a CPU, whose speed drifts, the variants take turns where all engines fit into memory at once; on a
+    GPU one engine after the other has the memory to itself.
     """
 
     def __init__(
@@ -96,43 +65,29 @@ class Suite:
         recordings: Path,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        super().__init__(make, tell)
         self._settings, self.prompts, self._params = settings, prompts, params
         self.kind = settings.kind
-        self._variants, self._make, self._recordings, self._tell = variants, make, recordings, tell
-        self._engines: dict[str, LLM] = {}
-        self.reference: dict[int, RequestOutput] = {}  # plain outputs, by prompt
-        self.measured: dict[tuple[str, Cell], Measured] = {}
-        self.environment: dict[str, Any] = {}
-        self.memory: dict[str, str] = {}  # the line of each variant's engine
+        self._variants, self._recordings = variants, recordings
         self.peaks = settings.peaks
-        self.device, self.dtype = torch.device("cpu"), torch.float32  # of the engines, once there is one
 
     def run(self) -> None:
-        """Everything; what was measured before an exception stays."""
-        self._describe()
+        """Everything."""
+        self.describe()
+        if self.peaks is None and self.dtype.itemsize == 2:
+            self.peaks = peaks_of(self.environment["device"])
         if any(v.acceptance is not None for v in self._variants):
             self._record()
         everybody = [PLAIN, *self._variants]
-        groups = [everybody] if self._take_turns() else [[v] for v in everybody]
+        groups = [everybody] if self._fit_together() else [[v] for v in everybody]
         for group in groups:
             for cell in self._settings.cells:
                 self._measure(group, cell)
-            for variant in group:
-                self._engines.pop(variant.name, None)
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self.release(group)
 
-    def _describe(self) -> None:
-        key = self._engine(PLAIN)._frontend.loaded.engine.parts.cache.layers[0].k
-        self.device, self.dtype = key.device, key.dtype
-        self.environment = environment.describe(self.device, self.dtype)
-        if self.peaks is None and self.dtype.itemsize == 2:
-            self.peaks = peaks_of(self.environment["device"])
-
-    def _take_turns(self) -> bool:
+    def _fit_together(self) -> bool:
         """Whether all engines can be in memory at once; one with a drafter is taken for twice a plain one."""
-        used = self._engine(PLAIN).memory
+        used = self.engine(PLAIN).memory
         needed = 2 * len(self._variants) * (used.weights + used.kv)
         return self.device.type == "cpu" and needed <= free_bytes(self.device) / 2
 
@@ -149,103 +104,45 @@ class Suite:
             times = workload.arrivals(count, cell.rate, settings.burstiness, settings.seed + iteration)
         return workload.jobs(self.prompts, range(count), self._params, times)
 
-    def _engine(self, variant: Variant) -> LLM:
-        if variant.name not in self._engines:
-            llm = self._engines[variant.name] = self._make(variant)
-            self.memory[variant.name] = str(llm.memory)
-        return self._engines[variant.name]
-
     def _record(self) -> None:
-        self._tell("recording plain outputs")
+        self.tell("recording plain outputs")
         jobs = workload.jobs(self.prompts, range(len(self.prompts)), self._params)
-        outputs = Client(self._engine(PLAIN), max(self._settings.batch_sizes)).run(jobs).outputs
+        outputs = self.run_once(PLAIN, jobs, max(self._settings.batch_sizes)).outputs
         self.reference.update(enumerate(outputs))
         save(self._recordings, outputs)
 
     def _measure(self, group: Sequence[Variant], cell: Cell) -> None:
         """The variants of one group in one cell, taking turns."""
-        engines = {v.name: self._engine(v) for v in group}
+        batch, num_iters = cell.batch_size, self._settings.num_iters
+        indices = [job.index for job in self.jobs(cell, 0)[:batch]]
         for variant in group:
-            self._tell(f"{variant.name}, {cell}: warming up")
-            first = workload.jobs(
-                self.prompts, [j.index for j in self.jobs(cell, 0)][: cell.batch_size], self._params
-            )
+            self.tell(f"{variant.name}, {cell}: warming up")
             for _ in range(self._settings.num_warmups):
-                Client(engines[variant.name], cell.batch_size).run(first)
-        for iteration in range(self._settings.num_iters):
-            for variant in group:
-                self._tell(f"{variant.name}, {cell}: iteration {iteration + 1} of {self._settings.num_iters}")
-                jobs = self.jobs(cell, iteration)
-                run = Client(engines[variant.name], cell.batch_size).run(jobs)
-                self._take(variant, cell, run)
+                self.run_once(variant, workload.jobs(self.prompts, indices, self._params), batch)
+        rounds = [self.jobs(cell, iteration) for iteration in range(num_iters)]
+        self.measure(cell, group, rounds, batch, "iteration")
         for variant in group:
-            self._look_inside(variant, cell, engines[variant.name])
+            self._look_inside(variant, cell)
 
-    def _take(self, variant: Variant, cell: Cell, run: Run) -> None:
-        """Keep a run and compare its outputs; plain decoding comes first, so there is something to compare with."""
-        found = self.measured.setdefault((variant.name, cell), Measured())
-        found.num_drafts = self._engine(variant).num_speculative_tokens
-        found.runs.append(run)
-        for timing, output in zip(run.timings, run.outputs, strict=True):
-            if variant is PLAIN and timing.index not in self.reference:
-                self.reference[timing.index] = output
-                continue
-            different = compare([self.reference[timing.index]], [output])
-            found.differences += [replace(d, request=timing.index) for d in different]
-            found.num_compared += 1
-
-    def _look_inside(self, variant: Variant, cell: Cell, llm: LLM) -> None:
-        found = self.measured[variant.name, cell]
+    def _look_inside(self, variant: Variant, cell: Cell) -> None:
+        llm, found = self.engine(variant), self.measured[cell, variant]
         if self.peaks is not None:
             found.roofline_share = passes.roofline_share(llm, found.runs, self.peaks, found.num_drafts)
-        found.runs_ahead = bool(llm._frontend.loaded.engine.parts.num_ahead)
+        found.runs_ahead = internals.runs_ahead(llm)
         if found.runs_ahead:
             found.device_split = passes.device_split(llm, self.jobs(cell, 0)[: cell.batch_size])
-
-    @property
-    def differences(self) -> list[Difference]:
-        return [d for found in self.measured.values() for d in found.differences]
 
     def records(self) -> list[Record]:
         """One for each cell and variant, plain first, as they go to results.json."""
         found = []
         for cell in self._settings.cells:
-            plain: Record | None = None
-            for variant in (PLAIN, *self._variants):
-                measured = self.measured.get((variant.name, cell))
-                if measured is not None:
-                    record = self._as_record(variant, cell, measured)
-                    plain = plain or record
-                    found.append(record | self._against_plain(record, plain))
+            records = [
+                {**figures.record(m, m.runs, self._settings.goodput), **_cell_of(cell)}
+                for v in (PLAIN, *self._variants)
+                if (m := self.measured.get((cell, v))) is not None
+            ]
+            found += [record | self._against_plain(record, records[0]) for record in records]
         return found
-
-    def _as_record(self, variant: Variant, cell: Cell, measured: Measured) -> Record:
-        decoding = figures.decoding(measured.runs)
-        time_split = None
-        if measured.device_split is not None and decoding is not None:
-            step, verify = measured.device_split["step"], measured.device_split["verify"]
-            verify = min(verify, step) if variant.config else step
-            total = max(decoding["mean_step_ms"] / 1e3, step)
-            time_split = figures.split(
-                total, verify, step - verify, "device time of graphs in a decoding step"
-            )
-        elif not measured.runs_ahead:
-            time_split = figures.host_clock_split(measured.runs, drafts=variant.config is not None)
-        return {
-            "name": variant.name,
-            "batch_size": cell.batch_size,
-            "request_rate": cell.rate,
-            "num_speculative_tokens": measured.num_drafts,
-            "replayed_acceptance": variant.acceptance,
-            "num_iters": len(measured.runs),
-            **figures.summarise(measured.runs, self._settings.goodput),
-            "decoding": decoding,
-            "time_split": time_split,
-            "roofline_share": measured.roofline_share,
-            "identical": not measured.differences,
-            "num_compared": measured.num_compared,
-            "num_different": len(measured.differences),
-        }
 
     def _against_plain(self, record: Record, plain: Record) -> Record:
         """`speedup`: of the throughput; where requests come at a rate, of the time per output token."""
@@ -253,3 +150,7 @@ class Suite:
             return {"speedup": record["output_throughput"] / (plain["output_throughput"] or 1.0)}
         own = record["mean_tpot_ms"]
         return {"speedup": plain["mean_tpot_ms"] / own if own else None}
+
+
+def _cell_of(cell: Cell) -> Record:
+    return {"batch_size": cell.batch_size, "request_rate": cell.rate}

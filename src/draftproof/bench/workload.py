@@ -19,8 +19,12 @@ def random_prompts(
     """`count` prompts of random ids, all different, each `length` tokens give or take the share `range_ratio`."""
     generator = random.Random(seed)
     low, high = max(1, math.floor(length * (1 - range_ratio))), math.ceil(length * (1 + range_ratio))
+    return random_ids([generator.randint(low, high) for _ in range(count)], vocab_size, generator)
+
+
+def random_ids(lengths: Sequence[int], vocab_size: int, generator: random.Random) -> list[list[int]]:
+    """A prompt of each length."""
     first = FIRST_ID if vocab_size > 2 * FIRST_ID else 0
-    lengths = [generator.randint(low, high) for _ in range(count)]
     return [[generator.randrange(first, vocab_size) for _ in range(n)] for n in lengths]
 
 

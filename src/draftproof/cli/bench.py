@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from draftproof.cli import options
 from draftproof.cli.bench_methods import methods
 
 if TYPE_CHECKING:
-    from draftproof.bench.suite import Kind, Suite, Variant
+    from draftproof.bench.harness import Variant
+    from draftproof.bench.suite import Kind, Suite
     from draftproof.frontend.llm import LLM
 
 EXAMPLES = """\b
@@ -99,7 +99,7 @@ def run(
         drafter = {} if variant.config is None else {"speculative_config": variant.config}
         return options.make_llm({**plan.engine, **drafter})
 
-    suite = Suite(plan.settings, plan.prompts, plan.params, plan.variants, make, plan.recordings, _tell)
+    suite = Suite(plan.settings, plan.prompts, plan.params, plan.variants, make, plan.recordings, setup.tell)
     try:
         suite.run()
     except KeyboardInterrupt:
@@ -110,16 +110,11 @@ def run(
     return _conclude(suite, plan)
 
 
-def _tell(line: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(line, err=True)
-
-
 def _conclude(suite: Suite, plan: setup.Plan, interrupted: str = "") -> int:
     """Compare with transformers where asked, write and print; the exit status."""
-    from draftproof.bench import plots, report
+    from draftproof.bench import report
 
-    runs, folder = suite.records(), plan.folder
+    runs = suite.records()
     rows, notes = ([], [interrupted]) if interrupted else _against_transformers(suite, runs, plan)
     results = {
         "benchmark": suite.kind,
@@ -131,17 +126,7 @@ def _conclude(suite: Suite, plan: setup.Plan, interrupted: str = "") -> int:
         "against": rows,
         "notes": notes,
     }
-    report.write(folder, results)
-    files = ["results.json", "results.md"]
-    if plots.available():
-        files += plots.draw(folder, runs)
-    page = report.markdown(results)
-    click.echo(page[page.index("\n") + 1 :].lstrip(), nl=False)
-    for difference in suite.differences[:3]:
-        click.echo(str(difference))
-    if not plots.available():
-        click.echo("no plots: matplotlib is not installed (pip install draftproof[bench])", err=True)
-    click.echo(f"written to {folder}: {', '.join(files)}")
+    setup.conclude(suite, report.SWEEP, plan.folder, results)
     return 1 if suite.differences or any(run["failed"] for run in runs) else 0
 
 
@@ -169,5 +154,5 @@ def _against_transformers(
         num_new=plan.params.max_tokens or 1,
         plain_speeds={run["batch_size"]: run["output_throughput"] for run in runs if run["name"] == "plain"},
         num_lookup=max(run["num_speculative_tokens"] for run in runs) or 5,
-        tell=_tell,
+        tell=setup.tell,
     )

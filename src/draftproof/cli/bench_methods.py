@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from draftproof import assets
+from draftproof.cli import bench_setup as setup
 from draftproof.cli import options
-from draftproof.cli.bench_setup import make_folder
 from draftproof.cli.prompts import Prompt, read_file
 from draftproof.config import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from draftproof.bench.methods import Comparison, Method
+    from draftproof.bench.harness import Variant
+    from draftproof.bench.methods import Comparison
 
 EXAMPLES = """\b
 Examples:
@@ -123,7 +123,7 @@ def methods(
         _check(drafter, engine)
     common = {"policy": given["policy"], "num_speculative_tokens": given["num_drafts"]}
     questions = _questions(given["prompt_file"], given["limit"], engine)
-    make_folder(output_dir)
+    setup.make_folder(output_dir)
     comparison = Comparison(
         lambda method: _engine(method, engine, given["batch_size"]),
         [_with(common, method) for method in drafters],
@@ -131,37 +131,38 @@ def methods(
         SamplingParams(temperature=given["temperature"], max_tokens=given["max_tokens"]),
         batch_size=given["batch_size"],
         repeats=given["repeats"],
-        tell=lambda line: click.echo(line, err=True) if sys.stderr.isatty() else None,
+        tell=setup.tell,
     )
     settings = {"engine": dict(engine), **given, "num_prompts": len(questions)}
     try:
         comparison.run()
     except (KeyboardInterrupt, ValueError) as error:
-        if comparison.runs:
+        if comparison.records():
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended early ({error})"
             notes.append(f"{why}: what was not measured is missing")
-            _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
+            _conclude(comparison, output_dir, notes, settings)
         raise
-    return _conclude(comparison, output_dir, [*notes, *comparison.notes], settings)
+    return _conclude(comparison, output_dir, notes, settings)
 
 
 def all_drafters(
     named: Sequence[tuple[str, dict[str, Any]]], heads: Sequence[Path], engine: Mapping[str, Any]
-) -> tuple[list[Method], list[str]]:
+) -> tuple[list[Variant], list[str]]:
     """Those that were named, else what needs no checkpoint and what comes with draftproof; then what folders hold.
 
     Also a line for each checkpoint that does not fit.
     """
-    from draftproof.bench.methods import Method, find
+    from draftproof.bench.harness import Variant
+    from draftproof.bench.methods import find
 
-    chosen = [Method(name, config) for name, config in named]
+    chosen = [Variant(name, config) for name, config in named]
     if not named:
-        chosen = [Method("ngram", {"method": "ngram"}), Method("suffix", {"method": "suffix"})]
+        chosen = [Variant("ngram", {"method": "ngram"}), Variant("suffix", {"method": "suffix"})]
         if "model" not in engine:
             own = {"model": str(assets.path(options.EMBEDDED_DRAFTER))}
             short = {"method": "suffix", "num_speculative_tokens": 5}  # as many as the head's
             both = {"method": "chain", "drafters": [short, own]}
-            chosen += [Method("suffix, then eagle3", both), Method(options.EMBEDDED_DRAFTER, own)]
+            chosen += [Variant("suffix, then eagle3", both), Variant(options.EMBEDDED_DRAFTER, own)]
     notes: list[str] = []
     for folder in heads:
         found, misfits = find(folder, _target(engine))
@@ -171,7 +172,7 @@ def all_drafters(
     return chosen, notes
 
 
-def _check(method: Method, engine: Mapping[str, Any]) -> None:
+def _check(method: Variant, engine: Mapping[str, Any]) -> None:
     """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
     from draftproof.engine.plans import Files, draft_plans
     from draftproof.models.loading import RandomWeights
@@ -185,21 +186,21 @@ def _check(method: Method, engine: Mapping[str, Any]) -> None:
         raise ValueError(f"{method.name}: {error}") from error
 
 
-def _with(common: Mapping[str, Any], method: Method) -> Method:
+def _with(common: Mapping[str, Any], method: Variant) -> Variant:
     """What all get, where their own settings do not say otherwise."""
     given = {name: value for name, value in common.items() if value is not None}
     return dataclasses.replace(method, config={**given, **(method.config or {})})
 
 
-def _apart(engine: Mapping[str, Any]) -> tuple[dict[str, Any], list[Method]]:
+def _apart(engine: Mapping[str, Any]) -> tuple[dict[str, Any], list[Variant]]:
     """A draft head given as the model takes part, and the model is the target that it names."""
-    from draftproof.bench.methods import Method
+    from draftproof.bench.harness import Variant
 
     chosen = options.apart(engine)
     if "model" not in engine:
         return options.without_drafter(chosen), []
     drafter = chosen.pop("speculative_config", None)
-    return chosen, [] if drafter is None else [Method(Path(engine["model"]).name, drafter)]
+    return chosen, [] if drafter is None else [Variant(Path(engine["model"]).name, drafter)]
 
 
 def _target(engine: Mapping[str, Any]) -> Path:
@@ -210,7 +211,7 @@ def _target(engine: Mapping[str, Any]) -> Path:
     )
 
 
-def _engine(method: Method, engine: Mapping[str, Any], batch_size: int) -> Any:
+def _engine(method: Variant, engine: Mapping[str, Any], batch_size: int) -> Any:
     """On a GPU the plain engine leaves room for the other one."""
     chosen = {"enable_prefix_caching": False, **engine, "max_num_seqs": batch_size}
     if method.config is None:
@@ -242,9 +243,9 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
 
 def _conclude(comparison: Comparison, folder: Path, notes: list[str], settings: Mapping[str, Any]) -> int:
     """Write and print; the exit status."""
-    from draftproof.bench import methods_report, plots
+    from draftproof.bench import report
 
-    rows, model = comparison.records(), settings["engine"].get("model")
+    rows, model, notes = comparison.records(), settings["engine"].get("model"), [*notes, *comparison.notes]
     if not rows:
         raise ValueError("\n".join(["no drafter fits this target", *notes]))
     results = {
@@ -254,11 +255,5 @@ def _conclude(comparison: Comparison, folder: Path, notes: list[str], settings: 
         "methods": rows,
         "notes": notes + [f"{row['name']}: {row['num_faults']} faults" for row in rows if row["num_faults"]],
     }
-    files = methods_report.write(folder, results)
-    click.echo(methods_report.markdown(results).partition("\n\n")[2], nl=False)
-    for difference in comparison.differences[:3]:
-        click.echo(str(difference))
-    if not plots.available():
-        click.echo("no plot: matplotlib is not installed (pip install draftproof[bench])", err=True)
-    click.echo(f"written to {folder}: {', '.join(files)}")
+    setup.conclude(comparison, report.METHODS, folder, results)
     return 1 if comparison.differences else 0

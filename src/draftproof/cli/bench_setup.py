@@ -1,9 +1,10 @@
-"""What `draftproof bench` is told: its flags, and what prompts and drafters they mean."""
+"""What `draftproof bench` is told, its flags and what prompts and drafters they mean; and what it says at the end."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from draftproof.config import ENGINE_WIDE, EngineConfig
 from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
-    from draftproof.bench.suite import Kind, Settings, Variant
+    from draftproof.bench.harness import Benchmark, Variant
+    from draftproof.bench.report import Form
+    from draftproof.bench.suite import Kind, Settings
     from draftproof.models.config import ModelConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -254,7 +257,7 @@ def make_variants(
     drafter: Mapping[str, Any] | None, given: Mapping[str, Any], recordings: Path
 ) -> list[Variant]:
     """Each number of drafts (at each acceptance). ValueError for drafts without a drafter."""
-    from draftproof.bench.suite import Variant
+    from draftproof.bench.harness import Variant
 
     rates: Sequence[float | None] = given["replay_acceptance"] or [None]
     if drafter is None and rates == [None]:
@@ -281,7 +284,8 @@ def make_variants(
                 "acceptance": rate,
                 "drafters": inner,
             }
-            found.append(Variant(f"{name}, right at {rate:g}", {"policy": "fixed", **replay, **number}, rate))
+            config = {"policy": "fixed", **replay, **number}
+            found.append(Variant(f"{name}, right at {rate:g}", config, acceptance=rate))
     return found
 
 
@@ -290,6 +294,25 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output-dir {folder}: cannot be made: {error}") from None
+
+
+def tell(line: str) -> None:
+    """Say what begins, to somebody who looks on."""
+    if sys.stderr.isatty():
+        click.echo(line, err=True)
+
+
+def conclude(bench: Benchmark, form: Form, folder: Path, results: Mapping[str, Any]) -> None:
+    """Write the files, and print what stands in them."""
+    from draftproof.bench import plots, report
+
+    files = report.write(folder, form, results)
+    click.echo(form.page(results).partition("\n")[2].lstrip(), nl=False)
+    for difference in bench.differences[:3]:
+        click.echo(str(difference))
+    if not plots.available():
+        click.echo("no plots: matplotlib is not installed (pip install draftproof[bench])", err=True)
+    click.echo(f"written to {folder}: {', '.join(files)}")
 
 
 def as_record(

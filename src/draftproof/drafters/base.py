@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.pool import KVShape
+from draftproof.models.cost import Cost
 from draftproof.sampling.sampler import Draw as Draw
 
 
@@ -34,6 +35,11 @@ class InputLayout:
     anchor: bool = False  # append the newest token as a row of its own
     masks: int = 0  # then this many mask rows
 
+    def num_rows(self, num_verified: int) -> int:
+        """Rows fed for a request of which so many rows were verified."""
+        context = {"all": num_verified, "last": 1, "none": 0}[self.context]
+        return context + self.anchor + self.masks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
@@ -45,9 +51,6 @@ class DraftSpec:
     borrow: tuple[
         int, ...
     ] = ()  # indices of the target's caches that are read in place: they follow the own ones
-    unroll: Literal["recurrent", "parallel"] = (
-        "recurrent"  # parallel: one pass, a draft from each of the last rows
-    )
     advance: Literal[0, 1] = 1  # 0: rows stay where the first one was, and see what it saw (borrowed keys)
     mask_token: int | None = None
     anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
@@ -107,8 +110,22 @@ def no_proposal(verified: Verified) -> Proposal:
     return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSize:
+    """How much a round drafts: for each of `requests`, after `rows` verified rows at `context` tokens.
+
+    `itemsize`: bytes of a number in the cache.
+    """
+
+    requests: int
+    rows: int
+    context: int
+    num_drafts: int
+    itemsize: int = 2
+
+
 class Drafter(Protocol):
-    """Level 1: anything that proposes. `bind`, `admit` and `release` are optional.
+    """Level 1: anything that proposes. `bind`, `admit` and `release` are optional, `cost` is asked of ours alone.
 
     bind(memory) at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare; admit(slot, tokens,
     num_cached) when a request takes a slot; release(slot) when it leaves, finished or preempted.
@@ -119,6 +136,10 @@ class Drafter(Protocol):
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """num_drafts = max(k_R), may be 0: state is kept in step and nothing is proposed."""
         ...
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        """What a round reads and computes at least; nothing, for a drafter without weights. None: nobody knows."""
+        return Cost()
 
 
 def name_of(drafter: Drafter) -> str:

@@ -16,10 +16,12 @@ from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_leftovers, check_num_drafts, check_target, checked_mask_token
-from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.parallel import Decode, Parallel
+from draftproof.drafters.head import HeadDrafter, PassSize
+from draftproof.drafters.parallel import BlockHead, Decode, Parallel
 from draftproof.drafters.vocabulary import embedding, output_head
+from draftproof.models import cost
 from draftproof.models.config import ModelConfig
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import kv_shapes
 from draftproof.models.layers import DecoderLayer, Layer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
@@ -41,8 +43,8 @@ class BlockSettings:
     last_tap_is_normed: bool = False
 
 
-class BlockNetwork:
-    """A `BlockHead`. `wrap(i, layer)` may put something around layer i."""
+class BlockNetwork(BlockHead):
+    """`wrap(i, layer)` may put something around layer i."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class BlockNetwork:
         check_target(given, s.layers, s.taps)
         build, config, hidden = given.build, s.layers, s.layers.hidden_size
         self.spec = _spec(given, s)
+        self._config = config
         self._ops = build.ops
         self._fc = build.linear("fc", len(s.taps) * given.target.config.hidden_size, hidden)
         self._hidden_norm = Norm.load(build, "hidden_norm", hidden, config.norm_eps)
@@ -96,6 +99,17 @@ class BlockNetwork:
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
 
+    def cost(self, size: PassSize) -> Cost:
+        """Target states are fused and remembered, the block is fed."""
+        config, num_states, num_rows = self._config, size.requests * size.fused, size.requests * size.fed
+        found = cost.linear(self._head, size.requests * size.read)
+        for packed in (self._fc, *self._context):
+            found += cost.linear(packed, num_states)
+        if size.fed:
+            found += cost.layers_products(config, num_rows, self._fc.weight_itemsize)
+            found += cost.attention(config, size.requests, size.fed, size.context, size.itemsize)
+        return found
+
 
 def drafter(given: DraftBuild, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
     check_leftovers(given)
@@ -119,7 +133,6 @@ def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
         taps=Taps(layers=s.taps),
         layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
         kv=kv_shapes(s.layers),
-        unroll="parallel",
         mask_token=checked_mask_token(given, s.mask_token),
         anchor_predicts=s.sample_from_anchor,
     )

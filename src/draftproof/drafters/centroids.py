@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.build import DraftBuild
+from draftproof.models import cost
+from draftproof.models.cost import Cost
 
 
 class CentroidHead:
@@ -30,6 +32,12 @@ class CentroidHead:
         found_MX = torch.bmm(self._weight_VH[tokens_MX].float(), hidden_MH.float()[:, :, None]).squeeze(2)
         least_M1 = found_MX.amin(dim=-1, keepdim=True) - 1.0
         return least_M1.repeat(1, len(self._weight_VH)).scatter_(1, tokens_MX, found_MX)
+
+    def cost(self, num_rows: int) -> Cost:
+        """Every row reads the weights of its own tokens."""
+        elements = self._num_chosen * self._tokens_CS.shape[1] * self._weight_VH.shape[1]
+        each = cost.products(elements, 1, self._weight_VH.element_size())
+        return cost.linear(self._centroids, num_rows) + each * num_rows
 
 
 def _order(given: DraftBuild, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:

@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified, name_of, tell
+from draftproof.drafters.base import (
+    Drafter,
+    DraftSpec,
+    InputLayout,
+    Proposal,
+    RoundSize,
+    Taps,
+    Verified,
+    name_of,
+    tell,
+)
 from draftproof.drafters.head import DraftMemory
+from draftproof.models.cost import Cost
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """`propose` of every member sees every round, so all of them keep their state in step. `most[i]`: how many tokens
     member i proposes at most."""
 
@@ -72,6 +83,17 @@ class ChainDrafter:
             count_R = torch.where(take_R, given_R, count_R)
             open_R = open_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R)
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        """Where the host looks, the first member may have drafts for everybody, and the others none to make."""
+        found = Cost()
+        for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
+            num_drafts = 0 if self._host_looks and number else min(size.num_drafts, most)
+            its = drafter.cost(dataclasses.replace(size, num_drafts=num_drafts))
+            if its is None:
+                return None
+            found += its
+        return found
 
     def _taps_for(self, wanted: Taps, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         own = [taps[self._taps.layers.index(i)] for i in wanted.layers]

@@ -13,8 +13,10 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.parallel import Block, DrawSlot
+from draftproof.drafters.head import HeadDrafter, PassSize
+from draftproof.drafters.parallel import Block, Decode, DrawSlot
+from draftproof.models import cost
+from draftproof.models.cost import Cost
 from draftproof.models.layers import DecoderLayer
 
 
@@ -35,12 +37,12 @@ class BlockConv:
         hidden, self._size = s.block.layers.hidden_size, s.block.block_size
         groups = hidden // s.group_size
         self._kernel_2WH = given.build.tensor(f"{prefix}.base_kernel", (2, s.taps, hidden))
-        self._projection = given.build.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
+        self.projection = given.build.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
         self._shape = (2, s.taps, groups, 1)
 
     def before(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(the sublayer's input, the kernels of its output [N, W, H])."""
-        added_N2WG1 = self._projection(x_NH).view(-1, *self._shape)
+        added_N2WG1 = self.projection(x_NH).view(-1, *self._shape)
         groups = self._kernel_2WH.view(*self._shape[:-1], -1)
         kernels_N2WH = (added_N2WG1 + groups).view(-1, *self._kernel_2WH.shape)
         return self.convolve(x_NH, kernels_N2WH[:, 0]), kernels_N2WH[:, 1]
@@ -69,8 +71,8 @@ class ConvLayer:
         return self._mlp.convolve(layer.mlp(x_NH), kernels), residual_NH
 
 
-class SelectorDecode:
-    """A `Decode`: the best candidates of a row are scored again, by the token before and the row's state."""
+class SelectorDecode(Decode):
+    """The best candidates of a row are scored again, by the token before and the row's state."""
 
     def __init__(self, given: DraftBuild, s: DFlash2Settings) -> None:
         build, size = given.build, (s.block.layers.vocab_size, s.rank)
@@ -90,17 +92,32 @@ class SelectorDecode:
             before_R = tokens[-1]
         return tokens, None
 
+    def cost(self, num_requests: int, num_drafts: int) -> Cost:
+        return cost.linear(self._projection, num_requests) * num_drafts
+
     def scores(self, logits_RV: Tensor, hidden_RH: Tensor, before_R: Tensor, ids_RC: Tensor) -> Tensor:
         context_RE = self._before_VE[before_R.clamp(min=0)] * self._projection(hidden_RH)
         return logits_RV.gather(1, ids_RC) + (context_RE[:, None] * self._after_VE[ids_RC]).sum(-1)
 
 
+class ConvNetwork(BlockNetwork):
+    """The block's network with convolutions in every layer."""
+
+    def __init__(self, given: DraftBuild, s: DFlash2Settings) -> None:
+        self._convs: list[BlockConv] = []
+
+        def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
+            own = [BlockConv(given, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp")]
+            self._convs += own
+            return ConvLayer(layer, *own)
+
+        super().__init__(given, s.block, wrap)
+
+    def cost(self, size: PassSize) -> Cost:
+        num_rows = size.requests * size.fed
+        return sum((cost.linear(conv.projection, num_rows) for conv in self._convs), super().cost(size))
+
+
 def build(given: DraftBuild) -> HeadDrafter:
     s = given.settings(DFlash2Settings)
-
-    def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
-        return ConvLayer(
-            layer, *(BlockConv(given, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp"))
-        )
-
-    return drafter(given, BlockNetwork(given, s.block, wrap), SelectorDecode(given, s))
+    return drafter(given, ConvNetwork(given, s), SelectorDecode(given, s))

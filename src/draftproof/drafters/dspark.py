@@ -7,7 +7,7 @@ Shapes: R requests, H hidden, E rank of the bias, V columns of logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from draftproof.config import parse_options
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.parallel import Block, DrawSlot
+from draftproof.drafters.parallel import Block, Decode, DrawSlot
+from draftproof.kernels.linear import PackedLinear
+from draftproof.models import cost
+from draftproof.models.cost import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +45,31 @@ class DSparkOptions:
             raise ValueError(f"speculative_config: confidence_threshold={value!r}: must be from 0 to 1")
 
 
-class MarkovDecode:
-    """A `Decode`. Its state is carried from slot to slot by the `rnn` kind only."""
+class MarkovDecode(Decode):
+    """Its state is carried from slot to slot by the `rnn` kind only."""
 
     def __init__(self, given: DraftBuild, s: DSparkSettings, threshold: float) -> None:
         build, c = given.build, s.block
         hidden, rank, vocab = c.layers.hidden_size, s.rank, c.layers.vocab_size
         self._rank, self._kind, self._threshold = rank, s.kind, threshold
+        self._products: list[PackedLinear] = []  # that every draft computes
+
+        def linear(name: str, num_in: int, num_out: int, **options: Any) -> PackedLinear:
+            self._products.append(build.linear(name, num_in, num_out, **options))
+            return self._products[-1]
+
         if rank:
             self._before_VE = build.tensor("markov_head.markov_w1.weight", (vocab, rank))
-            self._bias = build.linear(
-                "markov_head.markov_w2", rank, c.draft_vocab_size, out_dtype=torch.float32
-            )
+            self._bias = linear("markov_head.markov_w2", rank, c.draft_vocab_size, out_dtype=torch.float32)
         if rank and s.kind == "gated":
-            self._gate = build.linear("markov_head.gate_proj", hidden + rank, rank, bias=True)
+            self._gate = linear("markov_head.gate_proj", hidden + rank, rank, bias=True)
         elif rank and s.kind == "rnn":
-            self._joint = build.linear("markov_head.joint_proj", 2 * rank + hidden, 3 * rank, bias=True)
+            self._joint = linear("markov_head.joint_proj", 2 * rank + hidden, 3 * rank, bias=True)
         self._reads_token = s.confidence_reads_token and rank > 0
         self._confidence = None
         if threshold:
             width = hidden + self._reads_token * rank
-            self._confidence = build.linear(
-                "confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32
-            )
+            self._confidence = linear("confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32)
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]:
         tokens: list[Tensor] = []
@@ -81,6 +86,9 @@ class MarkovDecode:
             tokens.append(draw(k, block.logits_KRV[k] + bias_RV))
             before_R = tokens[-1]
         return tokens, None if self._confidence is None else count_R
+
+    def cost(self, num_requests: int, num_drafts: int) -> Cost:
+        return sum((cost.linear(packed, num_requests) for packed in self._products), Cost()) * num_drafts
 
     def step(
         self, hidden_RH: Tensor, before_R: Tensor, state_RE: Tensor | None, block: Block

@@ -14,8 +14,11 @@ from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_hidden, check_leftovers, check_vocabulary
+from draftproof.drafters.head import DraftHead, PassSize
 from draftproof.drafters.vocabulary import embedding, output_head
+from draftproof.models import cost
 from draftproof.models.config import ModelConfig
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import kv_shapes
 from draftproof.models.layers import Build, DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
@@ -51,7 +54,7 @@ class FusedNetwork:
         state_first: bool = False,
     ) -> None:
         hidden, eps = config.hidden_size, config.norm_eps
-        self._ops, self._state_first = build.ops, state_first
+        self._config, self._ops, self._state_first = config, build.ops, state_first
 
         def norm(name: str, wanted: bool) -> Norm | None:
             return build.norm(prefix + name, hidden, eps) if wanted else None
@@ -83,9 +86,16 @@ class FusedNetwork:
         normed_NH, stream_NH = self.norm.add(x_NH, residual_NH)
         return normed_NH if self._has_final_norm else stream_NH
 
+    def cost(self, size: PassSize) -> Cost:
+        """Without logits."""
+        num_rows = size.requests * size.fed
+        found = cost.linear(self._fc, num_rows)
+        found += cost.layers_products(self._config, num_rows, self._fc.weight_itemsize)
+        return found + cost.attention(self._config, size.requests, size.fed, size.context, size.itemsize)
 
-class FusedHead:
-    """A `DraftHead`: logits and feedback are both of the network's output. `taps` is the one state h."""
+
+class FusedHead(DraftHead):
+    """Logits and feedback are both made of the network's output. `taps` is the one state h."""
 
     def __init__(
         self,
@@ -127,3 +137,6 @@ class FusedHead:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
+
+    def cost(self, size: PassSize) -> Cost:
+        return self.network.cost(size) + cost.linear(self._head, size.requests * size.read)

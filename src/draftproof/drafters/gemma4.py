@@ -8,6 +8,7 @@ Shapes: T target rows, N draft rows, M read rows, H its hidden size, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from draftproof.drafters.borrowed import caches_lent
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.centroids import CentroidHead
 from draftproof.drafters.fits import check_leftovers
-from draftproof.drafters.head import HeadDrafter
-from draftproof.models import gemma
+from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
+from draftproof.models import cost, gemma
 from draftproof.models.config import ModelConfig
+from draftproof.models.cost import Cost
 from draftproof.models.layers import Linear, run_layers
 
 
@@ -35,8 +37,8 @@ class Gemma4Settings:
     num_chosen: int = 0
 
 
-class Gemma4Head:
-    """A `DraftHead`: `x = pre_projection([scaled embed(token); state])`, layers, `d = norm(x)`; logits are made of d,
+class Gemma4Head(DraftHead):
+    """`x = pre_projection([scaled embed(token); state])`, layers, `d = norm(x)`; logits are made of d,
     and `post_projection(d)` is the next row's state. The first state is the target's after its final norm."""
 
     ids_V: Tensor | None = None
@@ -45,6 +47,7 @@ class Gemma4Head:
         config, build, target = s.layers, given.build, given.target
         own = config.gemma
         assert own is not None
+        self._config = config
         self.spec = DraftSpec(
             taps=Taps(final=True),
             layout=lambda _: InputLayout(context="last", shift=1),
@@ -68,11 +71,13 @@ class Gemma4Head:
         self._norm = gemma.norm(build, "model.norm", hidden, config)
         name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         weight_VH = build.tensor(f"{name}.weight", (config.vocab_size, hidden))
-        self._head: Linear = (
-            CentroidHead(given, s.num_centroids, s.num_chosen, weight_VH)
-            if s.num_centroids
-            else build.pack(weight_VH, out_dtype=torch.float32)
-        )
+        self._head: Linear
+        if s.num_centroids:
+            self._head = centroids = CentroidHead(given, s.num_centroids, s.num_chosen, weight_VH)
+            self._logits_cost = centroids.cost
+        else:
+            self._head = packed = build.pack(weight_VH, out_dtype=torch.float32)
+            self._logits_cost = partial(cost.linear, packed)
         check_leftovers(given)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
@@ -91,6 +96,13 @@ class Gemma4Head:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
+
+    def cost(self, size: PassSize) -> Cost:
+        num_rows = size.requests * size.fed
+        found = cost.linear(self._before, num_rows) + cost.linear(self._after, num_rows)
+        found += cost.layers_products(self._config, num_rows, self._before.weight_itemsize)
+        found += cost.attention(self._config, size.requests, size.fed, size.context, size.itemsize)
+        return found + self._logits_cost(size.requests * size.read)
 
 
 def build(given: DraftBuild) -> HeadDrafter:

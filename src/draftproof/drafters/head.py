@@ -5,7 +5,7 @@ Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F featur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,10 +13,33 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Draw, InputLayout, Proposal, Verified, no_proposal
+from draftproof.drafters.base import (
+    Drafter,
+    DraftSpec,
+    Draw,
+    InputLayout,
+    Proposal,
+    RoundSize,
+    Verified,
+    no_proposal,
+)
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.step import DraftRows, Layout
+from draftproof.models.cost import Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSize:
+    """One pass of a head, for each of `requests`: target states fused, rows fed, rows that logits are made of.
+    `itemsize`: bytes of a number in the cache."""
+
+    requests: int
+    fused: int
+    fed: int
+    read: int
+    context: int
+    itemsize: int
 
 
 class DraftHead(Protocol):
@@ -41,6 +64,10 @@ class DraftHead(Protocol):
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """fp32 [M, V]."""
         ...
+
+    def cost(self, size: PassSize) -> Cost:
+        """What a pass reads and computes at least. Not asked of a user's head."""
+        return Cost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +103,28 @@ class Unroll(Protocol):
         """K tensors of R tokens, then possibly how many of them each request should use."""
         ...
 
+    def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
+        """The head's passes of a round that begins with `fed` rows a request."""
+        ...
 
-class HeadDrafter:
+    def choice_cost(self, size: RoundSize) -> Cost:
+        """What choosing tokens costs beside the head's passes."""
+        return Cost()
+
+
+class HeadDrafter(Drafter):
     """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
 
     def __init__(self, head: DraftHead, num_drafts: int, unroll: Unroll | None = None) -> None:
         self.spec = head.spec
         self.head = head
         self.unroll = unroll or Recurrent(head)
-        layout = head.spec.layout(num_drafts)
-        self._layout = kernel_layout(head.spec, layout, self.unroll.num_read)
+        self._layout_fed = layout = head.spec.layout(num_drafts)
+        self._fed = kernel_layout(head.spec, layout, self.unroll.num_read)
         # where nothing is drafted, rows only keep the cache in step
         context = "all" if layout.context == "none" else layout.context
-        self._idle = kernel_layout(head.spec, InputLayout(context=context, shift=layout.shift), 1)
+        self._layout_idle = InputLayout(context=context, shift=layout.shift)
+        self._idle = kernel_layout(head.spec, self._layout_idle, 1)
         self._memory: DraftMemory | None = None
 
     def bind(self, memory: DraftMemory) -> None:
@@ -101,7 +137,7 @@ class HeadDrafter:
         num = min(num_drafts, unroll.most_drafts)
         if not num and not self.spec.kv:
             return no_proposal(verified)
-        fed = draft_rows(memory, self._layout if num else self._idle, verified, num)
+        fed = draft_rows(memory, self._fed if num else self._idle, verified, num)
         own, draw = unroll.inputs(memory, verified, fed), verified.draw
         inputs = (*own, *draw.inputs, *verified.taps)
 
@@ -116,6 +152,14 @@ class HeadDrafter:
         tokens_RK = torch.stack(drawn[:num], 1) if num else verified.next_R.new_zeros((num_requests, 0))
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
+
+    def cost(self, size: RoundSize) -> Cost:
+        num = min(size.num_drafts, self.unroll.most_drafts)
+        if not num and not self.spec.kv:
+            return Cost()
+        size, layout = replace(size, num_drafts=num), self._layout_fed if num else self._layout_idle
+        passes = self.unroll.passes(size, layout.num_rows(size.rows))
+        return sum(map(self.head.cost, passes), self.unroll.choice_cost(size))
 
 
 def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:
@@ -151,7 +195,7 @@ class _Inputs(NamedTuple):
     ends_KR: Tensor
 
 
-class Recurrent:
+class Recurrent(Unroll):
     """One row a step, which carries the token drafted before; it sits at the read row's position + step, or stays."""
 
     num_read = 1
@@ -187,3 +231,8 @@ class Recurrent:
                 hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
             drawn.append(draw(head.logits(hidden_RH), None, i.drawn_KR[step], head.ids_V))
         return tuple(drawn)
+
+    def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
+        common = {"requests": size.requests, "context": size.context, "itemsize": size.itemsize}
+        first = PassSize(fused=size.rows, fed=fed, read=min(1, size.num_drafts), **common)
+        return [first] + [PassSize(fused=0, fed=1, read=1, **common)] * (size.num_drafts - 1)

@@ -13,7 +13,10 @@ from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_vocabulary
+from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.models import cost
 from draftproof.models.config import ModelConfig
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import WeightSource
 
@@ -26,7 +29,7 @@ class DraftModelSettings:
     mask_token: int | None = None
 
 
-class DraftModelHead:
+class DraftModelHead(DraftHead):
     """The model as a head."""
 
     def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
@@ -44,6 +47,16 @@ class DraftModelHead:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._decoder.logits(hidden_MH)
+
+    def cost(self, size: PassSize) -> Cost:
+        return pass_cost(self._decoder, size)
+
+
+def pass_cost(decoder: Decoder, size: PassSize) -> Cost:
+    """What a pass of the model reads and computes at least."""
+    found = cost.layers_products(decoder.config, size.requests * size.fed, decoder.head.weight_itemsize)
+    found += cost.attention(decoder.config, size.requests, size.fed, size.context, size.itemsize)
+    return found + cost.linear(decoder.head, size.requests * size.read)
 
 
 def load(given: DraftBuild) -> Decoder:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import Rows
-from draftproof.drafters.base import DraftSpec, Draw, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.head import DraftMemory, PassSize
 from draftproof.kernels.graphs import EAGER
-from draftproof.models.layers import Linear
+from draftproof.kernels.linear import PackedLinear
+from draftproof.models import cost
+from draftproof.models.cost import Cost
 
 
 class _Inputs(NamedTuple):
@@ -46,14 +48,14 @@ class _Kept(NamedTuple):
     end_S: Tensor
 
 
-class ModulesDrafter:
-    """A `Drafter`. Modules beyond the drafts asked for run too: their keys must be there when they are wanted."""
+class ModulesDrafter(Drafter):
+    """Modules beyond the drafts asked for run too: their keys must be there when they are wanted."""
 
     def __init__(
         self,
         modules: Sequence[FusedNetwork],
         embed_VH: Tensor,
-        head: Linear,
+        head: PackedLinear,
         spec: DraftSpec,
         num_slots: int,
     ) -> None:
@@ -93,6 +95,20 @@ class ModulesDrafter:
         self._keep(v, table)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
+
+    def cost(self, size: RoundSize) -> Cost:
+        """Every module computes every row, those that were kept too."""
+        num_modules = len(self._modules)
+        rows = PassSize(
+            requests=size.requests,
+            fused=0,
+            fed=size.rows + num_modules - 1,
+            read=0,
+            context=size.context,
+            itemsize=size.itemsize,
+        )
+        logits = cost.linear(self._head, size.requests) * min(size.num_drafts, num_modules)
+        return sum((module.cost(rows) for module in self._modules), logits)
 
     def _inputs(self, v: Verified) -> _Inputs:
         """Example: M = 2, one request kept a state at 4 and verified [s5 d6 d7]@5..7, of which s5 d6 live, next r7:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.schema import is_whole
 
@@ -41,7 +41,7 @@ class NgramOptions:
         return min(2, self.longest) if self.prompt_lookup_min is None else self.prompt_lookup_min
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """No match, no draft: nothing is ever filled in. Reads the history only, so it keeps no state."""
 
     spec = DraftSpec(host_tokens=True)

@@ -13,10 +13,11 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
-from draftproof.drafters.base import Draw, InputLayout, Verified
-from draftproof.drafters.head import DraftHead, DraftMemory, draft_rows, kernel_layout
+from draftproof.drafters.base import Draw, InputLayout, RoundSize, Verified
+from draftproof.drafters.head import DraftHead, DraftMemory, PassSize, Unroll, draft_rows, kernel_layout
 from draftproof.kernels.ops import Gather
 from draftproof.kernels.step import DraftRows
+from draftproof.models.cost import Cost
 
 DrawSlot = Callable[[int, Tensor], Tensor]  # k, logits_RV -> tokens_R: the k-th draft of each request
 
@@ -39,6 +40,10 @@ class Decode(Protocol):
     keeping per request or None for all). Drawing a draft again replaces it."""
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]: ...
+
+    def cost(self, num_requests: int, num_drafts: int) -> Cost:
+        """What choosing `num_drafts` tokens for each of `num_requests` reads and computes at least."""
+        ...
 
 
 class BlockHead(DraftHead, Protocol):
@@ -64,7 +69,7 @@ class _Inputs(NamedTuple):
     context_slots_T: Tensor
 
 
-class Parallel:
+class Parallel(Unroll):
     """All drafts from one pass. `block`: the head where it remembers target states (its layout has no context)."""
 
     def __init__(
@@ -126,3 +131,22 @@ class Parallel:
         given = Block(hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, gather)
         tokens, count_R = self._decode(given, slot)
         return (*tokens, *(() if count_R is None else (count_R,)))
+
+    def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
+        """One pass; a block without drafts is not fed: target states are remembered, and that is all."""
+        fed = 0 if self._block is not None and not size.num_drafts else fed
+        return [
+            PassSize(
+                requests=size.requests,
+                fused=size.rows,
+                fed=fed,
+                read=size.num_drafts,
+                context=size.context,
+                itemsize=size.itemsize,
+            )
+        ]
+
+    def choice_cost(self, size: RoundSize) -> Cost:
+        if self._decode is None or not size.num_drafts:
+            return Cost()
+        return self._decode.cost(size.requests, size.num_drafts)

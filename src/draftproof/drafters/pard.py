@@ -15,7 +15,6 @@ def build(given: DraftBuild) -> HeadDrafter:
     spec = DraftSpec(
         layout=lambda k: InputLayout(context="all", anchor=True, masks=k - 1),
         kv=decoder.kv,
-        unroll="parallel",
         mask_token=checked_mask_token(given, given.settings(DraftModelSettings).mask_token),
     )
     head = DraftModelHead(decoder, spec)

@@ -11,13 +11,14 @@ from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_leftovers, checked_mask_token
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
 from draftproof.drafters.parallel import Parallel
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import kv_shapes
 
 
-class PEagleHead:
+class PEagleHead(DraftHead):
     """The fused network; `mask_hidden` stands in for the tapped states of rows that have none."""
 
     def __init__(self, given: DraftBuild, spec: DraftSpec) -> None:
@@ -47,6 +48,9 @@ class PEagleHead:
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._network.logits(hidden_MH)
 
+    def cost(self, size: PassSize) -> Cost:
+        return self._network.cost(size)
+
 
 def _mask_state(given: DraftBuild, width: int) -> Tensor:
     """[1, X]; files have it with one axis, two or three."""
@@ -62,7 +66,6 @@ def build(given: DraftBuild) -> HeadDrafter:
         taps=tapped(given),
         layout=lambda k: InputLayout(context="all", shift=1, masks=k - 1),
         kv=kv_shapes(s.layers),
-        unroll="parallel",
         mask_token=checked_mask_token(given, s.mask_token),
     )
     head = PEagleHead(given, spec)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified, tell
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, RoundSize, Verified, tell
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import DraftMemory
 from draftproof.drafters.recordings import Library, Recording, load, padded, token_noise
 from draftproof.kernels.transfer import upload
+from draftproof.models.cost import Cost
 from draftproof.schema import is_number, is_whole
 
 
@@ -49,7 +50,7 @@ class ReplayOptions:
         return list(self.acceptance) if isinstance(self.acceptance, Sequence) else [self.acceptance]
 
 
-class ReplayDrafter:
+class ReplayDrafter(Drafter):
     """Runs `inner` for its cost and proposes from the recordings instead. `spec` is the inner drafter's."""
 
     def __init__(
@@ -103,6 +104,9 @@ class ReplayDrafter:
         tokens_RK = self._tokens_GL[index_R[:, None], place_RK].long()
         wrong_RK = self._noise_GL[index_R[:, None], place_RK] >= self._acceptance_W[:num_drafts]
         return Proposal((tokens_RK + wrong_RK) % self._vocab_size, count_R)
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        return super().cost(size) if self._inner is None else self._inner.cost(size)
 
 
 def build(given: DraftBuild) -> ReplayDrafter:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, tell
+from draftproof.drafters.base import Drafter, Proposal, RoundSize, Verified, name_of, tell
 from draftproof.drafters.head import DraftMemory
+from draftproof.models.cost import Cost
 
 
-class ShortTexts:
+class ShortTexts(Drafter):
     """Around any drafter: no draft stands at position `max_model_len` or later. The drafter sees every round all the
     same, so its state stays in step."""
 
@@ -41,3 +42,7 @@ class ShortTexts:
             num_drafts = int(k_R.max()) if len(k_R) else 0
         proposal = self._drafter.propose(dataclasses.replace(verified, k_R=k_R), num_drafts)
         return Proposal(proposal.tokens_RK, torch.minimum(proposal.count_R, k_R))
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        """As of a round in which no text is too long."""
+        return self._drafter.cost(size)

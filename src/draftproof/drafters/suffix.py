@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.suffix_text import END, Text
 from draftproof.schema import check_number, check_whole
@@ -43,7 +43,7 @@ class SuffixOptions:
                 check_number(name, value, low, high)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes the continuation that is likeliest to be long: of each text and each suffix of two tokens or more, the
     commonest next token, then the commonest after that, as long as counts support it. No match, no draft."""
 

@@ -14,8 +14,11 @@ from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.fits import check_target
+from draftproof.drafters.head import DraftHead, PassSize
 from draftproof.drafters.vocabulary import embedding, output_head
+from draftproof.models import cost
 from draftproof.models.config import ModelConfig
+from draftproof.models.cost import Cost
 from draftproof.models.layers import DecoderLayer, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
@@ -35,8 +38,8 @@ class TappedSettings:
     mask_token: int | None = None
 
 
-class TappedNetwork:
-    """A `DraftHead`."""
+class TappedNetwork(DraftHead):
+    """Fusion, layers and output head."""
 
     def __init__(self, given: DraftBuild, spec: DraftSpec) -> None:
         s = given.settings(TappedSettings)
@@ -90,6 +93,17 @@ class TappedNetwork:
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._head(hidden_MH)
+
+    def cost(self, size: PassSize) -> Cost:
+        """The first layer reads twice the hidden size."""
+        config, num_rows = self._settings.layers, size.requests * size.fed
+        elements = (config.num_layers - 1) * cost.layer_elements(config)
+        elements += cost.layer_elements(config, 2 * config.hidden_size)
+        found = cost.products(elements, num_rows, self._head.weight_itemsize)
+        found += cost.attention(config, size.requests, size.fed, size.context, size.itemsize)
+        if self._fc is not None:
+            found += cost.linear(self._fc, size.requests * size.fused)
+        return found + cost.linear(self._head, size.requests * size.read)
 
 
 def tapped(given: DraftBuild) -> Taps:

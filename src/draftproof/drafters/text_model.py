@@ -18,11 +18,13 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import allocate
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, RoundSize, Verified
 from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.head import DraftMemory, PassSize
+from draftproof.drafters.model_head import pass_cost
 from draftproof.drafters.retokenize import DraftIds, TargetText
 from draftproof.drafters.token_map import token_texts
+from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 
 MOST_CONTEXT = 4096  # draft tokens; of a longer text its end is read
@@ -50,7 +52,7 @@ class _Job:
     steps: int
 
 
-class TextDrafter:
+class TextDrafter(Drafter):
     """Greedy at any temperature: other tokens share no noise with the target's."""
 
     spec = DraftSpec(host_tokens=True)
@@ -104,6 +106,17 @@ class TextDrafter:
             tokens_RK[job.index, : len(found)], count_R[job.index] = found, len(found)
         device = verified.k_R.device
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
+
+    def cost(self, size: RoundSize) -> Cost:
+        """As if its tokens were as long as the target's."""
+        found, common = (
+            Cost(),
+            {"requests": size.requests, "context": size.context, "itemsize": size.itemsize},
+        )
+        for step in range(size.num_drafts):
+            fed = 1 if step else size.rows
+            found += pass_cost(self._decoder, PassSize(fused=0, fed=fed, read=1, **common))
+        return found
 
     def _job(self, index: int, slot: int, verified: Verified, k: int) -> _Job | None:
         """None where nothing can be drafted: in the middle of a character, and without room."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, Draw, Proposal, Verified, tell
+from draftproof.drafters.base import Drafter, Draw, Proposal, RoundSize, Verified, tell
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.drafters.head import DraftMemory
+from draftproof.models.cost import Cost
 
 
-class UsersDrafter:
-    """A `Drafter` around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
+class UsersDrafter(Drafter):
+    """A drafter around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
 
     def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
         """To be made inside `contained`: the user's `layout` is asked here, and never again."""
@@ -53,6 +54,10 @@ class UsersDrafter:
         padded = [row + [0] * (width - len(row)) for row in ids]
         tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
         return Proposal(tokens_RK, torch.tensor(counts, dtype=torch.int64, device=device))
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        return None if self.spec.kv else Cost()
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.build import DraftBuild
+from draftproof.kernels.linear import PackedLinear
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import Linear
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -31,7 +31,7 @@ def embedding(given: DraftBuild, layers: ModelConfig) -> Tensor:
 
 def output_head(
     given: DraftBuild, layers: ModelConfig, draft_vocab_size: int
-) -> tuple[Tensor | None, Linear]:
+) -> tuple[Tensor | None, PackedLinear]:
     """(target id of each column or None, the product); the target's rows where the file has no head.
 
     The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be rounded to fp8.

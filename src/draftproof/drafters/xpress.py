@@ -13,7 +13,9 @@ from torch import Tensor
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
 from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.parallel import Block, DrawSlot
+from draftproof.drafters.parallel import Block, Decode, DrawSlot
+from draftproof.models import cost
+from draftproof.models.cost import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +26,13 @@ class XPressSettings:
     num_rounds: int
 
 
-class JacobiDecode:
-    """A `Decode`. After round n the first n drafts are what drawing them one by one would have given."""
+class JacobiDecode(Decode):
+    """After round n the first n drafts are what drawing them one by one would have given."""
 
     def __init__(self, given: DraftBuild, s: XPressSettings) -> None:
         build, c = given.build, s.block
         hidden, rank, inner, size = c.layers.hidden_size, s.rank, s.rank * s.mlp_ratio, c.block_size
-        self._num_rounds = s.num_rounds
+        self._num_rounds, self._block_size = s.num_rounds, size
         self._before_VE = build.tensor("refiner_head.token_embed.weight", (c.layers.vocab_size, rank))
         self._own = build.linear("refiner_head.down_h", hidden, rank)
         self._whole = build.linear("refiner_head.down_g", hidden, rank)
@@ -55,6 +57,15 @@ class JacobiDecode:
             bias_JRV = self.bias(cache_JRX, before_JR, block)
             tokens = [draw(k, block.logits_KRV[k] + bias_JRV[first + k]) for k in range(num)]
         return tokens, None
+
+    def cost(self, num_requests: int, num_drafts: int) -> Cost:
+        """What a round computes with is read in every round."""
+        in_rounds = (self._in, self._gate_up, self._down, self._readout)
+        found = cost.linear(self._whole, num_requests)
+        found += cost.linear(self._own, num_requests * self._block_size)
+        for packed in in_rounds:
+            found += cost.linear(packed, num_requests * num_drafts) * self._num_rounds
+        return found
 
     def cache(self, hidden_JRH: Tensor) -> Tensor:
         """What does not change from round to round: each row's state and the whole block's mean, [J, R, 2E]."""

@@ -104,6 +104,11 @@ def record(run: Callable[[], None], device: str) -> Timeline:
     return Timeline(work, waits)
 
 
+def idle(run: Callable[[], None], device: str) -> float:
+    """The share of the time in which the device computed nothing, once the profiler itself is warm."""
+    return idle_share(record(run, device).steady().kernels())
+
+
 def shortened(name: str, length: int = 90) -> str:
     return name if len(name) <= length else f"{name[:length]}..."
 

@@ -1,0 +1,250 @@
+"""What benchmarks need of an engine beyond `LLM`. No other file of them knows how an engine is made.
+
+Shapes: T rows, R requests, M rows that are sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from draftproof.attention.base import PagedAttention, Rows
+from draftproof.drafters.base import Drafter, Verified
+from draftproof.engine.interface import ScheduledRequest
+from draftproof.engine.runner import ModelRunner
+from draftproof.engine.state import BatchShape
+from draftproof.frontend.llm import LLM
+from draftproof.frontend.output_processor import Request
+from draftproof.kernels.graphs import Recorded
+from draftproof.models.config import ModelConfig
+from draftproof.types import Delta, RequestOutput, SamplingParams
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What an engine has counted of itself: steps, where their seconds went, and faults of its drafter.
+
+    `target`, `draft`: 0 where the host does not see what the device does. The other four make up the host's step.
+    """
+
+    steps: int = 0
+    target: float = 0.0
+    draft: float = 0.0
+    planning: float = 0.0
+    launch: float = 0.0
+    waiting: float = 0.0
+    results: float = 0.0
+    faults: int = 0
+
+    def __add__(self, other: Clock) -> Clock:
+        return Clock(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Clock) -> Clock:
+        return Clock(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def clock(llm: LLM) -> Clock:
+    """The engine's own counters, as they stand."""
+    stats = llm.stats
+    return Clock(
+        steps=stats.num_steps,
+        target=stats.target_seconds,
+        draft=stats.draft_seconds,
+        planning=stats.planning_seconds,
+        launch=stats.launch_seconds,
+        waiting=stats.waiting_seconds,
+        results=stats.results_seconds,
+        faults=stats.num_drafter_faults,
+    )
+
+
+class Stepper:
+    """An engine that is driven step by step: requests may come in between, which `LLM.generate` has no way for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._queue = llm.requests
+        self._requests: dict[str, Request] = {}
+
+    def add(self, prompt_token_ids: list[int], params: SamplingParams) -> str:
+        """Queue a request; its id. Raises ValueError where it cannot be served."""
+        request = self._queue.add({"prompt_token_ids": prompt_token_ids}, params)
+        self._requests[request.request_id] = request
+        return request.request_id
+
+    def step(self) -> list[Delta]:
+        """One step; what it gave to the requests that were added here."""
+        self._queue.step()
+        deltas: list[Delta] = []
+        for request in self._requests.values():
+            deltas += request.pending
+            request.pending.clear()
+        return deltas
+
+    def output(self, request_id: str) -> RequestOutput:
+        return self._queue.output(self._requests[request_id])
+
+    def close(self, request_id: str) -> None:
+        """Forget a request, aborting it if it still runs."""
+        self._queue.close(request_id)
+        self._requests.pop(request_id, None)
+
+    def clock(self) -> Clock:
+        return clock(self._llm)
+
+
+def model_of(llm: LLM) -> ModelConfig:
+    """The target's config."""
+    return llm.model_config
+
+
+def keys_of(llm: LLM) -> Tensor:
+    """Keys of the target's first layer: they have the engine's device and dtype."""
+    return _runner(llm).cache.layers[0].k
+
+
+def drafter_of(llm: LLM) -> Drafter | None:
+    guard = _runner(llm).guard
+    return None if guard is None else guard.drafter
+
+
+def runs_ahead(llm: LLM) -> bool:
+    """Whether passes are in flight between steps, so that the host's clock tells nothing of them."""
+    return bool(llm.engine.runner.async_depth)
+
+
+def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
+    """Blocks for `context` tokens of requests 0, 1 and so on, and something in every cache."""
+    p = _runner(llm)
+    each = -(-context // llm.config.block_size)
+    width = p.state.block_table_SB.shape[1]
+    fits = each <= width and num_requests * each < llm.engine.scheduler.pages.num_blocks
+    assert fits, "the cache has no room for that"
+    blocks_RB = 1 + torch.arange(num_requests * each, device=p.state.device).view(num_requests, each)
+    p.state.block_table_SB[:num_requests, :each] = blocks_RB
+    for layer in (*p.cache.layers, *p.draft_cache.layers):
+        layer.k[: num_requests * each + 1].normal_()
+        layer.v[: num_requests * each + 1].normal_()
+
+
+class TargetPass:
+    """The target pass of a step: `rows` rows for each of `num_requests`, from position `context` on.
+
+    `last_only`: logits of each request's last row alone, as for a prompt.
+    """
+
+    def __init__(
+        self, llm: LLM, rows: int, context: int, num_requests: int = 1, *, last_only: bool = False
+    ) -> None:
+        self._runner, self._most_rows = _runner(llm), 0 if last_only else rows
+        self._key = ("measured target", rows, num_requests, last_only)
+        device = self._runner.state.device
+        self.positions_T = torch.arange(context, context + rows, device=device).repeat(num_requests)
+        self.slots_T = torch.arange(num_requests, device=device).repeat_interleave(rows)
+        self.tokens_T = torch.arange(10, 10 + rows * num_requests, device=device)
+        first, step = (rows - 1, rows) if last_only else (0, 1)
+        sampled_M = torch.arange(first, rows * num_requests, step, device=device)
+        self._inputs = (self.tokens_T, self.positions_T, self.slots_T, self.positions_T + 1, sampled_M)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """(logits, tapped states), each operator called for itself."""
+        return self._compute(*self._inputs)
+
+    def repeat(self) -> tuple[Tensor, ...]:
+        """The same as the engine repeats it: from the second call on as one graph or one recorded program."""
+        return self._runner.graphs.run(self._key, self._compute, self._inputs)
+
+    def calls_of(self, operators: Mapping[str, Sequence[str]]) -> dict[str, Call]:
+        """The calls of some compiled operators alone, after `repeat`; empty where nothing was recorded."""
+        graphs = self._runner.graphs
+        program = graphs.program(self._key) if isinstance(graphs, Recorded) else None
+        return {} if program is None else {name: program.part(own) for name, own in operators.items()}
+
+    def _compute(
+        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor, sampled_M: Tensor
+    ) -> tuple[Tensor, ...]:
+        p = self._runner
+        rows = Rows(positions_T, slots_T, ends_T, most_each=self._most_rows)
+        attn = PagedAttention(p.ops, p.backend, p.cache, rows)
+        out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
+        return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), *out.taps)
+
+
+def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
+    """The draft pass after a round of `num_drafts` + 1 rows of request 0, of which 3 survived."""
+    p, target, drafter = _runner(llm), TargetPass(llm, num_drafts + 1, context), drafter_of(llm)
+    assert drafter is not None
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor(values, device=p.state.device)
+
+    slots_R = numbers(0)
+    verified = Verified(
+        tokens_T=target.tokens_T,
+        positions_T=target.positions_T,
+        cu_R1=numbers(0, num_drafts + 1),
+        slots_R=slots_R,
+        live_R=numbers(3),
+        next_R=numbers(7),
+        k_R=numbers(num_drafts),
+        taps=target()[1:],
+        draw=p.verifier.drawer(slots_R, numbers(context + 4)),
+        history=lambda _: torch.zeros(0, dtype=torch.int32),
+    )
+    return partial(drafter.propose, verified, num_drafts)
+
+
+@contextlib.contextmanager
+def captured_step(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
+) -> Iterator[tuple[Call, Call] | None]:
+    """(a whole decoding step of these requests, its first half: without drafts), each a graph to be run again and
+    again inside `with`. None where no such step was captured.
+
+    What they leave behind on the device is thrown away at the end.
+    """
+    engine, runner, queue = llm.engine, _runner(llm), llm.requests
+    num_requests = next((R for R in runner.buckets if len(prompts) <= R), 0)
+    shape = BatchShape.decoding(num_requests, 1 + runner.num_drafts, runner.num_drafts)
+    if shape not in runner.captured:
+        yield None
+        return
+    requests = [queue.add({"prompt_token_ids": ids}, params) for ids in prompts]
+    try:
+        while not all(request.choices[0].token_ids for request in requests):
+            queue.step()
+        engine.drain()
+        running = engine.scheduler.running
+        if len(running) < len(requests):
+            yield None  # outputs of one token: nothing is decoded
+            return
+        each = shape.most_sampled
+        scheduled = [ScheduledRequest(r.slot, r.num_computed, each, each, shape.num_drafts) for r in running]
+        scheduled_4R = runner.state.load(scheduled, num_requests)
+
+        def half(scheduled_4R: Tensor) -> tuple[Tensor, ...]:
+            return (runner.verify_rows(shape, scheduled_4R, []).verdict.tokens_RW,)
+
+        runner.graphs.prepare(("first half", shape), half, (scheduled_4R,))
+        full_step = partial(runner.step_tensors, shape)
+        yield (
+            partial(runner.graphs.run, ("step", shape), full_step, (scheduled_4R,)),
+            partial(runner.graphs.run, ("first half", shape), half, (scheduled_4R,)),
+        )
+    finally:
+        for request in requests:
+            queue.close(request.request_id)
+        engine.recompute_all()  # the device has gone on without the host
+
+
+def _runner(llm: LLM) -> ModelRunner:
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
