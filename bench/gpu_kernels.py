@@ -21,13 +21,13 @@ from draftproof.kernels import ops, quantized
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear, planner
 from draftproof.kernels.gpu import quantized as gpu_quantized
-from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
+from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
 from draftproof.kernels.gpu.launch import num_processors
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.planner import TimedGraph
-from draftproof.kernels.gpu.quantized import Cut as Fp8Cut
+from draftproof.kernels.gpu.quantized import Fp8Tile
 from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.products import Candidate, LinearFn
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = H200.bytes / 1e6  # a microsecond, by the datasheet
@@ -58,17 +58,17 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
         for _ in range(copies):
             weight = torch.randn(outputs, inputs, device=DEVICE, dtype=BF16)
             total_bytes += weight.nbytes
-            forms: dict[str, Form] = {
+            linear_fns: dict[str, LinearFn] = {
                 "exact": exact.pack(weight, out_dtype=out_dtype),
                 "cublas": linear.cublas(weight, None, out_dtype),
             }
-            for name, form in forms.items():
+            for name, linear_fn in linear_fns.items():
                 for rows in ROWS:
-                    passes[name][rows].append(partial(form, x[rows, inputs]))
+                    passes[name][rows].append(partial(linear_fn, x[rows, inputs]))
     exact.certify()
     print(f"certified, or read from the cache, in {time.perf_counter() - start:.0f} s")
     for row in exact.report():
-        print(f"  {row.shape} {row.rows:4}: {row.way} {row.microseconds:.1f} us | {row.fastest_way} "
+        print(f"  {row.shape} {row.rows:4}: {row.candidate} {row.microseconds:.1f} us | {row.fastest_candidate} "
               f"{row.fastest_microseconds:.1f}", flush=True)  # fmt: skip
     print(f"all 129 products in one graph, ms; bytes / 4.8 TB/s: {total_bytes / BANDWIDTH / 1e3:.2f}")
     found = {
@@ -91,17 +91,17 @@ HEAD_PRODUCTS = {
 }
 _A8 = Tile(16, 64, 128, 4, 4, True)
 FP8_FEW = (
-    *(Fp8Cut(_A8, programs) for programs in (0, 2, 3, 4, 6)),
-    *(Fp8Cut(Tile(16, 64, 128, 3, 4, True), 5), Fp8Cut(Tile(16, 64, 128, 6, 4, True), 3)),
-    *(Fp8Cut(Tile(16, 64, 256, 3, 4, True), 2), Fp8Cut(Tile(16, 64, 256, 3, 4, True), 3)),
-    *(Fp8Cut(Tile(16, 128, 128, 4, 4, True), 2), Fp8Cut(Tile(16, 128, 128, 3, 4, True), 3)),
-    Fp8Cut(Tile(16, 128, 128, 4, 8, True), 2),
-    *(Fp8Cut(Tile(16, 32, 256, 4, 4), 4), Fp8Cut(Tile(16, 64, 128, 6, 4), 3)),
+    *(Fp8Tile(_A8, programs) for programs in (0, 2, 3, 4, 6)),
+    *(Fp8Tile(Tile(16, 64, 128, 3, 4, True), 5), Fp8Tile(Tile(16, 64, 128, 6, 4, True), 3)),
+    *(Fp8Tile(Tile(16, 64, 256, 3, 4, True), 2), Fp8Tile(Tile(16, 64, 256, 3, 4, True), 3)),
+    *(Fp8Tile(Tile(16, 128, 128, 4, 4, True), 2), Fp8Tile(Tile(16, 128, 128, 3, 4, True), 3)),
+    Fp8Tile(Tile(16, 128, 128, 4, 8, True), 2),
+    *(Fp8Tile(Tile(16, 32, 256, 4, 4), 4), Fp8Tile(Tile(16, 64, 128, 6, 4), 3)),
 )
 FP8_SOME = (
-    *(Fp8Cut(Tile(32, 64, 128, 4, 4, True), 3), Fp8Cut(Tile(32, 128, 128, 3, 4, True), 2)),
-    *(Fp8Cut(Tile(64, 128, 128, 3, 8, True), 2), Fp8Cut(Tile(64, 128, 128, 3, 8, True))),
-    *(Fp8Cut(Tile(64, 64, 128, 3, 4, True), 2), Fp8Cut(Tile(64, 64, 128, 5, 4, True), 3)),
+    *(Fp8Tile(Tile(32, 64, 128, 4, 4, True), 3), Fp8Tile(Tile(32, 128, 128, 3, 4, True), 2)),
+    *(Fp8Tile(Tile(64, 128, 128, 3, 8, True), 2), Fp8Tile(Tile(64, 128, 128, 3, 8, True))),
+    *(Fp8Tile(Tile(64, 64, 128, 3, 4, True), 2), Fp8Tile(Tile(64, 64, 128, 5, 4, True), 3)),
 )
 FP8_CASES = (((1, 6, 16), FP8_FEW), ((32, 64), FP8_SOME), ((96, 512), FP8_SOME[2:4]))
 
@@ -109,7 +109,7 @@ FP8_CASES = (((1, 6, 16), FP8_FEW), ((32, 64), FP8_SOME), ((96, 512), FP8_SOME[2
 def fp8() -> None:
     """A draft head's products with fp8 weights: the three best of each, and what all six take together."""
 
-    def make(cut: Fp8Cut | None, weight: Tensor, out_dtype: torch.dtype) -> Form:
+    def make(cut: Fp8Tile | None, weight: Tensor, out_dtype: torch.dtype) -> LinearFn:
         """None: as the table has it."""
         made, scale = kept.setdefault(weight.data_ptr(), quantized.quantize(weight))
         return lambda x: gpu_quantized.product(x, made, scale, None, out_dtype, cut)
@@ -123,16 +123,24 @@ def fp8() -> None:
             tried = {
                 (c.tile, c.parts(all_rows[0], outputs, inputs, processors)): c for c in reversed(cuts)
             }.values()
-            ways = [Way(c.name, lambda w, b, out, c=c: make(c, w, out)) for c in tried]  # type: ignore[misc]
-            ways += [Way("table", lambda w, b, out: make(None, w, out)), Way("bf16 cublas", linear.cublas)]
+            candidates = [Candidate(c.name, lambda w, b, out, c=c: make(c, w, out)) for c in tried]  # type: ignore[misc]
+            candidates += [
+                Candidate("table", lambda w, b, out: make(None, w, out)),
+                Candidate("bf16 cublas", linear.cublas),
+            ]
             shape = Shape(outputs, inputs, BF16, out_dtype, False)
-            times = planner.times(shape, ways, DEVICE, all_rows)
+            times = planner.times(shape, candidates, DEVICE, all_rows)
             for i, rows in enumerate(all_rows):
-                us = {way: t[i] for way, t in times.items()}
-                first = sorted((way for way in us if way not in ("table", "bf16 cublas")), key=us.__getitem__)
+                us = {candidate: t[i] for candidate, t in times.items()}
+                first = sorted(
+                    (candidate for candidate in us if candidate not in ("table", "bf16 cublas")),
+                    key=us.__getitem__,
+                )
                 best[rows] += min(us[first[0]], us["table"])
                 used[rows] += us["table"]
-                shown = "; ".join(f"{way} {us[way]:.1f}" for way in (*first[:3], "table", "bf16 cublas"))
+                shown = "; ".join(
+                    f"{candidate} {us[candidate]:.1f}" for candidate in (*first[:3], "table", "bf16 cublas")
+                )
                 roof = outputs * inputs / BANDWIDTH
                 lines[rows].append(f"{rows:3} x {name:8} | {shown} | roof {roof:.1f}")
         for rows, found in lines.items():
@@ -267,14 +275,14 @@ VARIANTS = (
     *(
         Tiling(some=cut, decode=cut)
         for cut in (
-            Cut(num_warps=8, registers=128),
-            Cut(num_stages=3, registers=128),
-            Cut(runs=4),
+            LaunchConfig(num_warps=8, registers=128),
+            LaunchConfig(num_stages=3, registers=128),
+            LaunchConfig(runs=4),
         )
     ),
     Tiling(chunk=128),
 )
-PROMPTS = (Tiling(), Tiling(prompt=Cut(most=64, num_stages=3)))
+PROMPTS = (Tiling(), Tiling(prompt=LaunchConfig(most=64, num_stages=3)))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from draftproof import DraftSpec, InputLayout, Taps, assets
 from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.drafters.vocabulary import embedding, output_head
@@ -25,23 +25,23 @@ from draftproof.models.rope import cos_sin_table
 
 
 class MyHead(DraftHead):
-    def __init__(self, given: DraftBuild) -> None:
+    def __init__(self, ctx: DraftContext) -> None:
         """Say what it reads and keeps, and take its tensors by name from the checkpoint."""
-        s, build = given.settings(TappedSettings), given.build
+        s, builder = ctx.settings(TappedSettings), ctx.builder
         config, hidden = s.layers, s.layers.hidden_size
         self.spec = DraftSpec(
             taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
             layout=lambda _: InputLayout(context="all", shift=1),  # the row of state p carries token p + 1
             kv=(KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),),  # one layer of its own
         )
-        self.ops = build.ops  # gather, concat: what is made of them alone is recorded and costs no Python
-        self.fc = build.linear("fc", len(s.taps or ()) * given.target.config.hidden_size, hidden)
-        self.state_norm = Norm.load(build, "layers.0.hidden_norm", hidden, config.norm_eps)
-        table = cos_sin_table(config.rope, given.max_positions, build.device)
-        self.layer = DecoderLayer(build, "layers.0", config, table, 0, 0, 2 * hidden)
-        self.norm = Norm.load(build, "norm", hidden, config.norm_eps)
-        self.embed_VH = embedding(given, config)  # the target's, where the file has none
-        self.ids_V, self.head = output_head(given, config, s.draft_vocab_size)
+        self.ops = builder.ops  # gather, concat: what is made of them alone is recorded and costs no Python
+        self.fc = builder.linear("fc", len(s.taps or ()) * ctx.target.config.hidden_size, hidden)
+        self.state_norm = Norm.load(builder, "layers.0.hidden_norm", hidden, config.norm_eps)
+        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
+        self.layer = DecoderLayer(builder, "layers.0", config, table, 0, 0, 2 * hidden)
+        self.norm = Norm.load(builder, "norm", hidden, config.norm_eps)
+        self.embed_VH = embedding(ctx, config)  # the target's, where the file has none
+        self.ids_V, self.head = output_head(ctx, config, s.draft_vocab_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         return self.fc(self.ops.concat(taps))
@@ -60,10 +60,10 @@ class MyHead(DraftHead):
         return self.head(hidden_MH)
 
 
-def build(given: DraftBuild) -> HeadDrafter:
+def build(ctx: DraftContext) -> HeadDrafter:
     """Called once, with the target and everything there is to build from."""
     checkpoint = detect.read(assets.path("tiny-eagle3"))
-    build = given.build.reading(checkpoint.weights)
+    builder = ctx.builder.reading(checkpoint.weights)
     return HeadDrafter(
-        MyHead(dataclasses.replace(given, checkpoint=checkpoint, build=build)), given.num_drafts
+        MyHead(dataclasses.replace(ctx, checkpoint=checkpoint, builder=builder)), ctx.num_drafts
     )

@@ -53,9 +53,15 @@ class Paged:
         # without a library the one that needs no certificate: what else there is may be inexact on some machine
         self.backend = backend or (registry.select(CPU, library) if library else ChunkedAttention(TREES))
 
-    def attention(self, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor | None = None) -> PagedAttention:
-        """For one pass; `ends_T` None: causal. Position -1 is padding."""
-        rows = Rows.causal(positions_T, slots_T) if ends_T is None else Rows(positions_T, slots_T, ends_T)
+    def attention(
+        self, positions_T: Tensor, slots_T: Tensor, context_lens_T: Tensor | None = None
+    ) -> PagedAttention:
+        """For one pass; `context_lens_T` None: causal. Position -1 is padding."""
+        rows = (
+            Rows.causal(positions_T, slots_T)
+            if context_lens_T is None
+            else Rows(positions_T, slots_T, context_lens_T)
+        )
         return PagedAttention(self.ops, self.backend, self.cache, rows)
 
 

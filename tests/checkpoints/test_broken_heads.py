@@ -243,7 +243,7 @@ def test_a_pickle_of_something_else_is_refused(tmp_path: Path, entry: Any, messa
     refused(head, "safeailab_eagle1_a", "holds no dict of tensors but a list")
 
 
-def test_native_modules_are_named_as_the_files_name_them(tmp_path: Path) -> None:
+def test_modules_in_the_target_are_named_as_the_files_name_them(tmp_path: Path) -> None:
     folder = "mtp_deepseek_v3_a"
     num_layers = json.loads((ORACLE / folder / "config.json").read_text())["num_hidden_layers"]
     name = f"model.layers.{num_layers}.eh_proj.weight"

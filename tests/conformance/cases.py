@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     ),
     "eagle": Case({"model": shared.eagle1}),
     "mtp": Case({"model": MTP}),
-    "mtp/native": Case({"method": "mtp"}, own_target=shared.mimo),
+    "mtp/target": Case({"method": "mtp"}, own_target=shared.mimo),
     "mtp/modules": Case({"method": "mtp"}, max_drafts=2, own_target=shared.deepseek),
     "gemma4_mtp": Case({"model": shared.gemma4_assistant}, own_target=shared.gemma4),
     "gemma4_mtp/experts": Case({"model": shared.gemma4_experts_assistant}, own_target=shared.gemma4_experts),

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import DraftSpec, EngineConfig, Proposal, Taps, Verified
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.base import DraftRuntime
 
 
 class Faulty:
@@ -61,7 +61,9 @@ class DrawsFromNotANumber(Faulty):
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         rows = torch.arange(len(count_R))
         logits = torch.full((len(rows), 8192), float("nan"))
-        tokens_RK[:, 0] = verified.draw(logits, rows, verified.positions_T[verified.cu_R1[1:] - 1] + 2)
+        tokens_RK[:, 0] = verified.draw(
+            logits, rows, verified.positions_T[verified.query_start_loc_R1[1:] - 1] + 2
+        )
         return Proposal(tokens_RK, count_R)
 
 
@@ -96,7 +98,13 @@ class Mutates(Faulty):
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         proposal = Proposal(tokens_RK.clone(), count_R.clone())
         history = verified.history(0)
-        for tensor in (history, verified.tokens_T, verified.positions_T, verified.cu_R1, verified.slots_R):
+        for tensor in (
+            history,
+            verified.tokens_T,
+            verified.positions_T,
+            verified.query_start_loc_R1,
+            verified.slots_R,
+        ):
             tensor.fill_(3)
         for tensor in (verified.live_R, verified.next_R, verified.k_R, *verified.taps):
             tensor.fill_(5)
@@ -116,8 +124,8 @@ class KeepsTheTaps(Faulty):
 class SpoilsWhatItWasLent(Faulty):
     """Writes into the block table and runs graphs of its own under the engine's names."""
 
-    def bind(self, memory: DraftMemory) -> None:
-        self.memory = memory
+    def bind(self, runtime: DraftRuntime) -> None:
+        self.memory = runtime
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         self.memory.cache.block_table_SB.fill_(0)
@@ -200,7 +208,7 @@ class DrawsOnAnotherDevice(Faulty):
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         logits = torch.zeros(len(count_R), 8192, device="meta")
-        verified.draw(logits, None, verified.positions_T[verified.cu_R1[1:] - 1] + 2)
+        verified.draw(logits, None, verified.positions_T[verified.query_start_loc_R1[1:] - 1] + 2)
 
 
 class DrawsOfTooFewPositions(Faulty):
@@ -281,5 +289,5 @@ class MeddlesWithFlags(Meddles):
 
 
 class RaisesInBind(Faulty):
-    def bind(self, memory: DraftMemory) -> None:
+    def bind(self, runtime: DraftRuntime) -> None:
         raise OSError("no such thing")

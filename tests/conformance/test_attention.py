@@ -253,14 +253,14 @@ def attention_with_chunks_of_the_batch(
     v_cache: Tensor,
     table_SB: Tensor,
     slots_T: Tensor,
-    ends_T: Tensor,
+    context_lens_T: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
     """Wrong on purpose: keys are summed in chunks whose size depends on the number of rows."""
     out = []
-    chunk = 8 * max(1, len(ends_T))
-    for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), ends_T.tolist(), strict=True):
+    chunk = 8 * max(1, len(context_lens_T))
+    for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), context_lens_T.tolist(), strict=True):
         start = max(0, end - window) if window else 0
         positions = torch.arange(start, end)
         places = table_SB[slot, positions // k_cache.shape[2]].long(), positions % k_cache.shape[2]

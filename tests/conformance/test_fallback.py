@@ -9,7 +9,7 @@ from draftproof.attention.compiled import CompiledAttention
 from draftproof.bench.compare import compare
 from draftproof.kernels import linear, ops, products
 from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.products import Way
+from draftproof.kernels.products import Candidate
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
 
 REQUESTS = Requests(
@@ -38,16 +38,16 @@ def test_a_processor_without_packed_products_is_as_exact(
 ) -> None:
     """Only torch's plain product is left to the planner, as on processors that oneDNN cannot pack for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    original = products.ways
+    original = products.candidates
     found: list[str] = []
 
-    def plain_only(*args: object) -> list[Way]:
-        ways = [way for way in original(*args) if way.name == "plain"]  # type: ignore[arg-type]
-        found.extend(way.name for way in ways)
-        return ways
+    def plain_only(*args: object) -> list[Candidate]:
+        candidates = [candidate for candidate in original(*args) if candidate.name == "plain"]  # type: ignore[arg-type]
+        found.extend(candidate.name for candidate in candidates)
+        return candidates
 
     defaults = linear.LinearPlanner.__init__.__kwdefaults__
-    monkeypatch.setitem(defaults, "find_ways", plain_only)
+    monkeypatch.setitem(defaults, "find_candidates", plain_only)
     settings = {"dtype": dtype, "native": False}
     plain, _ = run(REQUESTS, **settings, max_num_seqs=1, enable_prefix_caching=False)
     outputs, llm = run(REQUESTS, **settings, speculative_config=HEAD)

@@ -9,7 +9,7 @@ import torch
 
 from draftproof import LLM, DraftSpec, Proposal, SamplingParams, Verified
 from draftproof.bench.compare import compare
-from draftproof.drafters.guard import Guard
+from draftproof.drafters.sandbox import DrafterSandbox
 from tests.conformance import faulty
 from tests.conformance.cases import REPEATS, Requests, prompts, run
 
@@ -116,7 +116,7 @@ def _verified(k_R: list[int]) -> Verified:
     return Verified(
         tokens_T=torch.zeros(n, dtype=torch.int64),
         positions_T=torch.zeros(n, dtype=torch.int64),
-        cu_R1=torch.arange(n + 1),
+        query_start_loc_R1=torch.arange(n + 1),
         slots_R=torch.arange(n),
         live_R=torch.ones(n, dtype=torch.int64),
         next_R=torch.zeros(n, dtype=torch.int64),
@@ -138,9 +138,9 @@ class _Fixed:
 
 
 def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
-    guard = Guard(_Fixed([[1]], [1]), vocab_size=10, max_faults=9, time_limit=0.0)
-    assert guard.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
-    assert guard.num_faults == 1
+    sandbox = DrafterSandbox(_Fixed([[1]], [1]), vocab_size=10, max_faults=9, time_limit=0.0)
+    assert sandbox.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
+    assert sandbox.num_faults == 1
 
 
 def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
@@ -151,9 +151,9 @@ def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
 
     settings = {"dtype": "float32", "max_num_seqs": 1}
     llm = LLM(**settings, speculative_config={**CASES["eagle3"].config, "policy": "fixed"})
-    guard = llm.engine.runner.guard
-    assert guard is not None
-    original, calls = guard.drafter.propose, []
+    sandbox = llm.engine.runner.sandbox
+    assert sandbox is not None
+    original, calls = sandbox.drafter.propose, []
 
     def once(verified: Verified, num_drafts: int) -> Proposal:
         calls.append(num_drafts)
@@ -161,7 +161,7 @@ def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
             raise RuntimeError("once")
         return original(verified, num_drafts)
 
-    monkeypatch.setattr(guard.drafter, "propose", once)
+    monkeypatch.setattr(sandbox.drafter, "propose", once)
     outputs = llm.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
     expected = LLM(**settings).generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
     assert not compare(expected, outputs)

@@ -13,7 +13,7 @@ from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import Difference, compare
 from draftproof.kernels.linear import PackedLinear
 from draftproof.sampling import verifier
-from draftproof.sampling.verifier import Verdict, VerifyRows, drafts_of, row_index, verdict_of
+from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
 
 REQUESTS = Requests(
@@ -43,7 +43,7 @@ def test_the_unspoilt_engine_shows_none() -> None:
     assert not differences(dtype="float32") and not differences(dtype="bfloat16")
 
 
-def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tensor) -> Verdict:
+def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tensor) -> VerifyResult:
     """The exact rule, but for which drafts count as equal."""
     at_W = torch.arange(rows.width)
     sampled_RW = sampled_M[row_index(rows, at_W, len(sampled_M))]
@@ -51,7 +51,7 @@ def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tens
     accepted_R = live_RK.long().cumprod(1).sum(1)
     drafts_RW = torch.nn.functional.pad(drafts_of(rows, at_W[:-1], tokens_SL).long(), (0, 1))
     tokens_RW = torch.where(at_W < accepted_R[:, None], drafts_RW, sampled_RW)
-    return verdict_of(tokens_RW, accepted_R, rows, at_W)
+    return verify_result(tokens_RW, accepted_R, rows, at_W)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -66,7 +66,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Tensor, Tensor, Tens
         tokens_SL: Tensor,
         slots_host: Sequence[int],
         rows: VerifyRows,
-    ) -> Verdict:
+    ) -> VerifyResult:
         if rows.width == 1 or not len(logits_MV):
             return original(self, logits_MV, slots_M, positions_M, tokens_SL, slots_host, rows)
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
@@ -131,13 +131,13 @@ def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.
         v: Tensor,
         table_SB: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:
         group = q_THD.shape[1] // k.shape[1]
         rows = []
-        for q_HD, slot, end in zip(q_THD, slots_T.tolist(), ends_T.tolist(), strict=True):
+        for q_HD, slot, end in zip(q_THD, slots_T.tolist(), context_lens_T.tolist(), strict=True):
             keys, values = (
                 c[table_SB[slot].long()].transpose(0, 1).flatten(1, 2)[:, :end].repeat_interleave(group, 0)
                 for c in (k, v)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
-from draftproof.checkpoints import detect, native
+from draftproof.checkpoints import detect, in_target
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import DraftHead, DraftMemory, HeadDrafter
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.head import DraftHead, DraftRuntime, HeadDrafter
 from draftproof.drafters.modules import ModulesDrafter
 from draftproof.kernels import ops
 from draftproof.kernels.graphs import EAGER
@@ -27,7 +27,7 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import Build
+from draftproof.models.layers import LayerBuilder
 from draftproof.models.loading import Weights
 from tests.helpers import CPU, Paged, run_rows
 
@@ -62,8 +62,8 @@ class Pair:
         weights = double(directory) if double else Weights.open(directory)
         self.target = Decoder.load(weights, read_config(directory), self.ops, planner, CPU, self.dtype)
         own = double(ORACLE / folder) if double else None
-        checkpoint = native.read(directory) if folder == target else detect.read(ORACLE / folder, own)
-        given = DraftBuild(
+        checkpoint = in_target.read(directory) if folder == target else detect.read(ORACLE / folder, own)
+        ctx = DraftContext(
             config=EngineConfig(),
             own=SpeculativeConfig(),
             options=options or {},
@@ -72,12 +72,12 @@ class Pair:
             target=self.target,
             target_weights=weights,
             target_directory=directory,
-            build=Build(checkpoint.weights, self.ops, planner, CPU, dtype, exact=False, fp8=fp8),
+            builder=LayerBuilder(checkpoint.weights, self.ops, planner, CPU, dtype, exact=False, fp8=fp8),
             max_model_len=256,
             max_positions=256,
         )
         before = planner.weight_bytes
-        drafter = registry.build(checkpoint.method, given)
+        drafter = registry.build(checkpoint.method, ctx)
         self.num_bytes = planner.weight_bytes - before  # that the head's weights take beside the target's
         planner.certify()
         assert isinstance(drafter, (HeadDrafter, ModulesDrafter))
@@ -108,7 +108,7 @@ class Pair:
         return self.head(torch.tensor(tokens), features, attn)
 
     def bind(self, paged: Paged) -> None:
-        self.drafter.bind(DraftMemory(ops=self.ops, backend=paged.backend, cache=paged.cache, graphs=EAGER))
+        self.drafter.bind(DraftRuntime(ops=self.ops, backend=paged.backend, cache=paged.cache, graphs=EAGER))
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> Any:

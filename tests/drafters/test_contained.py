@@ -186,7 +186,7 @@ def test_counts_of_no_requests_are_whole_numbers() -> None:
     verified = Verified(
         tokens_T=none,
         positions_T=none,
-        cu_R1=torch.zeros(1, dtype=torch.int64),
+        query_start_loc_R1=torch.zeros(1, dtype=torch.int64),
         slots_R=none,
         live_R=none,
         next_R=none,

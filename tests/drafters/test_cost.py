@@ -17,7 +17,7 @@ from draftproof.kernels import quantized
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models import cost
 from draftproof.models.config import parse
-from draftproof.models.layers import Build
+from draftproof.models.layers import LayerBuilder
 from tests.conformance.cases import CASES
 
 WITHOUT_WEIGHTS = {"ngram", "suffix"}
@@ -31,16 +31,16 @@ NOT_ONCE = {"mtp/modules", "gemma4_mtp/centroids", "xpress"}
 def packed_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PackedLinear]]:
     """Products of drafters, as they are made: theirs are exempt from exactness, a target's are not."""
     found: list[PackedLinear] = []
-    pack = Build.pack
+    pack = LayerBuilder.pack
 
-    def noting(self: Build, *args: Any, **kwargs: Any) -> PackedLinear:
+    def noting(self: LayerBuilder, *args: Any, **kwargs: Any) -> PackedLinear:
         made = pack(self, *args, **kwargs)
         if self.exact is False:
             found.append(made)
         return made
 
     with monkeypatch.context() as patched:
-        patched.setattr(Build, "pack", noting)
+        patched.setattr(LayerBuilder, "pack", noting)
         yield found
 
 
@@ -104,7 +104,7 @@ def test_weights_in_fp8_are_a_quarter_of_those_in_fp32(monkeypatch: pytest.Monke
     given = {"model": str(assets.path("tiny-eagle3"))}
     wide = drafter(**given).cost(of_round(2, context=50, rows=3))
     monkeypatch.setattr(quantized, "is_kept", lambda device: True)  # as on a GPU
-    monkeypatch.setattr(quantized, "make_form", lambda *args: None)
+    monkeypatch.setattr(quantized, "make_linear_fn", lambda *args: None)
     narrow = drafter(**given, quantization="fp8").cost(of_round(2, context=50, rows=3))
     assert wide is not None and narrow is not None and wide.flops == narrow.flops
     assert 0.25 < narrow.bytes / wide.bytes < 0.3, "all but keys and values"

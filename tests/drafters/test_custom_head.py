@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 
 PROMPTS = ["def add(a, b):", "import numpy as np\n\n", "What is 12 * 7?"]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
@@ -27,11 +27,11 @@ def test_the_example_drafts_what_the_package_does_with_the_same_weights() -> Non
     assert sum(o.metrics.speculation.num_accepted_tokens for o in own) > 5
 
 
-def gives_nothing(given: DraftBuild) -> None:
-    assert given.target.config.num_layers == 8
+def gives_nothing(ctx: DraftContext) -> None:
+    assert ctx.target.config.num_layers == 8
 
 
-def breaks(given: DraftBuild) -> None:
+def breaks(ctx: DraftContext) -> None:
     raise RuntimeError("no weights here")
 
 

@@ -45,10 +45,10 @@ def blocks(pair: Pair, anchors: list[int]) -> Tensor:
     unroll._block.remember(features[positions_T], paged.attention(positions_T, slots_T))
     index_RB = torch.arange(len(anchors) * size).view(-1, size)
     positions_RB = torch.tensor(anchors)[:, None] + torch.arange(size)
-    ends_N = (positions_RB[:, -1:] + 1).expand_as(positions_RB).reshape(-1)
+    context_lens_N = (positions_RB[:, -1:] + 1).expand_as(positions_RB).reshape(-1)
     positions_N = positions_RB.reshape(-1)
     attn = paged.attention(positions_N, index_RB.reshape(-1) // size)
-    attn.rows = Rows(positions_N, attn.rows.slots_T, positions_N + 1, BlockRows(ends_N, index_RB.t()))
+    attn.rows = Rows(positions_N, attn.rows.slots_T, positions_N + 1, BlockRows(context_lens_N, index_RB.t()))
     tokens = [t for a in anchors for t in (x[a], *[mask] * (size - 1))]
     return pair.head(torch.tensor(tokens), None, attn)[0]
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from draftproof import LLM, SamplingParams
 from draftproof.attention.base import PagedAttention, Rows
-from draftproof.drafters.base import Proposal, Verified
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.base import DraftRuntime, Proposal, Verified
 from draftproof.kernels import native
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.native import Library
@@ -57,7 +56,7 @@ def after_prefill(pair: Pair, paged: Paged, num_stray: int = 2) -> Verified:
     return Verified(
         tokens_T=torch.tensor([t for row in rows for t in row]),
         positions_T=torch.cat([torch.arange(len(row)) for row in rows]),
-        cu_R1=counts.cumsum(0),
+        query_start_loc_R1=counts.cumsum(0),
         slots_R=torch.arange(len(rows)),
         live_R=torch.tensor(lengths),
         next_R=torch.tensor([pair.tokens[P] for P in lengths]),
@@ -73,7 +72,7 @@ def bound(folder: str, **settings: Any) -> tuple[Pair, Paged]:
     pair = Pair(folder, TARGET, num_drafts=K, **settings)
     paged = pair.paged(pair.target.kv, num_slots=len(prefixes(pair)), block_size=8)
     lent = dataclasses.replace(paged.cache, layers=[]).beside(paged.cache, pair.head.spec.borrow)
-    pair.drafter.bind(DraftMemory(ops=pair.ops, backend=paged.backend, cache=lent, graphs=EAGER))
+    pair.drafter.bind(DraftRuntime(ops=pair.ops, backend=paged.backend, cache=lent, graphs=EAGER))
     return pair, paged
 
 
@@ -177,9 +176,9 @@ def test_the_reference_tells_a_mistake(folder: str, mistake: str, monkeypatch: p
     def wrong(self: PagedAttention, layer: int, q: Tensor, spec: object) -> Tensor:
         rows = self.rows
         if mistake == "position":
-            rows = Rows(rows.positions_T - 1, rows.slots_T, rows.ends_T)
+            rows = Rows(rows.positions_T - 1, rows.slots_T, rows.context_lens_T)
         elif mistake == "stale row":
-            rows = Rows(rows.positions_T, rows.slots_T, rows.ends_T + 1)
+            rows = Rows(rows.positions_T, rows.slots_T, rows.context_lens_T + 1)
         elif mistake == "window" and spec.window:  # type: ignore[attr-defined]
             spec = dataclasses.replace(spec, window=spec.window - 1)  # type: ignore[type-var, attr-defined]
         return call(PagedAttention(self.ops, self.backend, self.cache, rows), layer, q, spec)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
 from draftproof.cache.pool import KVShape
 from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
-from draftproof.drafters.recordings import Library, Recording, load, save
+from draftproof.drafters.recordings import Recording, RecordingIndex, load, save
 from draftproof.drafters.replay import ReplayDrafter, ReplayOptions
 
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=0)
@@ -134,7 +134,7 @@ def verified(positions: list[list[int]], slots: list[int], live: list[int], k: l
     return Verified(
         tokens_T=torch.zeros_like(flat),
         positions_T=flat,
-        cu_R1=counts.cumsum(0),
+        query_start_loc_R1=counts.cumsum(0),
         slots_R=torch.tensor(slots),
         live_R=torch.tensor(live),
         next_R=torch.zeros(len(slots), dtype=torch.int64),
@@ -249,7 +249,7 @@ def test_the_inner_drafter_runs_is_told_everything_and_is_not_heard() -> None:
 
 
 def test_a_recording_is_found_by_prompt_then_by_what_followed() -> None:
-    library = Library([*BOOK, Recording((4,), (20, 9, 9)), Recording((4, 20), (9, 8))])
+    library = RecordingIndex([*BOOK, Recording((4,), (20, 9, 9)), Recording((4, 20), (9, 8))])
     assert library.find([4]) == 1
     assert library.find([4, 20, 9, 9]) == 2
     assert library.find([4, 20]) == 3  # the longest prompt counts

@@ -10,10 +10,10 @@ import pytest
 
 from draftproof import LLM, SamplingParams
 from draftproof.drafters.suffix import SuffixDrafter, SuffixOptions
-from draftproof.drafters.suffix_text import END, MOST_PLACES, Text
+from draftproof.drafters.suffix_text import END, MOST_PLACES, SuffixIndex
 
 
-def found(text: Text, suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
+def found(text: SuffixIndex, suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
     lengths_C, follow_CK = text.find(np.array(suffix), k)
     pairs = zip(lengths_C.tolist(), follow_CK.tolist(), strict=True)
     return [pair for pair in pairs if pair[0] > 1]
@@ -36,7 +36,7 @@ def searched(tokens: list[int], suffix: list[int], k: int) -> list[tuple[int, li
 def test_all_places_are_found_where_memory_suffices(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [draw.randrange(4) for _ in range(draw.randrange(2, 120))]
-    text = Text(capacity=128)
+    text = SuffixIndex(capacity=128)
     for start in range(0, len(tokens), 7):
         text.add(tokens[start : start + 7])
     suffix = tokens[-draw.randrange(2, 9) :]
@@ -48,7 +48,7 @@ def test_all_places_are_found_where_memory_suffices(seed: int) -> None:
 def test_a_full_text_knows_exactly_its_newest_tokens(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [draw.randrange(3) for _ in range(300)]
-    text = Text(capacity=50)
+    text = SuffixIndex(capacity=50)
     text.add(tokens)
     assert text.tail(0) == tokens[-50:]
     suffix = tokens[-4:]
@@ -56,7 +56,7 @@ def test_a_full_text_knows_exactly_its_newest_tokens(seed: int) -> None:
 
 
 def test_nothing_is_found_across_the_ends_of_texts() -> None:
-    text = Text(64, most_texts=8)
+    text = SuffixIndex(64, most_texts=8)
     text.add_whole([1, 2, 3])
     text.add_whole([4, 5, 1, 2])
     assert found(text, [3, 4], 2) == []
@@ -64,14 +64,14 @@ def test_nothing_is_found_across_the_ends_of_texts() -> None:
 
 
 def test_only_the_newest_texts_are_kept() -> None:
-    text = Text(64, most_texts=2)
+    text = SuffixIndex(64, most_texts=2)
     for first in (10, 20, 30):
         text.add_whole([first, first + 1, first + 2])
     assert [bool(found(text, [first, first + 1], 1)) for first in (10, 20, 30)] == [False, True, True]
 
 
 def test_memory_is_fixed_from_the_start() -> None:
-    text = Text(100, most_texts=1000)
+    text = SuffixIndex(100, most_texts=1000)
     sizes = [a.nbytes for a in (text._tokens, text._previous, text._newest)]
     for start in range(0, 3000, 30):
         text.add_whole(list(range(start, start + 30)))

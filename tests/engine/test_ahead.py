@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.base import DraftRuntime
 from draftproof.engine.runner import ModelRunner
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
@@ -73,8 +73,8 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     if runner.spec.kv or runner.spec.borrow:
         assert runner.guard is not None
         cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
-        memory = DraftMemory(ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs)
-        runner.guard.drafter.bind(memory)  # type: ignore[attr-defined]
+        runtime = DraftRuntime(ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs)
+        runner.guard.drafter.bind(runtime)  # type: ignore[attr-defined]
     runner.warm_up(lambda done, total: None)
     return graphs
 

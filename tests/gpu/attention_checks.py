@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
+from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
 from tests.conformance import test_attention as attention
 
 
@@ -40,7 +40,7 @@ def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
 def check_attention(device: torch.device, dtype: torch.dtype) -> None:
     small = device.type == "cpu"
     split, loop = TritonAttention(), TritonAttention(Tiling(split_rows=1))
-    one_chunk_a_run = TritonAttention(Tiling(some=Cut(runs=1000)))
+    one_chunk_a_run = TritonAttention(Tiling(some=LaunchConfig(runs=1000)))
     for shape in (*attention.SHAPES[1::6], attention.SHAPES[-1]) if small else attention.SHAPES:
         rows = place((few if small else attention.mixed)(shape, dtype), device)
         attention.check_equals_reference(split, rows)
@@ -87,7 +87,7 @@ def check_attention_adds_up_many_chunks(device: torch.device, dtype: torch.dtype
     """More than are added up at once: 19 and 18 of 16 keys."""
     rows = place(attention.make_pass(attention.Shape(), [300, 280, 3, 0], [0, 1, 2, 0], dtype), device)
     step = 32 if dtype == torch.float32 else 16  # which that type halves
-    split = TritonAttention(Tiling(chunk=16, step=step, some=Cut(runs=1000)))
+    split = TritonAttention(Tiling(chunk=16, step=step, some=LaunchConfig(runs=1000)))
     attention.check_equals_reference(split, rows)
     loop = TritonAttention(Tiling(chunk=16, step=step, split_rows=1))
     assert torch.equal(rows.run(split), rows.run(loop))
@@ -135,6 +135,6 @@ def check_attention_weighs_alike_whatever_kernel_adds(device: torch.device, dtyp
         at = int(made.table[0, position // 16]), slice(None), position % 16
         k[*at, 0], v[*at, 0], v[*at, 1] = 70 * (position // 32), 1.0, float(position < 32)
     rows = place(dataclasses.replace(made, q=q, k_cache=k, v_cache=v, scale=math.log(2)), device)
-    tilings = ({"some": Cut(runs=1000)}, {"some": Cut(runs=1)}, {"split_rows": 0})
+    tilings = ({"some": LaunchConfig(runs=1000)}, {"some": LaunchConfig(runs=1)}, {"split_rows": 0})
     found = [rows.run(TritonAttention(Tiling(chunk=32, step=32, **t))) for t in tilings]  # type: ignore[arg-type]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -320,17 +320,17 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
     for outputs, inputs, out_dtype in ((50, 200, dtype), (64, 512, torch.float32)):
         shape = Shape(outputs, inputs, dtype, out_dtype, False)
         weights = [randn(outputs, inputs, device=device, dtype=dtype, seed=s) for s in range(5)]
-        form = gpu_grouped.Groups(5, weights, shape)
+        linear_fn = gpu_grouped.Groups(5, weights, shape)
         x = randn(150, inputs, device=device, dtype=dtype, seed=9)
         for split in ([0, 1, 0, 0, 0], [2, 0, 7, 8, 17], [60, 0, 33, 1, 10], [0, 0, 150, 0, 0]):
             starts = torch.tensor([0, *split], device=device).cumsum(0)
-            found = form(x[: sum(split)], starts)
+            found = linear_fn(x[: sum(split)], starts)
             parts = x[: sum(split)].double().split(split)
             expected = torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
             assert found.dtype == out_dtype
             bound = 0.5 if out_dtype == torch.bfloat16 else 0.05
             torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0.02)
-        assert form(x[:0], starts * 0).shape == (0, outputs)
+        assert linear_fn(x[:0], starts * 0).shape == (0, outputs)
         if device.type == "cuda":  # the interpreter adds up each block of K by itself
             assert grouped.is_exact(gpu_grouped.Groups, shape, device)
 

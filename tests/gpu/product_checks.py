@@ -28,25 +28,27 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             x, weight = (t.to(device) for t in cancelling(18 if long and small else 110, shape, seed=3))
             offset = randn(outputs, device=device, dtype=dtype) if bias else None
             tiles = gpu_linear.tiles(dtype)
-            forms = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
-            assert any(isinstance(f, gpu_linear.InParts) for f in forms) == (inputs >= 4096)
-            for form in forms:  # what is left in parts is what is added up
+            linear_fns = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
+            assert any(isinstance(f, gpu_linear.SplitKLinear) for f in linear_fns) == (inputs >= 4096)
+            for linear_fn in linear_fns:  # what is left in parts is what is added up
                 if not bias and out_dtype == dtype:
-                    found, whole = products.apart(form)(x[:17]), form(x[:17])
-                    assert (found.dim() == 3) == isinstance(form, gpu_linear.InParts)
+                    found, whole = products.partial_sums(linear_fn)(x[:17]), linear_fn(x[:17])
+                    assert (found.dim() == 3) == isinstance(linear_fn, gpu_linear.SplitKLinear)
                     found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
                     assert torch.equal(found, whole)
             expected = products.SLOW.make(weight, offset, out_dtype)(x)
-            reference = forms[0](x)
+            reference = linear_fns[0](x)
             torch.testing.assert_close(reference.float(), expected.float(), atol=0.05, rtol=0.05)
-            in_pieces = [form for form, tile in zip(forms, tiles, strict=True) if tile.pieces[1]]
-            for form in [*forms[::4], *in_pieces] if small else forms:
+            in_pieces = [
+                linear_fn for linear_fn, tile in zip(linear_fns, tiles, strict=True) if tile.pieces[1]
+            ]
+            for linear_fn in [*linear_fns[::4], *in_pieces] if small else linear_fns:
                 if small:  # the interpreter adds up each block of K by itself
-                    torch.testing.assert_close(form(x), reference, atol=0.05, rtol=0.05)
+                    torch.testing.assert_close(linear_fn(x), reference, atol=0.05, rtol=0.05)
                     continue
                 for count in (1, 6, 17, 70, 110):
-                    assert torch.equal(form(x[:count]), reference[:count])
-                assert torch.equal(form(x[13:20].clone()), reference[13:20])
+                    assert torch.equal(linear_fn(x[:count]), reference[:count])
+                assert torch.equal(linear_fn(x[13:20].clone()), reference[13:20])
         _check_sums(device, dtype, outputs, inputs, bias=bias)
 
 
@@ -58,7 +60,7 @@ def _check_sums(device: torch.device, dtype: torch.dtype, outputs: int, inputs: 
     expected = x.double() @ weight.double().t() + (offset.double() if offset is not None else 0.0)
     size = inputs**0.5
     for tile in gpu_linear.tiles(dtype):
-        form = gpu_linear.ordered(tile, weight, offset, torch.float32)
+        linear_fn = gpu_linear.ordered(tile, weight, offset, torch.float32)
         for count in (18,) if device.type == "cpu" and not tile.pieces[1] else (65, 110):
-            error = (form(x[:count]).double() - expected[:count]).abs().max().item() / size
+            error = (linear_fn(x[:count]).double() - expected[:count]).abs().max().item() / size
             assert error < 1e-4, f"{tile.name}, {count} rows: {error:.1e}"

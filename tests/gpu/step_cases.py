@@ -110,7 +110,7 @@ def run(ops: StepOps, step: Step, layout: Layout, width: int) -> list[Tensor]:
     verdict = ops.accept(state.tokens_SL, slots_R, num_R, *sampled, width)
     done = ops.commit(state, step.work_3R, rows, *verdict, step.wanted_R)
     left_S = state.draft_count_S.clone()
-    target = (rows.cu_R1, rows.tokens_T, rows.positions_T)
+    target = (rows.query_start_loc_R1, rows.tokens_T, rows.positions_T)
     num_drafts = step.drafted_RK.shape[1]
     fed = ops.draft_rows(layout, *target, slots_R, done.live_R, done.next_R, done.k_R, num_drafts)
     stored = ops.store_drafts(state, slots_R, step.drafted_RK, step.count_R, done.k_R, VOCAB)

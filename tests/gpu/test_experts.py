@@ -31,12 +31,12 @@ def block(
     planner = LinearPlanner(device, exact=True, max_rows=256, library=None, cache_dir=folder)
     generator = torch.Generator(device).manual_seed(0)
 
-    def pack(outputs: int, inputs: int, out_dtype: torch.dtype) -> grouped.GroupedForm:
+    def pack(outputs: int, inputs: int, out_dtype: torch.dtype) -> grouped.GroupedLinear:
         size = (num_experts, outputs, inputs)
         weights = torch.randn(size, generator=generator, device=device, dtype=BF16) * inputs**-0.5
-        form = planner.pack_experts(num_experts, weights, Shape(outputs, inputs, BF16, out_dtype, False))
-        assert isinstance(form, Groups), "the grouped product was not exact"
-        return form
+        linear_fn = planner.pack_experts(num_experts, weights, Shape(outputs, inputs, BF16, out_dtype, False))
+        assert isinstance(linear_fn, Groups), "the grouped product was not exact"
+        return linear_fn
 
     gate_up, down = pack(2 * width, hidden, BF16), pack(hidden, width, torch.float32)
     planner.certify()

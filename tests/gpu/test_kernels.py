@@ -17,7 +17,7 @@ from draftproof.kernels import gpu, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu.attention import Cut, Tiling, TritonAttention
+    from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
     from tests.conformance import test_attention as attention
     from tests.gpu import attention_checks, checks
 
@@ -86,7 +86,7 @@ def test_prefill_verify_and_decode_rows_agree(cuda: torch.device, window: int) -
 
 
 @pytest.mark.parametrize(
-    ("form", "cut"),
+    ("form", "tiling"),
     [
         ({"most": 16}, {}),
         ({"most": 64, "num_warps": 8}, {}),
@@ -107,7 +107,7 @@ def test_tiling_changes_no_bit(cuda: torch.device, form: dict[str, int], cut: di
     ).repeat(5)
     q = model.queries(30)
     expected = model.run(TritonAttention(), q, slots, ends)
-    of_all = dict.fromkeys(("some", "decode", "prompt"), Cut(**form))  # type: ignore[arg-type]
+    of_all = dict.fromkeys(("some", "decode", "prompt"), LaunchConfig(**form))  # type: ignore[arg-type]
     backend = TritonAttention(Tiling(**of_all, **cut))  # type: ignore[arg-type]
     assert torch.equal(model.run(backend, q, slots, ends), expected)
     apart = list(range(0, 30, 6))  # rows of different requests, which may be finished in one go

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftproof.kernels import certify, gpu, products
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import BucketForm
 from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.plan_cache import BucketLinear
+from draftproof.kernels.products import Candidate, LinearFn
 
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
     from draftproof.kernels.gpu import linear as gpu_linear
@@ -27,14 +27,16 @@ COUNTS = (*range(1, 98), 129, 257, 513, 600, 1025, 2100)
 BF16 = torch.bfloat16
 
 
-def planner(device: torch.device, folder: Path, find_ways: object = products.ways) -> LinearPlanner:
+def planner(
+    device: torch.device, folder: Path, find_candidates: object = products.candidates
+) -> LinearPlanner:
     return LinearPlanner(
         device,
         exact=True,
         max_rows=600,
         library=None,
         cache_dir=folder,
-        find_ways=find_ways,  # type: ignore[arg-type]
+        find_candidates=find_candidates,  # type: ignore[arg-type]
     )
 
 
@@ -43,13 +45,13 @@ def norms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return add_rms_norm(x, residual, weight, 1e-6)
 
 
-def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """Wrong on purpose: half of K, then the other half."""
     half = weight_NK.shape[1] // 2
     first, second = weight_NK[:, :half].contiguous(), weight_NK[:, half:].contiguous()
     tile = gpu_linear.tiles(weight_NK.dtype)[0]
-    a = gpu_linear.OrderedForm(tile, first, None, torch.float32)
-    b = gpu_linear.OrderedForm(tile, second, None, torch.float32)
+    a = gpu_linear.OrderedLinear(tile, first, None, torch.float32)
+    b = gpu_linear.OrderedLinear(tile, second, None, torch.float32)
     return lambda x: (a(x[:, :half].contiguous()) + b(x[:, half:].contiguous())).to(out_dtype)
 
 
@@ -80,9 +82,9 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
     for rows in COUNTS:
         assert torch.equal(product(x[:rows]), alone[:rows]), f"{rows} rows"
         if not wide:
-            apart = product.apart(x[:rows])
-            met.add(apart.dim())
-            added, expected = (norms(y, alone[:rows], ones) for y in (apart, alone[:rows]))
+            partial_sums = product.partial_sums(x[:rows])
+            met.add(partial_sums.dim())
+            added, expected = (norms(y, alone[:rows], ones) for y in (partial_sums, alone[:rows]))
             assert all(map(torch.equal, added, expected)), f"{rows} rows"
     assert wide or (3 in met) == (gpu_linear.num_segments(outputs, inputs, dtype) > 1)
     assert torch.equal(product(x[3:12]), alone[3:12])
@@ -96,8 +98,8 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 
 def test_a_product_split_over_k_gets_no_certificate(cuda: torch.device, tmp_path: Path) -> None:
-    def find(*_: object) -> list[Way]:
-        return [*gpu_linear.ways(torch.device("cuda"), BF16)[:3], Way("split", split_k)]
+    def find(*_: object) -> list[Candidate]:
+        return [*gpu_linear.candidates(torch.device("cuda"), BF16)[:3], Candidate("split", split_k)]
 
     shape = Shape(256, 4096, BF16, BF16, False)
     assert certify.certify(shape, find(), 64, cuda)["split"] == ()
@@ -105,16 +107,16 @@ def test_a_product_split_over_k_gets_no_certificate(cuda: torch.device, tmp_path
     _, weight = certify.cancelling(1, shape, seed=5)
     made.pack(weight.to(cuda))
     made.certify()
-    assert "split" not in {row.way for row in made.report()}
+    assert "split" not in {row.candidate for row in made.report()}
 
 
 def test_a_split_let_into_the_planner_changes_rows(cuda: torch.device) -> None:
     """The mutation: chosen without a certificate from 24 rows on. The comparison above must see it."""
     shape = Shape(256, 4096, BF16, BF16, False)
     x, weight = (t.to(cuda) for t in certify.cancelling(64, shape, seed=5))
-    ordered = gpu_linear.OrderedForm(gpu_linear.tiles(BF16)[0], weight, None, BF16)
-    forms = {"ordered": ordered, "split": split_k(weight, None, BF16)}
-    product = BucketForm(forms, dict.fromkeys(forms, True), (16, 64), ("ordered", "split"))
+    ordered = gpu_linear.OrderedLinear(gpu_linear.tiles(BF16)[0], weight, None, BF16)
+    linear_fns = {"ordered": ordered, "split": split_k(weight, None, BF16)}
+    product = BucketLinear(linear_fns, dict.fromkeys(linear_fns, True), (16, 64), ("ordered", "split"))
     alone = torch.cat([product(row) for row in x.split(1)])
     assert torch.equal(product(x[:16]), alone[:16])
     assert not torch.equal(product(x[:24]), alone[:24])
@@ -124,8 +126,8 @@ def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, t
     """As cuBLAS may: one order at some numbers of rows, another at the others, in particular in between."""
     called: set[int] = set()
 
-    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
-        ordered = gpu_linear.OrderedForm(gpu_linear.tiles(BF16)[0], weight, bias, out_dtype)
+    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+        ordered = gpu_linear.OrderedLinear(gpu_linear.tiles(BF16)[0], weight, bias, out_dtype)
         split = split_k(weight, bias, out_dtype)
 
         def run(x: Tensor) -> Tensor:
@@ -134,8 +136,8 @@ def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, t
 
         return run
 
-    slow = dataclasses.replace(gpu_linear.ways(torch.device("cuda"), BF16)[0], name="slow", make=_twice)
-    made = planner(cuda, tmp_path, lambda *_: [slow, Way("sometimes", sometimes)])
+    slow = dataclasses.replace(gpu_linear.candidates(torch.device("cuda"), BF16)[0], name="slow", make=_twice)
+    made = planner(cuda, tmp_path, lambda *_: [slow, Candidate("sometimes", sometimes)])
     _, weight = certify.cancelling(1, Shape(256, 4096, BF16, BF16, False), seed=5)
     product = made.pack(weight.to(cuda))
     made.certify()
@@ -148,7 +150,7 @@ def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, t
     assert called and called <= {4, 16, 64}
 
 
-def _twice(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
+def _twice(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """The reference, at ten times the cost."""
-    ordered = gpu_linear.OrderedForm(gpu_linear.tiles(BF16)[0], weight, bias, out_dtype)
+    ordered = gpu_linear.OrderedLinear(gpu_linear.tiles(BF16)[0], weight, bias, out_dtype)
     return lambda x: [ordered(x) for _ in range(10)][-1]

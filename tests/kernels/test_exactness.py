@@ -175,8 +175,8 @@ def test_attention_that_changes_with_a_prompts_rows_is_seen() -> None:
     """As torch's kernel may, by the number of rows of one padded length in a call."""
 
     def attention(q_THD: Tensor, *rest: Any) -> Tensor:
-        ends_T = rest[4]
-        many = len(q_THD) > 30 and int(ends_T.min()) > 500
+        context_lens_T = rest[4]
+        many = len(q_THD) > 30 and int(context_lens_T.min()) > 500
         return split_by_the_batch(q_THD, *rest) if many else ChunkedAttention(TREES)(q_THD, *rest)
 
     assert not is_exact(values_check(ATTENTION["few heads"], 16, FP32, CPU), attention, 1)

@@ -163,12 +163,12 @@ SHAPES += [
 
 def pack(
     folder: Path, shape: Shape, library: native.Library | None, exact: bool = True
-) -> tuple[grouped.GroupedForm, list[Tensor]]:
+) -> tuple[grouped.GroupedLinear, list[Tensor]]:
     weights = [randn(shape.outputs, shape.inputs, seed=s).to(shape.dtype) for s in range(5)]
     planner = LinearPlanner(CPU, exact=exact, max_rows=64, library=library, cache_dir=folder)
-    form = planner.pack_experts(5, iter(weights), shape)
+    linear_fn = planner.pack_experts(5, iter(weights), shape)
     planner.certify()
-    return form, weights
+    return linear_fn, weights
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
@@ -181,16 +181,16 @@ def test_each_row_meets_its_experts_weight_with_the_same_bits_in_any_grouping(
     known: list[Tensor] = []  # the compiled ones give the same at any number of threads, too
     for count in (1, 2, 3, 6):
         with threads(count):
-            form, weights = pack(tmp_path, shape, library if compiled else None)
-            assert isinstance(form, grouped.CompiledGroups if compiled else grouped.PerExpert)
+            linear_fn, weights = pack(tmp_path, shape, library if compiled else None)
+            assert isinstance(linear_fn, grouped.CompiledGroups if compiled else grouped.PerExpert)
             if not known or not compiled:
-                known = [torch.cat([form(x[i : i + 1], ends(e)) for i in range(120)]) for e in range(5)]
+                known = [torch.cat([linear_fn(x[i : i + 1], ends(e)) for i in range(120)]) for e in range(5)]
             for e, weight in enumerate(weights):
                 expected = x.double() @ weight.double().T
                 torch.testing.assert_close(known[e].double(), expected, atol=0.5, rtol=0.02)
             for split in ([0, 0, 0, 0, 0], [1, 0, 7, 8, 9], [60, 0, 33, 17, 10], [0, 0, 0, 0, 120]):
                 starts = torch.tensor([0, *split]).cumsum(0)
-                found = form(x[: starts[-1]], starts)
+                found = linear_fn(x[: starts[-1]], starts)
                 assert found.dtype == shape.out_dtype and found.shape == (starts[-1], shape.outputs)
                 for e in range(5):
                     part = slice(int(starts[e]), int(starts[e + 1]))
@@ -207,7 +207,7 @@ def test_a_grouped_product_of_another_order_at_some_lengths_is_refused(
 ) -> None:
     """The mutation: K in halves in groups of 16 rows and more. The planner takes single products then."""
 
-    def split_k(count: int, weights: Iterable[Tensor], shape: Shape) -> grouped.GroupedForm:
+    def split_k(count: int, weights: Iterable[Tensor], shape: Shape) -> grouped.GroupedLinear:
         kept = [weight.float() for weight in weights]
 
         def run(x_PK: Tensor, starts_E1: Tensor) -> Tensor:

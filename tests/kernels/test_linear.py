@@ -19,9 +19,9 @@ from torch import Tensor
 
 from draftproof.kernels import certify, cpu_planner, linear, native, products
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import BucketForm
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.plan_cache import BucketLinear
+from draftproof.kernels.products import Candidate, LinearFn
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -37,19 +37,19 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 @pytest.fixture(params=["library", "onednn", "plain", "nothing"])
-def find_ways(request: pytest.FixtureRequest) -> linear.FindWays:
+def find_candidates(request: pytest.FixtureRequest) -> linear.FindCandidates:
     """The ways of a machine with a compiler, with oneDNN only, with neither, and with no exact product at all."""
     if request.param == "library":
         request.getfixturevalue("library")
-        return products.ways
+        return products.candidates
     if request.param == "onednn":
-        return lambda device, dtype, out, _: products.ways(device, dtype, out, None)
+        return lambda device, dtype, out, _: products.candidates(device, dtype, out, None)
     if request.param == "plain":
-        return lambda device, dtype, out, _: products.ways(device, dtype, out, None)[-1:]
-    return lambda *_: [Way("moody", moody)]
+        return lambda device, dtype, out, _: products.candidates(device, dtype, out, None)[-1:]
+    return lambda *_: [Candidate("moody", moody)]
 
 
-def moody(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def moody(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """Wrong on purpose: a row's order of summation depends on its place in the batch."""
 
     def run(x_TK: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def moody(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> F
     return run
 
 
-def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """Wrong on purpose: half of K, then the other half."""
     half = weight_NK.shape[1] // 2
     first, second = weight_NK[:, :half].float(), weight_NK[:, half:].float()
@@ -75,7 +75,7 @@ def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) ->
 
 def make(
     folder: Path,
-    find_ways: linear.FindWays = products.ways,
+    find_candidates: linear.FindCandidates = products.candidates,
     library: native.Library | None = None,
     max_rows: int = MAX_ROWS,
     progress: native.Progress | None = None,
@@ -88,7 +88,7 @@ def make(
         library=library,
         cache_dir=folder,
         progress=progress,
-        find_ways=find_ways,
+        find_candidates=find_candidates,
     )
 
 
@@ -104,11 +104,11 @@ def check_rows_are_independent(product: PackedLinear, dtype: torch.dtype, counts
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
-    find_ways: linear.FindWays, request: pytest.FixtureRequest, tmp_path: Path, dtype: torch.dtype
+    find_candidates: linear.FindCandidates, request: pytest.FixtureRequest, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    kind = request.node.callspec.params["find_ways"]
+    kind = request.node.callspec.params["find_candidates"]
     library = request.getfixturevalue("library") if kind == "library" else None
-    planner = make(tmp_path, find_ways, library)
+    planner = make(tmp_path, find_candidates, library)
     shapes = [(96, INPUTS, None), (40, INPUTS, torch.float32)]
     made = []
     for outputs, inputs, out_dtype in shapes:
@@ -121,22 +121,22 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
         planner.certify()
     for product in made:
         check_rows_are_independent(product, dtype, ROW_COUNTS if kind != "nothing" else (1, 2, 3, 8, 13))
-        assert (planner.report()[0].way == "row by row") == (kind == "nothing")
+        assert (planner.report()[0].candidate == "row by row") == (kind == "nothing")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 51), (1, 7), (64, 64), (100, 1), (257, 130)])
 def test_products_are_right_at_odd_sizes_with_bias_and_wide_output(
-    find_ways: linear.FindWays,
+    find_candidates: linear.FindCandidates,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     outputs: int,
     inputs: int,
     dtype: torch.dtype,
 ) -> None:
-    kind = request.node.callspec.params["find_ways"]
+    kind = request.node.callspec.params["find_candidates"]
     library = request.getfixturevalue("library") if kind == "library" else None
-    planner = make(tmp_path, find_ways if kind != "nothing" else _only_slow, library, max_rows=8)
+    planner = make(tmp_path, find_candidates if kind != "nothing" else _only_slow, library, max_rows=8)
     weight, bias = randn(outputs, inputs, dtype=dtype), randn(outputs, dtype=dtype, seed=1)
     for out_dtype in {dtype, torch.float32}:
         for given in (None, bias):
@@ -153,7 +153,7 @@ def test_products_are_right_at_odd_sizes_with_bias_and_wide_output(
                 torch.testing.assert_close(found.double(), expected, atol=bound * inputs**0.5, rtol=bound)
 
 
-def _only_slow(*_: object) -> list[Way]:
+def _only_slow(*_: object) -> list[Candidate]:
     return [products.SLOW]
 
 
@@ -178,16 +178,18 @@ def test_processes_with_other_numbers_of_threads_agree(
 def test_the_compiled_product_does_not_depend_on_threads(library: native.Library, threads: Threads) -> None:
     for dtype in DTYPES:
         x, weight = certify.cancelling(40, Shape(700, INPUTS, dtype, dtype, False), seed=5)
-        form = products.CompiledForm(library, weight, None, torch.float32)
+        linear_fn = products.CompiledLinear(library, weight, None, torch.float32)
         with threads(1):
-            expected = torch.cat([form(row) for row in x.split(1)])
+            expected = torch.cat([linear_fn(row) for row in x.split(1)])
         for count in (1, 2, 3, 6, 14):
             with threads(count):
-                assert torch.equal(form(x), expected)
+                assert torch.equal(linear_fn(x), expected)
 
 
-def test_unaligned_and_strided_rows_give_the_same_bits(find_ways: linear.FindWays, tmp_path: Path) -> None:
-    planner = make(tmp_path, find_ways, max_rows=8)
+def test_unaligned_and_strided_rows_give_the_same_bits(
+    find_candidates: linear.FindCandidates, tmp_path: Path
+) -> None:
+    planner = make(tmp_path, find_candidates, max_rows=8)
     product = planner.pack(randn(48, 64))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -202,25 +204,25 @@ def test_unaligned_and_strided_rows_give_the_same_bits(find_ways: linear.FindWay
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_split_over_k_gets_no_certificate(dtype: torch.dtype) -> None:
-    ways = [*products.ways(CPU, dtype, dtype, None)[:1], Way("split", split_k)]
-    found = certify.certify(Shape(64, INPUTS, dtype, dtype, False), ways, 64, CPU)
+    candidates = [*products.candidates(CPU, dtype, dtype, None)[:1], Candidate("split", split_k)]
+    found = certify.certify(Shape(64, INPUTS, dtype, dtype, False), candidates, 64, CPU)
     assert found["split"] == ()
-    assert found[ways[0].name]
+    assert found[candidates[0].name]
 
 
 def test_a_way_that_splits_k_at_many_rows_is_kept_below(tmp_path: Path) -> None:
     """As cuBLAS does the other way round: one way, two orders, chosen by the number of rows."""
 
-    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
-        plain = products.ways(CPU, torch.float32, torch.float32, None)[0].make(weight, bias, out_dtype)
+    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+        plain = products.candidates(CPU, torch.float32, torch.float32, None)[0].make(weight, bias, out_dtype)
         split = split_k(weight, bias, out_dtype)
         return lambda x: split(x) if x.shape[0] >= 24 else plain(x)
 
-    planner = make(tmp_path, lambda *_: [Way("sometimes", sometimes)], max_rows=64)
+    planner = make(tmp_path, lambda *_: [Candidate("sometimes", sometimes)], max_rows=64)
     _, weight = certify.cancelling(1, Shape(64, INPUTS, torch.float32, torch.float32, False), seed=5)
     product = planner.pack(weight)
     planner.certify()
-    assert {row.way for row in planner.report()} == {"sometimes"}
+    assert {row.candidate for row in planner.report()} == {"sometimes"}
     check_rows_are_independent(product, torch.float32, (2, 3, 8, 16, 17, 24, 33, 64, 70))
 
 
@@ -228,27 +230,29 @@ def test_a_certificate_that_costs_more_than_it_gains_is_not_used(monkeypatch: py
     """A way that looks fastest, but may only be called at 24 rows and more: decoding would fill it up with zeros."""
 
     class Timed:
-        def __init__(self, form: Form, us: list[float]) -> None:
-            self._form, self.us = form, us
+        def __init__(self, linear_fn: LinearFn, us: list[float]) -> None:
+            self._linear_fn, self.us = linear_fn, us
 
         def __call__(self, x_TK: Tensor) -> Tensor:
-            return self._form(x_TK)
+            return self._linear_fn(x_TK)
 
-    def always(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
+    def always(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
         return Timed(products.SLOW.make(weight, bias, out_dtype), [2.0, 2.0, 2.0, 2.0])
 
-    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Form:
+    def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
         right, wrong = (make(weight, bias, out_dtype) for make in (products.SLOW.make, split_k))
         return Timed(lambda x: right(x) if len(x) >= 24 else wrong(x), [1.0, 1.0, 1.0, 1.0])
 
-    def times(form: Form, x_TK: Tensor, rows: tuple[int, ...]) -> list[float]:
-        return [9.0, 9.0, 1.0, 1.0] if isinstance(form, BucketForm) else form.us  # type: ignore[attr-defined]
+    def times(linear_fn: LinearFn, x_TK: Tensor, rows: tuple[int, ...]) -> list[float]:
+        return [9.0, 9.0, 1.0, 1.0] if isinstance(linear_fn, BucketLinear) else linear_fn.us  # type: ignore[attr-defined]
 
     monkeypatch.setattr(cpu_planner, "_times", times)
     shape = Shape(64, INPUTS, torch.float32, torch.float32, False)
-    choice = cpu_planner.plan(shape, [Way("always", always, any_rows=True), Way("sometimes", sometimes)])
-    assert choice.way == "always"
-    assert {v.way: v.exact == 1 for v in choice.verdicts} == {"always": True, "sometimes": False}
+    choice = cpu_planner.plan(
+        shape, [Candidate("always", always, any_rows=True), Candidate("sometimes", sometimes)]
+    )
+    assert choice.candidate == "always"
+    assert {v.candidate: v.exact == 1 for v in choice.results} == {"always": True, "sometimes": False}
 
 
 def test_data_that_cannot_see_a_split_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -287,7 +291,14 @@ def test_a_second_start_reads_the_certificates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"48x64 float32>float32": 3}', '{"48x64 float32>float32": {"way": "packed"}}', "\x00"],
+    [
+        "",
+        "{",
+        "[]",
+        '{"48x64 float32>float32": 3}',
+        '{"48x64 float32>float32": {"candidate": "packed"}}',
+        "\x00",
+    ],
 )
 def test_a_spoilt_cache_is_made_anew(tmp_path: Path, text: str) -> None:
     def start() -> int:
@@ -310,7 +321,9 @@ def test_a_way_that_is_gone_is_certified_anew(tmp_path: Path) -> None:
     planner.pack(randn(48, 64))
     planner.certify()
     (path,) = tmp_path.glob("certificates-*.json")
-    path.write_text(path.read_text().replace(f'"way": "{planner.report()[0].way}"', '"way": "gone"'))
+    path.write_text(
+        path.read_text().replace(f'"candidate": "{planner.report()[0].candidate}"', '"candidate": "gone"')
+    )
     planner = make(tmp_path, max_rows=16)
     product = planner.pack(randn(48, 64))
     planner.certify()
@@ -344,7 +357,7 @@ def test_the_original_weight_is_let_go(tmp_path: Path, library: native.Library) 
     product = planner.pack(weight)
     del weight
     planner.certify()
-    if planner.report()[0].way == "plain":
+    if planner.report()[0].candidate == "plain":
         pytest.skip("the plain product keeps its weight")
     assert gone() is None
     assert product(randn(2, 64)).shape == (2, 48)
@@ -368,16 +381,16 @@ def test_the_report_tells_what_exactness_costs(tmp_path: Path, library: native.L
 def test_rows_are_split_rather_than_half_a_bucket_filled() -> None:
     seen: list[int] = []
 
-    def form(x_TK: Tensor) -> Tensor:
+    def linear_fn(x_TK: Tensor) -> Tensor:
         seen.append(len(x_TK))
         return 2 * x_TK
 
-    product = BucketForm({"a": form}, {"a": False}, (4, 8, 16), ("a", "a", "a"))
+    product = BucketLinear({"a": linear_fn}, {"a": False}, (4, 8, 16), ("a", "a", "a"))
     for rows, expected in ((3, [4]), (8, [8]), (9, [8, 4]), (11, [16]), (20, [16, 4])):
         seen.clear()
         x_TK = torch.randn(rows, 5)
         assert torch.equal(product(x_TK), 2 * x_TK) and seen == expected
-    x_TK, product = torch.randn(341, 5), BucketForm({"a": form}, {"a": False}, (1, 512), ("a", "a"))
+    x_TK, product = torch.randn(341, 5), BucketLinear({"a": linear_fn}, {"a": False}, (1, 512), ("a", "a"))
     assert torch.equal(product(x_TK), 2 * x_TK)
 
 
@@ -387,8 +400,8 @@ def test_a_gpu_tries_what_suits_the_weight_and_the_rows() -> None:
     whole, cut = Shape(6144, 4096, dtype, dtype, False), Shape(4096, 4096, dtype, dtype, False)
     names = [*(tile.name for tile in gpu_linear.tiles(dtype)), "cublas"]
     tried = {s: {name for name in names if gpu_linear.suits(name, s, 1)} for s in (whole, cut)}
-    assert not any("parts" in name for name in tried[whole])
-    assert any(" in parts" in name for name in tried[cut])
+    assert not any("split_k" in name for name in tried[whole])
+    assert any(" split_k" in name for name in tried[cut])
     assert all("cublas" in found for found in tried.values())
     assert all(" 16x" in name or "cublas" in name for found in tried.values() for name in found)
 
@@ -399,14 +412,16 @@ def test_a_gpu_that_copies_no_tiles_or_has_less_memory_gets_other_tiles(
     gpu_linear = pytest.importorskip("draftproof.kernels.gpu.linear")
 
     def names() -> set[str]:
-        found = gpu_linear.ways(torch.device("cpu"), torch.bfloat16)
+        found = gpu_linear.candidates(torch.device("cpu"), torch.bfloat16)
         assert found[0].name == gpu_linear.TILES_HALF[0].name  # the reference
-        return {way.name for way in found}
+        return {candidate.name for candidate in found}
 
-    copied, older = ({tile.name for tile in tiles} for tiles in (gpu_linear.COPIED, gpu_linear.OLDER))
+    copied, older = (
+        {tile.name for tile in tiles} for tiles in (gpu_linear.TILES_TMA, gpu_linear.TILES_OLDER)
+    )
     assert copied <= names() and not older & names()
     monkeypatch.setattr(gpu_linear, "shared_bytes", lambda _: 99 << 10)
     assert older & names() and not copied <= names()
     monkeypatch.undo()
-    monkeypatch.setattr(gpu_linear, "copies_tiles", lambda _: False)
+    monkeypatch.setattr(gpu_linear, "has_tma", lambda _: False)
     assert older <= names() and not copied & names()

@@ -177,14 +177,14 @@ def _close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtype) -> None:
     x, weight = certify.cancelling(20, Shape(70, 130, dtype, dtype, False), seed=5)
-    form = products.CompiledForm(portable, weight, None, torch.float32)
-    together = form(x)
-    assert torch.equal(torch.cat([form(row) for row in x.split(1)]), together)
+    linear_fn = products.CompiledLinear(portable, weight, None, torch.float32)
+    together = linear_fn(x)
+    assert torch.equal(torch.cat([linear_fn(row) for row in x.split(1)]), together)
     torch.testing.assert_close(together, x.double().matmul(weight.double().T).float(), atol=1e-2, rtol=1e-2)
-    names = [way.name for way in products.ways(torch.device("cpu"), dtype, dtype, portable)]
+    names = [candidate.name for candidate in products.candidates(torch.device("cpu"), dtype, dtype, portable)]
     # oneDNN is faster there, but has no fp16
     assert ("compiled" in names) == (dtype == torch.float16)
-    wide = products.ways(torch.device("cpu"), torch.bfloat16, torch.float32, portable)
+    wide = products.candidates(torch.device("cpu"), torch.bfloat16, torch.float32, portable)
     assert wide[0].name == "compiled"  # but cannot do this
 
 
@@ -192,7 +192,7 @@ def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtyp
 def test_a_product_takes_fp16_numbers_of_every_kind(request: pytest.FixtureRequest, build: str) -> None:
     weight, one = EVERY_FP16[:, None], torch.ones(1, 1, dtype=torch.float16)
     for out_dtype in (torch.float32, torch.float16):
-        found = products.CompiledForm(request.getfixturevalue(build), weight, None, out_dtype)(one)
+        found = products.CompiledLinear(request.getfixturevalue(build), weight, None, out_dtype)(one)
         torch.testing.assert_close(found[0], EVERY_FP16.to(out_dtype), atol=0, rtol=0, equal_nan=True)
 
 

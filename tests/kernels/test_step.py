@@ -25,7 +25,7 @@ def build(
     """Request 0: [s5 d6 d7 d8]@5..8 in slot 3, s5 and d6 kept, next r7. Request 1: prompt rows 0..2, next x3."""
     return ops.draft_rows(
         Layout(("none", "last", "all").index(context), shift, int(anchor), masks, read, MASK),
-        cu_R1=torch.tensor([0, 4, 7]),
+        query_start_loc_R1=torch.tensor([0, 4, 7]),
         tokens_T=torch.tensor([15, 16, 17, 18, 20, 21, 22]),
         positions_T=torch.tensor([5, 6, 7, 8, 0, 1, 2]),
         slots_R=torch.tensor([3, 1]),
@@ -212,7 +212,15 @@ def test_a_slot_at_its_limit_stands_still(ops: StepOps) -> None:
     assert done.live_R.tolist() == [0, 2] and done.k_R.tolist() == [0, 1]
     layout = Layout(context=2, shift=1, anchor=0, masks=1, num_read=1, mask_token=MASK)
     fed = ops.draft_rows(
-        layout, rows.cu_R1, rows.tokens_T, rows.positions_T, work_3R[0], done.live_R, done.next_R, done.k_R, 2
+        layout,
+        rows.query_start_loc_R1,
+        rows.tokens_T,
+        rows.positions_T,
+        work_3R[0],
+        done.live_R,
+        done.next_R,
+        done.k_R,
+        2,
     )
     assert [row[0] for row in live(fed)] == [1, 1, 1]
     assert fed.drawn_KR[:, 0].tolist() == [-1, -1] and (fed.read_RJ >= 0).all()

@@ -60,7 +60,7 @@ _DEEPSEEK_MOE = {
 
 
 @dataclass(frozen=True)
-class Form:
+class ModelCase:
     """One model: the family's name in transformers, what differs from the small sizes, and how it is saved.
 
     `config`: the name of its config class, where that is another.
@@ -73,22 +73,22 @@ class Form:
     config: str = ""
 
 
-FORMS = {
-    "llama-biases-sharded": Form("Llama", {"attention_bias": True, "mlp_bias": True}, shard_size="60KB"),
-    "llama3-rope-tied-wide-heads": Form(
+MODEL_CASES = {
+    "llama-biases-sharded": ModelCase("Llama", {"attention_bias": True, "mlp_bias": True}, shard_size="60KB"),
+    "llama3-rope-tied-wide-heads": ModelCase(
         "Llama", {"rope_parameters": _LLAMA3, "head_dim": 32, "tie_word_embeddings": True}
     ),
-    "llama-yarn": Form("Llama", {"rope_parameters": _YARN, "num_key_value_heads": 4}),
-    "llama-linear": Form(
+    "llama-yarn": ModelCase("Llama", {"rope_parameters": _YARN, "num_key_value_heads": 4}),
+    "llama-linear": ModelCase(
         "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}
     ),
-    "qwen2-tied": Form("Qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
-    "qwen2-upper-layer-slides": Form(
+    "qwen2-tied": ModelCase("Qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "qwen2-upper-layer-slides": ModelCase(
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "num_key_value_heads": 1},
     ),
-    "qwen3-narrow-heads-sharded": Form("Qwen3", {"head_dim": 8}, shard_size="50KB"),
-    "qwen3-biases-first-layer-slides": Form(
+    "qwen3-narrow-heads-sharded": ModelCase("Qwen3", {"head_dim": 8}, shard_size="50KB"),
+    "qwen3-biases-first-layer-slides": ModelCase(
         "Qwen3",
         {
             "head_dim": 24,
@@ -99,18 +99,18 @@ FORMS = {
             "tie_word_embeddings": True,
         },
     ),
-    "mistral-window": Form("Mistral", {"sliding_window": 11}),
-    "mistral-no-window-head-dim": Form("Mistral", {"sliding_window": None, "head_dim": 20}),
-    "mixtral": Form("Mixtral", {"num_local_experts": 4, "intermediate_size": 40}),
-    "mixtral-window-packed": Form(
+    "mistral-window": ModelCase("Mistral", {"sliding_window": 11}),
+    "mistral-no-window-head-dim": ModelCase("Mistral", {"sliding_window": None, "head_dim": 20}),
+    "mixtral": ModelCase("Mixtral", {"num_local_experts": 4, "intermediate_size": 40}),
+    "mixtral-window-packed": ModelCase(
         "Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 11}, packed=True
     ),
-    "qwen3-moe-sharded": Form(
+    "qwen3-moe-sharded": ModelCase(
         "Qwen3Moe",
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "head_dim": 24},
         shard_size="60KB",
     ),
-    "qwen3-moe-normalized-packed-some-dense": Form(
+    "qwen3-moe-normalized-packed-some-dense": ModelCase(
         "Qwen3Moe",
         {
             **{
@@ -128,14 +128,14 @@ FORMS = {
         },
         packed=True,
     ),
-    "glm4-moe": Form(
+    "glm4-moe": ModelCase(
         "Glm4Moe",
         {
             **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16},
             **{"use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3},
         },
     ),
-    "glm4-moe-groups-two-shared-packed": Form(
+    "glm4-moe-groups-two-shared-packed": ModelCase(
         "Glm4Moe",
         {
             **{"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 20},
@@ -144,7 +144,7 @@ FORMS = {
         },
         packed=True,
     ),
-    "gemma3-tied": Form(
+    "gemma3-tied": ModelCase(
         "Gemma3",
         {
             "head_dim": 24,
@@ -159,7 +159,7 @@ FORMS = {
         },
         config="Gemma3TextConfig",
     ),
-    "gemma3-capped-biases-sharded": Form(
+    "gemma3-capped-biases-sharded": ModelCase(
         "Gemma3",
         {
             "num_hidden_layers": 3,
@@ -173,7 +173,7 @@ FORMS = {
         shard_size="60KB",
         config="Gemma3TextConfig",
     ),
-    "gemma4-plain": Form(
+    "gemma4-plain": ModelCase(
         "Gemma4",
         {
             **_GEMMA4,
@@ -184,7 +184,7 @@ FORMS = {
         },
         config="Gemma4TextConfig",
     ),
-    "gemma4-shares-keys-wide-mlp": Form(
+    "gemma4-shares-keys-wide-mlp": ModelCase(
         "Gemma4",
         {
             **_GEMMA4,
@@ -198,18 +198,18 @@ FORMS = {
         },
         config="Gemma4TextConfig",
     ),
-    "gemma4-keys-are-values-sharded": Form(
+    "gemma4-keys-are-values-sharded": ModelCase(
         "Gemma4",
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": True},
         shard_size="60KB",
         config="Gemma4TextConfig",
     ),
-    "gemma4-experts": Form(
+    "gemma4-experts": ModelCase(
         "Gemma4",
         {**_GEMMA4, **_GEMMA4_MOE, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True},
         config="Gemma4TextConfig",
     ),
-    "gemma4-experts-keys-are-values-sharded": Form(
+    "gemma4-experts-keys-are-values-sharded": ModelCase(
         "Gemma4",
         {
             **{**_GEMMA4, **_GEMMA4_MOE, "num_experts": 4, "top_k_experts": 1, "moe_intermediate_size": 20},
@@ -219,8 +219,8 @@ FORMS = {
         shard_size="60KB",
         config="Gemma4TextConfig",
     ),
-    "deepseek-v3": Form("DeepseekV3", {**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 1}),
-    "deepseek-v3-dense-yarn-biases": Form(
+    "deepseek-v3": ModelCase("DeepseekV3", {**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 1}),
+    "deepseek-v3-dense-yarn-biases": ModelCase(
         "DeepseekV3",
         {
             **{**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 2},
@@ -228,7 +228,7 @@ FORMS = {
             **{"rms_norm_eps": 1e-4, "num_hidden_layers": 2},
         },
     ),
-    "deepseek-v3-whole-queries-sharded": Form(
+    "deepseek-v3-whole-queries-sharded": ModelCase(
         "DeepseekV3",
         {
             **{**_MLA, **_DEEPSEEK_MOE, "first_k_dense_replace": 0},
@@ -239,13 +239,13 @@ FORMS = {
 }
 
 
-def make(form: Form) -> Any:
+def make(case: ModelCase) -> Any:
     """The transformers model with every weight random and none of them trivial, fp32, in eval mode."""
-    config = getattr(transformers, form.config or f"{form.family}Config")(**{**_SIZES, **form.changes})
-    model = getattr(transformers, f"{form.family}ForCausalLM")(config).float().eval()
+    config = getattr(transformers, case.config or f"{case.family}Config")(**{**_SIZES, **case.changes})
+    model = getattr(transformers, f"{case.family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
     embed = (
-        0.1 if form.family.startswith("Gemma") else 0.3
+        0.1 if case.family.startswith("Gemma") else 0.3
     )  # it is scaled up: loud, tied logits say what was read
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -262,10 +262,10 @@ def make(form: Form) -> Any:
     return model
 
 
-def save(form: Form, directory: Path) -> Any:
+def save(case: ModelCase, directory: Path) -> Any:
     """Make the model, save it to `directory`, and return it."""
-    model = make(form)
-    model.save_pretrained(directory, max_shard_size=form.shard_size, save_original_format=not form.packed)
+    model = make(case)
+    model.save_pretrained(directory, max_shard_size=case.shard_size, save_original_format=not case.packed)
     return model
 
 

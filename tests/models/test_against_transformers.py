@@ -14,7 +14,7 @@ from draftproof.kernels import native
 from draftproof.kernels.native import Library
 from draftproof.models.decoder import Decoder
 from tests.helpers import Paged, greedy, load_decoder, run_rows
-from tests.models.reference import FORMS, States, exact, save
+from tests.models.reference import MODEL_CASES, States, exact, save
 
 A = [(i * 37 + 5) % 199 for i in range(90)]
 B = [(i * i * 11 + 3) % 199 for i in range(41)]
@@ -43,10 +43,10 @@ def library() -> Library:
     return loaded
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=list(FORMS))
+@pytest.fixture(scope="module", params=MODEL_CASES, ids=list(MODEL_CASES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    form, directory = FORMS[request.param], tmp_path_factory.mktemp("model")
-    theirs = save(form, directory)
+    case, directory = MODEL_CASES[request.param], tmp_path_factory.mktemp("model")
+    theirs = save(case, directory)
     shards = len(list(directory.glob("*.safetensors")))
     assert (shards > 1) == ("sharded" in request.param)
     return Pair(theirs, load_decoder(directory), directory)

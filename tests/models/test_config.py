@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from draftproof.models.config import parse, read_config
-from tests.models.reference import FORMS, make
+from tests.models.reference import MODEL_CASES, make
 
 RAW: dict[str, Any] = {
     "model_type": "llama",
@@ -61,12 +61,12 @@ def test_end_of_text_ids_may_be_one_or_many() -> None:
         parse({**RAW, "eos_token_id": "</s>"})
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", MODEL_CASES)
 def test_what_transformers_writes_is_understood(name: str, tmp_path: Path) -> None:
-    theirs = make(FORMS[name]).config
+    theirs = make(MODEL_CASES[name]).config
     theirs.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["architectures"] = [f"{FORMS[name].family}ForCausalLM"]
+    raw["architectures"] = [f"{MODEL_CASES[name].family}ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     again, ours = AutoConfig.from_pretrained(tmp_path), read_config(tmp_path)
     assert (ours.num_layers, ours.num_kv_heads) == (

@@ -16,12 +16,12 @@ from draftproof import assets
 from draftproof.kernels import native
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import TORCH
-from draftproof.kernels.products import Way
+from draftproof.kernels.products import Candidate
 from draftproof.models.config import ModelConfig, parse, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights, Weights
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
-from tests.models.reference import FORMS, save
+from tests.models.reference import MODEL_CASES, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
 RAW: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_a_longer_table_lets_a_model_run_past_its_own_length() -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    save(FORMS["qwen3-narrow-heads-sharded"], tmp_path)
+    save(MODEL_CASES["qwen3-narrow-heads-sharded"], tmp_path)
     return tmp_path
 
 
@@ -167,7 +167,7 @@ def test_layers_past_the_last_and_foreign_tensors_only_warn(
 
 
 def test_harmless_leftovers_and_a_base_model_without_prefix_load(tmp_path: Path) -> None:
-    save(FORMS["qwen2-tied"], tmp_path)
+    save(MODEL_CASES["qwen2-tied"], tmp_path)
     with_prefix = load_decoder(tmp_path)
     tensors = {k.removeprefix("model."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
     tensors["lm_head.weight"] = torch.zeros(199, 64)  # a tied head's stale copy
@@ -180,7 +180,7 @@ def test_harmless_leftovers_and_a_base_model_without_prefix_load(tmp_path: Path)
 
 
 def test_weights_in_memory_serve_like_files(tmp_path: Path) -> None:
-    save(FORMS["qwen2-tied"], tmp_path)
+    save(MODEL_CASES["qwen2-tied"], tmp_path)
     config = load_decoder(tmp_path).config
     tensors = load_file(tmp_path / "model.safetensors")
     decoder = load_decoder(Weights.of(tensors, "memory"), config)
@@ -201,7 +201,7 @@ class Halves:
         total_TN = sum(self._parts(x_TK))
         return (total_TN if self._bias_N is None else total_TN + self._bias_N).to(self._out_dtype)
 
-    def apart(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def partial_sums(self, x_TK: torch.Tensor) -> torch.Tensor:
         self.num_apart += 1
         return torch.stack(self._parts(x_TK)) if self._bias_N is None else self(x_TK)
 
@@ -213,7 +213,7 @@ class Halves:
     "name", ["llama-biases-sharded", "qwen2-tied", "mixtral", "deepseek-v3", "gemma3-tied"]
 )
 def test_products_in_parts_change_nothing(name: str, tmp_path: Path) -> None:
-    save(FORMS[name], tmp_path)
+    save(MODEL_CASES[name], tmp_path)
     made: list[Halves] = []
 
     def hidden(whole: bool) -> torch.Tensor:
@@ -222,7 +222,11 @@ def test_products_in_parts_change_nothing(name: str, tmp_path: Path) -> None:
             return made[-1].__call__ if whole else made[-1]
 
         planner = LinearPlanner(
-            CPU, exact=False, max_rows=64, library=None, find_ways=lambda *_: [Way("halves", make)]
+            CPU,
+            exact=False,
+            max_rows=64,
+            library=None,
+            find_candidates=lambda *_: [Candidate("halves", make)],
         )
         decoder = Decoder.load(tmp_path, read_config(tmp_path), TORCH, planner, CPU, torch.bfloat16)
         return run_rows(decoder, Paged(decoder.kv, dtype=torch.bfloat16), [(0, 0, TEXT[:20])]).hidden_TH

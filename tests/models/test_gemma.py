@@ -17,7 +17,7 @@ from draftproof.models.gemma_config import GemmaConfig
 from draftproof.models.loading import RandomWeights
 from draftproof.models.rope import inverse_frequencies
 from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
-from tests.models.reference import FORMS, save
+from tests.models.reference import MODEL_CASES, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(40)]
 SLIDES, FULL = "sliding_attention", "full_attention"
@@ -159,7 +159,7 @@ def test_a_model_that_borrows_every_key_is_no_target() -> None:
 
 def test_a_text_model_among_others_is_read_as_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its config nested, its tensors under another name beside a tower's, keys and values that nobody reads."""
-    save(FORMS["gemma4-shares-keys-wide-mlp"], tmp_path)
+    save(MODEL_CASES["gemma4-shares-keys-wide-mlp"], tmp_path)
     plain = load_decoder(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     outer = {

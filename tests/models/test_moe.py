@@ -21,7 +21,7 @@ from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
-from tests.models.reference import FORMS, save
+from tests.models.reference import MODEL_CASES, save
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
 RAW: dict[str, Any] = {
@@ -120,13 +120,13 @@ def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> No
 def test_a_pass_with_experts_can_be_recorded(library: native.Library, tmp_path: Path) -> None:
     """With compiled products only: on sizes as small as these the planner may find others faster."""
 
-    def first_way(*given: Any) -> list[products.Way]:
-        return products.ways(*given)[:1]
+    def first_candidate(*given: Any) -> list[products.Candidate]:
+        return products.candidates(*given)[:1]
 
-    if first_way(CPU, torch.float32, torch.float32, library)[0].name != "compiled":
+    if first_candidate(CPU, torch.float32, torch.float32, library)[0].name != "compiled":
         pytest.skip("this machine's products are not compiled")
     planner = LinearPlanner(
-        CPU, exact=True, max_rows=8, library=library, cache_dir=tmp_path, find_ways=first_way
+        CPU, exact=True, max_rows=8, library=library, cache_dir=tmp_path, find_candidates=first_candidate
     )
     operators, config = ops.select(CPU, library), parse(GLM4)
     decoder = Decoder.load(RandomWeights(3), config, operators, planner, CPU, torch.float32)
@@ -176,9 +176,9 @@ def test_experts_in_one_tensor_or_many_are_the_same_model(tmp_path: Path) -> Non
     decoders = []
     for name in ("glm4-moe", "mixtral"):
         for packed in (False, True):
-            form = FORMS[name]
+            case = MODEL_CASES[name]
             folder = tmp_path / f"{name}-{packed}"
-            save(type(form)(form.family, form.changes, packed=packed), folder)
+            save(type(case)(case.family, case.changes, packed=packed), folder)
             assert (
                 any(k.endswith("experts.gate_up_proj") for k in load_file(folder / "model.safetensors"))
                 == packed
@@ -189,7 +189,7 @@ def test_experts_in_one_tensor_or_many_are_the_same_model(tmp_path: Path) -> Non
 
 
 def test_a_missing_or_left_over_expert_is_named(tmp_path: Path) -> None:
-    save(FORMS["mixtral"], tmp_path)
+    save(MODEL_CASES["mixtral"], tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"

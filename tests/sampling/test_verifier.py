@@ -16,7 +16,7 @@ from torch import Tensor
 from draftproof.kernels.ops import TORCH
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
-from draftproof.sampling.verifier import ExactVerifier, Verdict, VerifyRows, accept_exact, drafts_of
+from draftproof.sampling.verifier import ExactVerifier, VerifyResult, VerifyRows, accept_exact, drafts_of
 from draftproof.types import SamplingParams
 
 
@@ -72,7 +72,7 @@ def by_loop(case: Case) -> list[list[int]]:
     return out
 
 
-def agrees(verdict: Verdict, case: Case) -> bool:
+def agrees(verdict: VerifyResult, case: Case) -> bool:
     emitted = [
         row[:n] for row, n in zip(verdict.tokens_RW.tolist(), verdict.num_emitted_R.tolist(), strict=True)
     ]
@@ -93,14 +93,14 @@ def test_the_rule_equals_the_loop(width: int) -> None:
         assert {1, width} <= emitted
 
 
-def accept_one_too_many(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> Verdict:
+def accept_one_too_many(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor) -> VerifyResult:
     """The mutation: a draft that differs is kept, where there is one."""
     right = accept_exact(sampled_M, rows, tokens_SL)
     accepted_R = torch.minimum(right.num_emitted_R, rows.draft_count_R)
     at_W = torch.arange(rows.width)
     drafts_RW = torch.nn.functional.pad(drafts_of(rows, at_W[:-1], tokens_SL), (0, 1)).long()
     tokens_RW = torch.where(at_W < accepted_R[:, None], drafts_RW, right.tokens_RW)
-    return Verdict(tokens_RW, (accepted_R + 1) * (rows.num_R > 0))
+    return VerifyResult(tokens_RW, (accepted_R + 1) * (rows.num_R > 0))
 
 
 def test_accepting_one_draft_too_many_is_caught() -> None:

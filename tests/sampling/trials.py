@@ -20,7 +20,7 @@ from draftproof.sampling.lossy import Domains, LossyVerifier
 from draftproof.sampling.noise import row_seed
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
-from draftproof.sampling.verifier import Verdict, VerifyRows
+from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 V, N, START = 5, 12000, 4
 Mode = Literal["rejection", "block"]
@@ -142,7 +142,7 @@ class Trials:
         ]
         return torch.stack(rows, 1)
 
-    def verify(self, length: int, count_N: Tensor, width: int) -> Verdict:
+    def verify(self, length: int, count_N: Tensor, width: int) -> VerifyResult:
         positions_M = (length + torch.arange(width)).repeat(N)
         slots_M = self.slots_N.repeat_interleave(width)
         rows = VerifyRows(
@@ -165,7 +165,7 @@ class Trials:
             self.tokens_SL[:, START + j] = torch.where(known_N, self.tokens_SL[:, START + j], tokens_N)
         return self.code(torch.full((N,), START + self.s.num_drafts + 1))
 
-    def accept(self, verdict: Verdict, length: int) -> Tensor:
+    def accept(self, verdict: VerifyResult, length: int) -> Tensor:
         """Write the emitted tokens; the new lengths."""
         for j in range(verdict.tokens_RW.shape[1]):
             emitted_N = j < verdict.num_emitted_R
@@ -195,7 +195,7 @@ def one_round(
     domains: Domains | None = None,
     counts: tuple[int, ...] | None = None,
     record: bool = True,
-) -> tuple[float, Verdict]:
+) -> tuple[float, VerifyResult]:
     """p-value of the joint distribution after one round, and its verdict. `counts`: drafts per request, in turn."""
     trials = Trials(s, mode, domains)
     trials.draft(START, s.num_drafts, record)

@@ -15,7 +15,7 @@ from draftproof.kernels.ops import Ops
 
 
 class AttentionBackend(Protocol):
-    """Softmax attention of each row over the first `ends_T` positions of its slot.
+    """Softmax attention of each row over the first `context_lens_T` positions of its slot.
 
     Law 2: the grid of key chunks starts at absolute position 0 (sliding windows too) and has a constant size; chunks
     are computed whole, padded and masked; a wholly masked chunk is an exact no-op. Keys are read from the cache only.
@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
         v_cache: Tensor,
         block_table_SB: Tensor,  # int32
         slots_T: Tensor,  # int64
-        ends_T: Tensor,  # int64: number of leading positions the row sees; 0 = padding, output zero
+        context_lens_T: Tensor,  # int64: number of leading positions the row sees; 0 = padding, output zero
         window: int,  # the row sees the last `window` of them only; 0 = all
         scale: float,
     ) -> Tensor:
@@ -38,9 +38,9 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """Where the rows of a pass are draft blocks, block after block: what their layers see beyond `Rows.ends_T`."""
+    """Where the rows of a pass are draft blocks, block after block: what their layers see beyond `Rows.context_lens_T`."""
 
-    ends_T: Tensor  # int64: the end of the row's block
+    context_lens_T: Tensor  # int64: the end of the row's block
     rows_JR: Tensor  # int64: index of each block's first row, second row, ...
 
 
@@ -50,9 +50,9 @@ class Rows:
 
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
-    ends_T: Tensor  # int64; position + 1 where attention is causal
+    context_lens_T: Tensor  # int64; position + 1 where attention is causal
     block: BlockRows | None = None
-    most_each: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
+    max_query_len: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
 
     @classmethod
     def causal(cls, positions_T: Tensor, slots_T: Tensor) -> Rows:
@@ -94,10 +94,10 @@ class PagedAttention:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
         q_THD, rows, block = self.store(layer, qkv_TX, spec), self.rows, self.rows.block
         if block is None:
-            return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
+            return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
         if not spec.causal:
             window = spec.window + len(block.rows_JR) if spec.window else 0
-            return self._attend(-2, layer, q_THD, rows.slots_T, block.ends_T, window, spec)
+            return self._attend(-2, layer, q_THD, rows.slots_T, block.context_lens_T, window, spec)
         return self._staggered(layer, q_THD, block.rows_JR, spec)
 
     def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
@@ -125,7 +125,7 @@ class PagedAttention:
             *(q_TX, rows.positions_T, rows.slots_T, spec.cos_sin_PD, spec.q_norm_D, None),
             *(spec.eps, none, none, table),
         )
-        return self._attend(-1, layer, q_THD, rows.slots_T, rows.ends_T, spec.window, spec)
+        return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
 
     def _staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
         """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
@@ -133,12 +133,14 @@ class PagedAttention:
         outs = []
         for j, index_R in enumerate(rows_JR.unbind()):
             q_RX = gather(q_THD.view(num_rows, -1), index_R)
-            slots_R1, ends_R1 = (
-                gather(x_T.view(-1, 1), index_R) for x_T in (self.rows.slots_T, self.rows.ends_T)
+            slots_R1, context_lens_R1 = (
+                gather(x_T.view(-1, 1), index_R) for x_T in (self.rows.slots_T, self.rows.context_lens_T)
             )
             window = spec.window + j + 1 if spec.window else 0
             q_RHD = q_RX.view(-1, *head)
-            outs.append(self._attend(j, layer, q_RHD, slots_R1.view(-1), ends_R1.view(-1), window, spec))
+            outs.append(
+                self._attend(j, layer, q_RHD, slots_R1.view(-1), context_lens_R1.view(-1), window, spec)
+            )
         return self.ops.concat(outs).view(num_rows, -1)
 
     def _attend(
@@ -147,7 +149,7 @@ class PagedAttention:
         layer: int,
         q_THD: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         spec: AttentionSpec,
     ) -> Tensor:
@@ -155,6 +157,6 @@ class PagedAttention:
         they are one row of each block, -2 are rows that see their block's end, -1 all others."""
         if kind not in self._begun:
             begin = getattr(self.backend, "begin", lambda _: self.backend)
-            self._begun[kind] = begin(1 if kind >= 0 else self.rows.most_each)
+            self._begun[kind] = begin(1 if kind >= 0 else self.rows.max_query_len)
         kv, table = self.cache.layers[layer], self.cache.block_table_SB
-        return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, ends_T, window, spec.scale)
+        return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, context_lens_T, window, spec.scale)

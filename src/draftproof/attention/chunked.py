@@ -98,7 +98,7 @@ class ChunkedAttention:
         v_cache: Tensor,
         block_table_SB: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:
@@ -111,7 +111,7 @@ class ChunkedAttention:
             v_cache,
             block_table_SB,
             slots_T,
-            ends_T,
+            context_lens_T,
             window,
         )
 

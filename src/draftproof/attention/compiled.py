@@ -25,16 +25,18 @@ class CompiledAttention:
         v_cache: Tensor,
         block_table_SB: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:
         dtype = q_THD.dtype
         code = DTYPE_CODES.get(dtype)
         if code is None or k_cache.dtype != dtype:
-            return sdpa_attention(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
-        assert slots_T.dtype == ends_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
-        assert slots_T.is_contiguous() and ends_T.is_contiguous() and block_table_SB.is_contiguous()
+            return sdpa_attention(
+                q_THD, k_cache, v_cache, block_table_SB, slots_T, context_lens_T, window, scale
+            )
+        assert slots_T.dtype == context_lens_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
+        assert slots_T.is_contiguous() and context_lens_T.is_contiguous() and block_table_SB.is_contiguous()
         rows, num_heads, head_dim = q_THD.shape
         _, num_kv_heads, block_size, _ = k_cache.shape
         q_THD = q_THD.contiguous()
@@ -45,7 +47,7 @@ class CompiledAttention:
             v_cache.data_ptr(),
             block_table_SB.data_ptr(),
             slots_T.data_ptr(),
-            ends_T.data_ptr(),
+            context_lens_T.data_ptr(),
             out_TX.data_ptr(),
             rows,
             num_heads,

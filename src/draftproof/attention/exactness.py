@@ -45,17 +45,17 @@ class _Data:
     v_cache: Tensor
     block_table_SB: Tensor
     slots_T: Tensor
-    ends_T: Tensor
+    context_lens_T: Tensor
     window: int
     scale: float
 
     def run(self, version: Any, rows_T: Tensor) -> Bits:
         """`version` as a layer calls it: told how many neighbouring rows a slot has at most, where it asks."""
-        slots_T, ends_T = self.slots_T[rows_T], self.ends_T[rows_T]
+        slots_T, context_lens_T = self.slots_T[rows_T], self.context_lens_T[rows_T]
         begin = getattr(version, "begin", None)
         attend = version if begin is None else begin(_most_neighbours(slots_T))
         out_TX = attend(
-            self.q_THD[rows_T], self.k_cache, self.v_cache, self.block_table_SB, slots_T, ends_T,
+            self.q_THD[rows_T], self.k_cache, self.v_cache, self.block_table_SB, slots_T, context_lens_T,
             self.window, self.scale,
         )  # fmt: skip
         return (out_TX,)
@@ -99,7 +99,7 @@ def _check(
         v_cache=k_cache if shape.shared else _paged(v_SLND, table_SB, block_size).to(device, dtype),
         block_table_SB=table_SB.to(device),
         slots_T=torch.tensor([slot for slot, _ in rows], device=device),
-        ends_T=torch.tensor([end for _, end in rows], device=device),
+        context_lens_T=torch.tensor([end for _, end in rows], device=device),
         window=shape.window,
         scale=scale,
     )
@@ -178,13 +178,13 @@ def split_by_the_batch(
     v_cache: Tensor,
     block_table_SB: Tensor,
     slots_T: Tensor,
-    ends_T: Tensor,
+    context_lens_T: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
     """Wrong on purpose: where rows share the call, the sums over D and over keys are made in two halves."""
     outs = []
-    for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), ends_T.tolist(), strict=True):
+    for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), context_lens_T.tolist(), strict=True):
         positions_L = torch.arange(max(0, end - window) if window else 0, end, device=q_THD.device)
         blocks_L = block_table_SB[slot, positions_L // k_cache.shape[2]].long()
         offsets_L = positions_L % k_cache.shape[2]

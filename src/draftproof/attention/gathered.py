@@ -13,28 +13,28 @@ from torch import Tensor
 CHUNK = 64  # keys; the grid of chunks starts at position 0
 
 
-def padded_lengths(ends_T: Tensor) -> dict[int, Tensor]:
+def padded_lengths(context_lens_T: Tensor) -> dict[int, Tensor]:
     """Rows by the number of keys that a row's own chunks have, ascending: {64: int64 [T'], 128: ...}.
 
     Padding rows (end 0) are in none. Ends 3, 64, 65, 0 give {64: [0, 1], 128: [2]}.
     """
-    chunks_T = (ends_T + (CHUNK - 1)) // CHUNK
+    chunks_T = (context_lens_T + (CHUNK - 1)) // CHUNK
     counts = sorted(set(chunks_T.tolist()) - {0})
     return {count * CHUNK: (chunks_T == count).nonzero().squeeze(1) for count in counts}
 
 
 def gather_keys(
-    k_cache: Tensor, v_cache: Tensor, blocks_TB: Tensor, ends_T: Tensor, window: int, length: int
+    k_cache: Tensor, v_cache: Tensor, blocks_TB: Tensor, context_lens_T: Tensor, window: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(keys [T, N, L, D], values [T, N, L, D], bool [T, L]: which positions a row sees).
 
     What a row must not see is zero, not only masked: whatever lies there, a NaN too, then meets a weight of 0.
     """
     block_size = k_cache.shape[2]
-    positions_L = torch.arange(length, device=ends_T.device)
-    seen_TL = positions_L < ends_T[:, None]
+    positions_L = torch.arange(length, device=context_lens_T.device)
+    seen_TL = positions_L < context_lens_T[:, None]
     if window:
-        seen_TL &= positions_L >= ends_T[:, None] - window
+        seen_TL &= positions_L >= context_lens_T[:, None] - window
     columns_L = (positions_L // block_size).clamp(max=blocks_TB.shape[1] - 1)
     blocks_TL, offsets_L = blocks_TB[:, columns_L].long(), positions_L % block_size
 
@@ -54,7 +54,7 @@ def attend_by_length(
     v_cache: Tensor,
     block_table_SB: Tensor,
     slots_T: Tensor,
-    ends_T: Tensor,
+    context_lens_T: Tensor,
     window: int,
 ) -> Tensor:
     """What an `AttentionBackend` returns, [T, num_heads * D], from calls of rows that have equally many padded keys.
@@ -63,10 +63,10 @@ def attend_by_length(
     many rows may share a call, which bounds the gathered copy of the cache.
     """
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-    for length, rows_T in padded_lengths(ends_T).items():
+    for length, rows_T in padded_lengths(context_lens_T).items():
         for part_T in rows_T.split(max_rows(length)):
             k_TNLD, v_TNLD, seen_TL = gather_keys(
-                k_cache, v_cache, block_table_SB[slots_T[part_T]], ends_T[part_T], window, length
+                k_cache, v_cache, block_table_SB[slots_T[part_T]], context_lens_T[part_T], window, length
             )
             out_THD[part_T] = attend(q_THD[part_T], k_TNLD, v_TNLD, seen_TL)
     num_rows, num_heads, head_dim = q_THD.shape

@@ -15,14 +15,14 @@ def reference_attention(
     v_cache: Tensor,
     block_table_SB: Tensor,
     slots_T: Tensor,
-    ends_T: Tensor,
+    context_lens_T: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
     """See `AttentionBackend`. A row is computed alone, so nothing but its own context can reach it."""
     num_rows, num_heads, head_dim = q_THD.shape
     out_THD = torch.zeros_like(q_THD)
-    for row, (slot, end) in enumerate(zip(slots_T.tolist(), ends_T.tolist(), strict=True)):
+    for row, (slot, end) in enumerate(zip(slots_T.tolist(), context_lens_T.tolist(), strict=True)):
         if end == 0:
             continue
         start = max(0, end - window) if window else 0

@@ -26,7 +26,7 @@ def sdpa_attention(
     v_cache: Tensor,
     block_table_SB: Tensor,
     slots_T: Tensor,
-    ends_T: Tensor,
+    context_lens_T: Tensor,
     window: int,
     scale: float,
 ) -> Tensor:
@@ -39,7 +39,7 @@ def sdpa_attention(
         v_cache,
         block_table_SB,
         slots_T,
-        ends_T,
+        context_lens_T,
         window,
     )
 

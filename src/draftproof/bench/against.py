@@ -14,7 +14,7 @@ import torch
 from draftproof.models.loading import RandomWeights
 
 Ids = list[list[int]]
-Run = Callable[[Ids], tuple[Ids, float]]  # prompts -> output ids, seconds
+GenerateFn = Callable[[Ids], tuple[Ids, float]]  # prompts -> output ids, seconds
 
 
 class Transformers:
@@ -127,9 +127,11 @@ def measure(
     return rows, notes
 
 
-def _ways(model: Transformers, batch: int, num_new: int, num_lookup: int, is_largest: bool) -> dict[str, Run]:
+def _ways(
+    model: Transformers, batch: int, num_new: int, num_lookup: int, is_largest: bool
+) -> dict[str, GenerateFn]:
     """Prompt lookup takes one request; continuous batching chooses its batches itself, so it runs once."""
-    ways: dict[str, Run] = {"transformers generate": lambda prompts: model.generate(prompts, num_new)}
+    ways: dict[str, GenerateFn] = {"transformers generate": lambda prompts: model.generate(prompts, num_new)}
     if batch == 1:
         ways["transformers generate, prompt lookup"] = lambda prompts: model.generate(
             prompts, num_new, prompt_lookup_num_tokens=num_lookup
@@ -139,7 +141,7 @@ def _ways(model: Transformers, batch: int, num_new: int, num_lookup: int, is_lar
     return ways
 
 
-def _timed(run: Run, prompts: Ids, batch: int) -> tuple[Ids, float]:
+def _timed(run: GenerateFn, prompts: Ids, batch: int) -> tuple[Ids, float]:
     outputs: Ids = []
     seconds = 0.0
     for first in range(0, len(prompts), batch):

@@ -70,7 +70,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Run:
+class ClientResult:
     """What one run gave. `outputs` are in the order of `timings`, which is the order in which the requests came.
 
     `steps` are the decoding ones, `decoding` what the engine's clock saw of them, `clock` what it saw of all;
@@ -121,10 +121,10 @@ class Client:
         self._all: dict[str, Timing] = {}
         self._decoding_since: Clock | None = None
 
-    def run(self, jobs: Sequence[Job]) -> Run:
+    def run(self, jobs: Sequence[Job]) -> ClientResult:
         """Raises ValueError for a job that the engine cannot serve. Jobs with arrivals come in their order."""
         before = self._stepper.clock()
-        run, waiting, start = Run(), deque(jobs), self._clock()
+        run, waiting, start = ClientResult(), deque(jobs), self._clock()
         self._live, self._all, self._decoding_since = {}, {}, None
         try:
             while waiting or self._live:
@@ -154,7 +154,7 @@ class Client:
             self._all[request_id] = Timing(job.index, came, num_prompt)
             self._live[request_id] = _Live(self._all[request_id], num_prompt)
 
-    def _step(self, run: Run, start: float) -> None:
+    def _step(self, run: ClientResult, start: float) -> None:
         live = self._live
         num_requests, context = len(live), sum(request.context for request in live.values())
         decoding = all(request.timing.times for request in live.values())
@@ -174,7 +174,7 @@ class Client:
         if decoding:
             run.steps.append(Step(num_requests, context, delivered.total(), after - before))
 
-    def _note_phase(self, run: Run, decoding: bool) -> None:
+    def _note_phase(self, run: ClientResult, decoding: bool) -> None:
         """Read the engine's clock where decoding begins or ends; reading it every step would cost time."""
         if decoding and self._decoding_since is None:
             self._decoding_since = self._stepper.clock()

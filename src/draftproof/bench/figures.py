@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftproof.bench.drive import Run, Step, Timing
+from draftproof.bench.drive import ClientResult, Step, Timing
 from draftproof.bench.harness import Measured
 from draftproof.metrics import SpeculationStats
 
@@ -56,7 +56,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
     }
 
 
-def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
+def summarise(runs: Sequence[ClientResult], goodput: Mapping[str, float]) -> Figures:
     """All iterations of one setting together."""
     timings = [t for run in runs for t in run.timings]
     done, duration = [t for t in timings if not t.failed], sum(run.seconds for run in runs)
@@ -81,7 +81,7 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
     return figures | speculation(runs)
 
 
-def record(measured: Measured, runs: Sequence[Run], goodput: Mapping[str, float]) -> Figures:
+def record(measured: Measured, runs: Sequence[ClientResult], goodput: Mapping[str, float]) -> Figures:
     """Everything that is known of a variant in a cell, its figures those of `runs`: all it made, or the best."""
     return {
         "name": measured.variant.name,
@@ -113,7 +113,7 @@ def is_good(timing: Timing, goodput: Mapping[str, float]) -> bool:
     return all(1e3 * took[name] <= most for name, most in goodput.items())
 
 
-def most_at_once(run: Run) -> int:
+def most_at_once(run: ClientResult) -> int:
     """Requests that had come and were not through, at the busiest moment."""
     events = sorted([(t.came, 1) for t in run.timings] + [(t.times[-1], -1) for t in run.timings if t.times])
     now = most = 0
@@ -123,7 +123,7 @@ def most_at_once(run: Run) -> int:
     return most
 
 
-def speculation(runs: Sequence[Run]) -> Figures:
+def speculation(runs: Sequence[ClientResult]) -> Figures:
     """Acceptance: pooled over all rounds, by position of the draft, and of each request by itself (tau)."""
     pooled, each = SpeculationStats(), []
     for run in runs:
@@ -151,7 +151,7 @@ def speculation(runs: Sequence[Run]) -> Figures:
     }
 
 
-def decoding(runs: Sequence[Run]) -> Figures | None:
+def decoding(runs: Sequence[ClientResult]) -> Figures | None:
     """The steps in which everybody decoded; None where there was none."""
     steps: list[Step] = [step for run in runs for step in run.steps]
     if not steps:
@@ -167,7 +167,7 @@ def decoding(runs: Sequence[Run]) -> Figures | None:
     }
 
 
-def step_parts(runs: Sequence[Run]) -> Figures:
+def step_parts(runs: Sequence[ClientResult]) -> Figures:
     """Milliseconds of a decoding step: the target's, the drafter's, the rest; None where no clock sees them."""
     steps = max(1, sum(len(run.steps) for run in runs))
     whole = 1e3 * sum(step.seconds for run in runs for step in run.steps) / steps
@@ -178,7 +178,7 @@ def step_parts(runs: Sequence[Run]) -> Figures:
     return {"verify_ms": verify, "draft_ms": draft, "rest_ms": max(0.0, whole - verify - draft)}
 
 
-def host_time(runs: Sequence[Run]) -> Figures | None:
+def host_time(runs: Sequence[ClientResult]) -> Figures | None:
     """Milliseconds of a decoding step that the host spends on each of its parts; None where the engine counts none."""
     steps = sum(run.decoding.steps for run in runs)
     seconds = [sum(getattr(run.decoding, part) for run in runs) for part in HOST_PARTS]
@@ -187,7 +187,7 @@ def host_time(runs: Sequence[Run]) -> Figures | None:
     return {f"{part}_ms": 1e3 * s / steps for part, s in zip(HOST_PARTS, seconds, strict=True)}
 
 
-def time_split(measured: Measured, runs: Sequence[Run]) -> Figures | None:
+def time_split(measured: Measured, runs: Sequence[ClientResult]) -> Figures | None:
     """Shares of a step: on a device that works on alone by the times of its graphs, else by the engine's clock."""
     drafts, inside, found = measured.variant.config is not None, measured.device_split, decoding(runs)
     if inside is not None and found is not None:

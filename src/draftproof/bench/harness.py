@@ -17,7 +17,7 @@ import torch
 
 from draftproof.bench import environment
 from draftproof.bench.compare import Difference, Tally, compare
-from draftproof.bench.drive import Client, Job, Run
+from draftproof.bench.drive import Client, ClientResult, Job
 from draftproof.bench.internals import Stepper, keys_of
 from draftproof.frontend.llm import LLM
 from draftproof.types import RequestOutput
@@ -54,7 +54,7 @@ class Measured:
 
     variant: Variant
     num_drafts: int
-    rounds: dict[int, list[Run]] = field(default_factory=dict)
+    rounds: dict[int, list[ClientResult]] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     num_compared: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -63,11 +63,11 @@ class Measured:
     roofline_share: float | None = None
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ClientResult]:
         return [run for runs in self.rounds.values() for run in runs]
 
     @property
-    def fastest(self) -> list[Run]:
+    def fastest(self) -> list[ClientResult]:
         """The best run of each round: what disturbs a clock only adds to it."""
         return [min(runs, key=lambda run: run.seconds) for runs in self.rounds.values()]
 
@@ -155,7 +155,7 @@ class Benchmark:
             self._engines.pop(variant, None)
         free_memory()
 
-    def run_once(self, variant: Variant, jobs: Sequence[Job], most_at_once: int) -> Run:
+    def run_once(self, variant: Variant, jobs: Sequence[Job], most_at_once: int) -> ClientResult:
         """A run that nothing is kept of."""
         return Client(Stepper(self.engine(variant)), most_at_once).run(jobs)
 
@@ -179,7 +179,7 @@ class Benchmark:
 
         take_turns([partial(run, variant) for variant in variants], len(rounds))
 
-    def take(self, cell: Hashable, variant: Variant, number: int, run: Run) -> None:
+    def take(self, cell: Hashable, variant: Variant, number: int, run: ClientResult) -> None:
         """Keep a run of round `number`, and compare its outputs; those of a prompt that is new are the reference."""
         num_drafts = self.engine(variant).num_speculative_tokens
         found = self.measured.setdefault((cell, variant), Measured(variant, num_drafts))

@@ -168,10 +168,15 @@ class TargetPass:
         return {} if program is None else {name: program.part(own) for name, own in operators.items()}
 
     def _compute(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, ends_T: Tensor, sampled_M: Tensor
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        context_lens_T: Tensor,
+        sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
         p = self._runner
-        rows = Rows(positions_T, slots_T, ends_T, most_each=self._most_rows)
+        rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=self._most_rows)
         attn = PagedAttention(p.ops, p.backend, p.cache, rows)
         out = p.target(tokens_T, attn, p.spec.taps.layers, p.spec.taps.final)
         return (p.target.logits(p.ops.gather(out.hidden_TH, sampled_M)), *out.taps)
@@ -189,7 +194,7 @@ def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
     verified = Verified(
         tokens_T=target.tokens_T,
         positions_T=target.positions_T,
-        cu_R1=numbers(0, num_drafts + 1),
+        query_start_loc_R1=numbers(0, num_drafts + 1),
         slots_R=slots_R,
         live_R=numbers(3),
         next_R=numbers(7),

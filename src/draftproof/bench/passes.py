@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draftproof.bench import internals, rooflines, timeline
-from draftproof.bench.drive import Job, Run
+from draftproof.bench.drive import ClientResult, Job
 from draftproof.bench.figures import Figures
 from draftproof.bench.rooflines import H200, Peaks
 from draftproof.drafters.base import RoundSize
@@ -47,7 +47,7 @@ def round_seconds(
     return rooflines.seconds(target, peaks) + rooflines.seconds(draft, peaks)
 
 
-def roofline_share(llm: LLM, runs: Sequence[Run], peaks: Peaks, num_drafts: int) -> float | None:
+def roofline_share(llm: LLM, runs: Sequence[ClientResult], peaks: Peaks, num_drafts: int) -> float | None:
     """The least time that the decoding steps can take, over the time they took.
 
     None where there was no such step, or nobody has counted what the drafter does.

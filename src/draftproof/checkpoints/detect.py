@@ -15,7 +15,7 @@ from draftproof.checkpoints import (
     speculators,
     zlab,
 )
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models.config import read_raw, reading
 from draftproof.models.loading import Weights, WeightSource
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import schema
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.gemma4 import Gemma4Settings
 from draftproof.models import config as model_config
 from draftproof.models.gemma_config import TOWER_KEYS

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.model_head import DraftModelSettings
 from draftproof.models import config as model_config
 from draftproof.models.families import FAMILIES

@@ -11,7 +11,7 @@ from typing import Any
 from draftproof.checkpoints.masks import mask_token
 from draftproof.checkpoints.tensors import open_weights, tensor_names
 from draftproof.config import reject_unknown_keys
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.models import config as model_config

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftproof import schema
 from draftproof.checkpoints import speculators_block, speculators_fused
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights, WeightSource

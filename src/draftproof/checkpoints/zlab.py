@@ -9,7 +9,7 @@ from typing import Any
 from draftproof import schema
 from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.block import BlockSettings
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models import config as model_config
 from draftproof.models.loading import Weights, WeightSource
 

@@ -110,7 +110,7 @@ def run(
     return _conclude(suite, plan)
 
 
-def _conclude(suite: Suite, plan: setup.Plan, interrupted: str = "") -> int:
+def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int:
     """Compare with transformers where asked, write and print; the exit status."""
     from draftproof.bench import report
 
@@ -131,7 +131,7 @@ def _conclude(suite: Suite, plan: setup.Plan, interrupted: str = "") -> int:
 
 
 def _against_transformers(
-    suite: Suite, runs: Sequence[Mapping[str, Any]], plan: setup.Plan
+    suite: Suite, runs: Sequence[Mapping[str, Any]], plan: setup.BenchPlan
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows, and notes on what was impossible; nothing where nothing was asked for."""
     if not plan.against:

@@ -98,7 +98,7 @@ def shared_flags(function: F) -> F:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """A benchmark, checked. `engine`: keywords of `LLM`, the drafter apart; `record`: what was asked for, in words."""
 
     settings: Settings
@@ -121,7 +121,7 @@ def make_plan(
     given: Mapping[str, Any],
     engine: Mapping[str, Any],
     serving: tuple[Sequence[float], float, Sequence[str]],
-) -> Plan:
+) -> BenchPlan:
     """`serving`: rates, burstiness and goodput. Raises ValueError for whatever cannot be measured."""
     settings = make_settings(kind, given, engine, *serving)
     chosen = options.apart(engine)
@@ -144,7 +144,7 @@ def make_plan(
         detokenize=False,
     )
     make_folder(folder)
-    return Plan(
+    return BenchPlan(
         settings=settings,
         prompts=prompts,
         params=params,

@@ -75,12 +75,12 @@ class Verified:
 
     Example, two requests, K = 2: request 0 verified [s5 d6 d7] at positions 5..7 and kept s5, d6 (live 2, next r7 at
     position 7); request 1 is a chunk of its prompt, 4 rows at 0..3, all live, next = its prompt token 4, k = 0:
-    tokens_T = s5 d6 d7 x0 x1 x2 x3, cu_R1 = 0 3 7, live_R = 2 4, next_R = r7 x4, k_R = 2 0.
+    tokens_T = s5 d6 d7 x0 x1 x2 x3, query_start_loc_R1 = 0 3 7, live_R = 2 4, next_R = r7 x4, k_R = 2 0.
     """
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
-    cu_R1: Tensor  # int64: request r's rows are cu[r]..cu[r+1]-1
+    query_start_loc_R1: Tensor  # int64: request r's rows are cu[r]..cu[r+1]-1
     slots_R: Tensor  # int64
     live_R: Tensor  # int64: rows that survived; later rows are padding
     next_R: Tensor  # int64: the token that follows the last live row

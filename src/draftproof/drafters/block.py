@@ -14,10 +14,10 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers, check_num_drafts, check_target, checked_mask_token
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter, PassSize
 from draftproof.drafters.parallel import BlockHead, Decode, Parallel
+from draftproof.drafters.validation import check_leftovers, check_num_drafts, check_target, checked_mask_token
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
@@ -48,24 +48,24 @@ class BlockNetwork(BlockHead):
 
     def __init__(
         self,
-        given: DraftBuild,
+        ctx: DraftContext,
         s: BlockSettings,
         wrap: Callable[[int, DecoderLayer], Layer] = lambda i, layer: layer,
     ) -> None:
-        check_target(given, s.layers, s.taps)
-        build, config, hidden = given.build, s.layers, s.layers.hidden_size
-        self.spec = _spec(given, s)
+        check_target(ctx, s.layers, s.taps)
+        builder, config, hidden = ctx.builder, s.layers, s.layers.hidden_size
+        self.spec = _spec(ctx, s)
         self._config = config
-        self._ops = build.ops
-        self._fc = build.linear("fc", len(s.taps) * given.target.config.hidden_size, hidden)
-        self._hidden_norm = Norm.load(build, "hidden_norm", hidden, config.norm_eps)
-        table = cos_sin_table(config.rope, given.max_positions + s.block_size, build.device)
+        self._ops = builder.ops
+        self._fc = builder.linear("fc", len(s.taps) * ctx.target.config.hidden_size, hidden)
+        self._hidden_norm = Norm.load(builder, "hidden_norm", hidden, config.norm_eps)
+        table = cos_sin_table(config.rope, ctx.max_positions + s.block_size, builder.device)
         layers = [
-            DecoderLayer(build, f"layers.{i}", config, table, i, w) for i, w in enumerate(config.windows)
+            DecoderLayer(builder, f"layers.{i}", config, table, i, w) for i, w in enumerate(config.windows)
         ]
         kv = config.num_kv_heads * config.head_dim
         self._context = [
-            build.linear(
+            builder.linear(
                 [f"layers.{i}.self_attn.{part}_proj" for part in "kv"],
                 hidden,
                 [kv, kv],
@@ -77,10 +77,10 @@ class BlockNetwork(BlockHead):
             attention = layer.attention
             attention.spec = replace(attention.spec, causal=bool(attention.spec.window) and s.sliding_causal)
         self._specs = [layer.attention.spec for layer in layers]
-        self._norm = Norm.load(build, "norm", hidden, config.norm_eps)
+        self._norm = Norm.load(builder, "norm", hidden, config.norm_eps)
         self._layers = [wrap(i, layer) for i, layer in enumerate(layers)]
-        self._embed_VH = embedding(given, config)
-        self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
+        self._embed_VH = embedding(ctx, config)
+        self.ids_V, self._head = output_head(ctx, config, s.draft_vocab_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         return self._hidden_norm(self._fc(self._ops.concat(taps)))
@@ -111,28 +111,28 @@ class BlockNetwork(BlockHead):
         return found
 
 
-def drafter(given: DraftBuild, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
-    check_leftovers(given)
-    unroll = Parallel(network, given.num_drafts, block=network, decode=decode)
-    return HeadDrafter(network, given.num_drafts, unroll)
+def drafter(ctx: DraftContext, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
+    check_leftovers(ctx)
+    unroll = Parallel(network, ctx.num_drafts, block=network, decode=decode)
+    return HeadDrafter(network, ctx.num_drafts, unroll)
 
 
-def _spec(given: DraftBuild, s: BlockSettings) -> DraftSpec:
+def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
     """The block is always whole: its rows see each other, so a shorter one would predict something else."""
-    assert given.checkpoint is not None
-    num_layers = given.target.config.num_layers
+    assert ctx.checkpoint is not None
+    num_layers = ctx.target.config.num_layers
     if s.last_tap_is_normed and num_layers in s.taps:
         raise ValueError(
-            f"{given.checkpoint.where}: target_layer_ids={[i - 1 for i in s.taps]}: {num_layers - 1} means the state "
+            f"{ctx.checkpoint.where}: target_layer_ids={[i - 1 for i in s.taps]}: {num_layers - 1} means the state "
             f"after the final norm of a target of {num_layers} layers, which is not among those that can be tapped; "
             f"ids may run from 0 to {num_layers - 2}"
         )
-    check_num_drafts(given, s.block_size - (not s.sample_from_anchor), f"block_size={s.block_size}")
-    given.notes["taps"] = "its config's"
+    check_num_drafts(ctx, s.block_size - (not s.sample_from_anchor), f"block_size={s.block_size}")
+    ctx.notes["taps"] = "its config's"
     return DraftSpec(
         taps=Taps(layers=s.taps),
         layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
         kv=kv_shapes(s.layers),
-        mask_token=checked_mask_token(given, s.mask_token),
+        mask_token=checked_mask_token(ctx, s.mask_token),
         anchor_predicts=s.sample_from_anchor,
     )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_hidden, check_vocabulary
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.validation import check_hidden, check_vocabulary
 from draftproof.models.config import ModelConfig
 
 
-def caches_lent(given: DraftBuild, layers: ModelConfig, backbone_hidden_size: int) -> tuple[int, ...]:
+def caches_lent(ctx: DraftContext, layers: ModelConfig, backbone_hidden_size: int) -> tuple[int, ...]:
     """Which of the target's caches the assistant's kinds of layers read; ValueError where the pair does not fit."""
     own = layers.gemma
-    assert given.checkpoint is not None and own is not None
-    where, target = given.checkpoint.where, given.target.config
+    assert ctx.checkpoint is not None and own is not None
+    where, target = ctx.checkpoint.where, ctx.target.config
     other = "this assistant belongs to another target"
     if target.gemma is None or not target.gemma.values_normed:
         raise ValueError(
             f"{where}: model_type='gemma4_assistant', but the target's is {target.model_type!r}; an assistant reads "
             "the keys and values of a Gemma 4 target"
         )
-    check_vocabulary(given, layers.vocab_size)
-    check_hidden(given, backbone_hidden_size, "backbone_hidden_size")
+    check_vocabulary(ctx, layers.vocab_size)
+    check_hidden(ctx, backbone_hidden_size, "backbone_hidden_size")
     lent = []
     for kind in own.kinds:
         cache = target.gemma.last_cache(kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.models import cost
 from draftproof.models.cost import Cost
 
@@ -16,12 +16,12 @@ from draftproof.models.cost import Cost
 class CentroidHead:
     """Logits of the tokens that belong to the best centroids; every other token gets 1 less than the least of them."""
 
-    def __init__(self, given: DraftBuild, num_centroids: int, num_chosen: int, weight_VH: Tensor) -> None:
+    def __init__(self, ctx: DraftContext, num_centroids: int, num_chosen: int, weight_VH: Tensor) -> None:
         vocab, hidden = weight_VH.shape
         self._weight_VH = weight_VH
-        self._tokens_CS = _order(given, num_centroids, num_chosen, vocab).view(num_centroids, -1)
+        self._tokens_CS = _order(ctx, num_centroids, num_chosen, vocab).view(num_centroids, -1)
         self._num_chosen = num_chosen
-        self._centroids = given.build.linear(
+        self._centroids = ctx.builder.linear(
             "masked_embedding.centroids", hidden, num_centroids, out_dtype=torch.float32
         )
 
@@ -40,18 +40,18 @@ class CentroidHead:
         return cost.linear(self._centroids, num_rows) + each * num_rows
 
 
-def _order(given: DraftBuild, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:
+def _order(ctx: DraftContext, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:
     """int64 [V]: the tokens of the first centroid, of the second, ..."""
-    assert given.checkpoint is not None
-    where = given.checkpoint.where
+    assert ctx.checkpoint is not None
+    where = ctx.checkpoint.where
     if vocab % num_centroids or not 1 <= num_chosen <= num_centroids:
         raise ValueError(
             f"{where}: num_centroids={num_centroids}, centroid_intermediate_top_k={num_chosen}: the first must "
             f"divide vocab_size={vocab}, the second lie between 1 and the first"
         )
-    order_V = given.checkpoint.weights.get("masked_embedding.token_ordering", (vocab,), "ids").long()
+    order_V = ctx.checkpoint.weights.get("masked_embedding.token_ordering", (vocab,), "ids").long()
     if not torch.equal(order_V.sort().values, torch.arange(vocab)):
         raise ValueError(
             f"{where}: masked_embedding.token_ordering must name each of {vocab} tokens once; download the files again"
         )
-    return order_V.to(given.device)
+    return order_V.to(ctx.device)

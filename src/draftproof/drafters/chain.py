@@ -12,6 +12,7 @@ from torch import Tensor
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import (
     Drafter,
+    DraftRuntime,
     DraftSpec,
     InputLayout,
     Proposal,
@@ -21,7 +22,6 @@ from draftproof.drafters.base import (
     name_of,
     tell,
 )
-from draftproof.drafters.head import DraftMemory
 from draftproof.models.cost import Cost
 
 
@@ -45,14 +45,14 @@ class ChainDrafter(Drafter):
             host_tokens=any(s.host_tokens for s in specs),
         )
 
-    def bind(self, memory: DraftMemory) -> None:
-        self._host_looks = memory.host_looks
-        own, lent = iter(memory.cache.layers), iter(memory.cache.layers[len(self.spec.kv) :])
+    def bind(self, runtime: DraftRuntime) -> None:
+        self._host_looks = runtime.host_looks
+        own, lent = iter(runtime.cache.layers), iter(runtime.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
-            spec, cache = drafter.spec, memory.cache
+            spec, cache = drafter.spec, runtime.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
             part = PagedCache(layers, cache.block_table_SB)
-            tell(drafter, "bind", dataclasses.replace(memory, cache=part))
+            tell(drafter, "bind", dataclasses.replace(runtime, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         for drafter in self._drafters:

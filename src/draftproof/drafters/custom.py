@@ -10,8 +10,8 @@ from typing import Any
 
 from draftproof.drafters import vllm_proposer
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
-from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.contained import DrafterError, contained
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.users import UsersDrafter
 
 
@@ -32,21 +32,21 @@ def find(name: str) -> Any:
         ) from fault
 
 
-def load(name: str, given: DraftBuild) -> Drafter:
+def load(name: str, ctx: DraftContext) -> Drafter:
     """Find it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
 
-    A class gets the engine's config with its own `speculative_config`; a function gets `given` with that config, as the
+    A class gets the engine's config with its own `speculative_config`; a function gets `ctx` with that config, as the
     methods of this package do, and returns the drafter. A class written for vLLM gets such a config as it expects.
     """
     maker, own_name = find(name), name.rpartition(".")[2]
-    given = replace(given, config=replace(given.config, speculative_config=given.own))
+    ctx = replace(ctx, config=replace(ctx.config, speculative_config=ctx.own))
     is_class = isinstance(maker, type)
     try:
         with contained():
             if vllm_proposer.is_proposer(maker):
-                drafter: Any = vllm_proposer.load(name, maker, given)
+                drafter: Any = vllm_proposer.load(name, maker, ctx)
             else:
-                drafter = maker(given.config if is_class else given)
+                drafter = maker(ctx.config if is_class else ctx)
     except DrafterError as fault:
         _name_vllm(name, fault)
         argument = "config" if is_class else "given"
@@ -55,9 +55,9 @@ def load(name: str, given: DraftBuild) -> Drafter:
         ) from fault
     try:
         with contained():
-            wrong = _what_is_wrong(drafter, given.num_drafts)
+            wrong = _what_is_wrong(drafter, ctx.num_drafts)
             own_class = maker if is_class else type(drafter)
-            users = None if wrong else UsersDrafter(drafter, own_class.__name__, given.num_drafts)
+            users = None if wrong else UsersDrafter(drafter, own_class.__name__, ctx.num_drafts)
     except DrafterError as error:
         raise ValueError(f"speculative_config: method={name!r}: its spec raised {error}") from error
     if users is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    return drafter(given, BlockNetwork(given, given.settings(BlockSettings)))
+def build(ctx: DraftContext) -> HeadDrafter:
+    return drafter(ctx, BlockNetwork(ctx, ctx.settings(BlockSettings)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter, PassSize
 from draftproof.drafters.parallel import Block, Decode, DrawSlot
 from draftproof.models import cost
@@ -33,11 +33,11 @@ class BlockConv:
     """Causal convolutions within a block, before and after a sublayer. Each row makes its own kernels: a learned one
     of [taps, H], plus what a projection of the sublayer's input adds for each tap and group."""
 
-    def __init__(self, given: DraftBuild, s: DFlash2Settings, prefix: str) -> None:
+    def __init__(self, ctx: DraftContext, s: DFlash2Settings, prefix: str) -> None:
         hidden, self._size = s.block.layers.hidden_size, s.block.block_size
         groups = hidden // s.group_size
-        self._kernel_2WH = given.build.tensor(f"{prefix}.base_kernel", (2, s.taps, hidden))
-        self.projection = given.build.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
+        self._kernel_2WH = ctx.builder.tensor(f"{prefix}.base_kernel", (2, s.taps, hidden))
+        self.projection = ctx.builder.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
         self._shape = (2, s.taps, groups, 1)
 
     def before(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,11 +74,11 @@ class ConvLayer:
 class SelectorDecode(Decode):
     """The best candidates of a row are scored again, by the token before and the row's state."""
 
-    def __init__(self, given: DraftBuild, s: DFlash2Settings) -> None:
-        build, size = given.build, (s.block.layers.vocab_size, s.rank)
-        self._before_VE = build.tensor("candidate_selector.predecessor_codebook", size)
-        self._after_VE = build.tensor("candidate_selector.successor_codebook", size)
-        self._projection = build.linear(
+    def __init__(self, ctx: DraftContext, s: DFlash2Settings) -> None:
+        builder, size = ctx.builder, (s.block.layers.vocab_size, s.rank)
+        self._before_VE = builder.tensor("candidate_selector.predecessor_codebook", size)
+        self._after_VE = builder.tensor("candidate_selector.successor_codebook", size)
+        self._projection = builder.linear(
             "candidate_selector.hidden_projection", s.block.layers.hidden_size, s.rank
         )
         self._num = s.num_candidates
@@ -103,21 +103,21 @@ class SelectorDecode(Decode):
 class ConvNetwork(BlockNetwork):
     """The block's network with convolutions in every layer."""
 
-    def __init__(self, given: DraftBuild, s: DFlash2Settings) -> None:
+    def __init__(self, ctx: DraftContext, s: DFlash2Settings) -> None:
         self._convs: list[BlockConv] = []
 
         def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
-            own = [BlockConv(given, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp")]
+            own = [BlockConv(ctx, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp")]
             self._convs += own
             return ConvLayer(layer, *own)
 
-        super().__init__(given, s.block, wrap)
+        super().__init__(ctx, s.block, wrap)
 
     def cost(self, size: PassSize) -> Cost:
         num_rows = size.requests * size.fed
         return sum((cost.linear(conv.projection, num_rows) for conv in self._convs), super().cost(size))
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    s = given.settings(DFlash2Settings)
-    return drafter(given, ConvNetwork(given, s), SelectorDecode(given, s))
+def build(ctx: DraftContext) -> HeadDrafter:
+    s = ctx.settings(DFlash2Settings)
+    return drafter(ctx, ConvNetwork(ctx, s), SelectorDecode(ctx, s))

@@ -14,12 +14,12 @@ from torch import Tensor
 from draftproof.config import parse_options
 from draftproof.drafters import token_map
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import shares_vocabulary
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load_decoder
 from draftproof.drafters.text_model import TextDrafter, context_of
 from draftproof.drafters.token_map import TokenMap, open_tokenizer
+from draftproof.drafters.validation import shares_vocabulary
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import Weights
@@ -38,68 +38,66 @@ class DraftModelOptions:
         check_choice("speculative_config: token_map", self.token_map, ("auto", "table", "text"))
 
 
-def build(given: DraftBuild) -> Drafter:
+def build(ctx: DraftContext) -> Drafter:
     """Every token unshifted, then the newest one as a row of its own; or the text of all, see `text_model`.
 
     ValueError, with both values, where tokens differ and a tokenizer.json that would tell how is missing.
     """
-    options = parse_options("speculative_config", given.options, DraftModelOptions)
-    model = given.settings(DraftModelSettings).model
-    if options.token_map != "text" and shares_vocabulary(given, model.vocab_size):
-        return _head_drafter(given, load_decoder(given, model, given.build.weights), None)
-    target, draft = _tokenizers(given)
-    given.notes["vocabulary"] = "its own, by text"
+    options = parse_options("speculative_config", ctx.options, DraftModelOptions)
+    model = ctx.settings(DraftModelSettings).model
+    if options.token_map != "text" and shares_vocabulary(ctx, model.vocab_size):
+        return _head_drafter(ctx, load_decoder(ctx, model, ctx.builder.weights), None)
+    target, draft = _tokenizers(ctx)
+    ctx.notes["vocabulary"] = "its own, by text"
     if options.token_map == "text":
-        return _text_drafter(given, model, target, draft)
-    mapped = token_map.compare(target, draft, given.target.config.vocab_size, model.vocab_size)
+        return _text_drafter(ctx, model, target, draft)
+    mapped = token_map.compare(target, draft, ctx.target.config.vocab_size, model.vocab_size)
     if options.token_map == "auto" and mapped.coverage <= 0.5:
-        return _text_drafter(given, model, target, draft)
+        return _text_drafter(ctx, model, target, draft)
     if not mapped.num_common:
         raise ValueError(
             f"speculative_config: token_map='table': none of the target's {mapped.num_tokens} tokens is one of the "
             f"draft's {draft.get_vocab_size()}; use token_map='text'"
         )
-    given.notes["vocabulary"] = (
-        f"{mapped.num_common} of the target's {mapped.num_tokens} tokens, by their text"
-    )
-    return _mapped_drafter(given, model, mapped)
+    ctx.notes["vocabulary"] = f"{mapped.num_common} of the target's {mapped.num_tokens} tokens, by their text"
+    return _mapped_drafter(ctx, model, mapped)
 
 
-def _mapped_drafter(given: DraftBuild, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
+def _mapped_drafter(ctx: DraftContext, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
     """The same network in target ids: nothing is left to be mapped while it runs."""
-    weights, ids_C = given.build.weights, mapped.common_ids()
+    weights, ids_C = ctx.builder.weights, mapped.common_ids()
     tied = model.tie_word_embeddings
     if isinstance(weights, Weights):  # random ones are as good in any ids
         weights = token_map.translated(weights, mapped, tied=tied)
     model = replace(
-        model, vocab_size=given.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None
+        model, vocab_size=ctx.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None
     )
-    decoder = load_decoder(given, model, weights, num_columns=mapped.num_common)
-    return _head_drafter(given, decoder, None if ids_C is None else ids_C.to(given.device))
+    decoder = load_decoder(ctx, model, weights, num_columns=mapped.num_common)
+    return _head_drafter(ctx, decoder, None if ids_C is None else ids_C.to(ctx.device))
 
 
-def _head_drafter(given: DraftBuild, decoder: Decoder, ids_V: Tensor | None) -> HeadDrafter:
+def _head_drafter(ctx: DraftContext, decoder: Decoder, ids_V: Tensor | None) -> HeadDrafter:
     spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
-    return HeadDrafter(DraftModelHead(decoder, spec, ids_V), given.num_drafts)
+    return HeadDrafter(DraftModelHead(decoder, spec, ids_V), ctx.num_drafts)
 
 
-def _text_drafter(given: DraftBuild, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:
-    context = context_of(given, model.max_position_embeddings)
-    decoder = load_decoder(given, model, given.build.weights, max_positions=context)
-    return TextDrafter(given, decoder, context, target, draft)
+def _text_drafter(ctx: DraftContext, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:
+    context = context_of(ctx, model.max_position_embeddings)
+    decoder = load_decoder(ctx, model, ctx.builder.weights, max_positions=context)
+    return TextDrafter(ctx, decoder, context, target, draft)
 
 
-def _tokenizers(given: DraftBuild) -> tuple[Any, Any]:
+def _tokenizers(ctx: DraftContext) -> tuple[Any, Any]:
     """The target's and the draft's."""
-    assert given.checkpoint is not None
-    model = given.settings(DraftModelSettings).model
-    folders = (given.tokenizer_directory, given.checkpoint.directory)
+    assert ctx.checkpoint is not None
+    model = ctx.settings(DraftModelSettings).model
+    folders = (ctx.tokenizer_directory, ctx.checkpoint.directory)
     target, draft = found = tuple(open_tokenizer(folder) for folder in folders)
     if target is None or draft is None:
         lost = [str(folder) for folder, one in zip(folders, found, strict=True) if one is None]
         raise ValueError(
-            f"{given.checkpoint.where}: vocab_size={model.vocab_size}, but the target's is "
-            f"{given.target.config.vocab_size}, and there is no tokenizer.json in {' and '.join(lost)}; with both "
+            f"{ctx.checkpoint.where}: vocab_size={model.vocab_size}, but the target's is "
+            f"{ctx.target.config.vocab_size}, and there is no tokenizer.json in {' and '.join(lost)}; with both "
             "files tokens are matched by their text, without them the draft must share the target's tokenizer"
         )
     return target, draft

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.config import parse_options
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Block, Decode, DrawSlot
 from draftproof.kernels.linear import PackedLinear
@@ -48,18 +48,18 @@ class DSparkOptions:
 class MarkovDecode(Decode):
     """Its state is carried from slot to slot by the `rnn` kind only."""
 
-    def __init__(self, given: DraftBuild, s: DSparkSettings, threshold: float) -> None:
-        build, c = given.build, s.block
+    def __init__(self, ctx: DraftContext, s: DSparkSettings, threshold: float) -> None:
+        builder, c = ctx.builder, s.block
         hidden, rank, vocab = c.layers.hidden_size, s.rank, c.layers.vocab_size
         self._rank, self._kind, self._threshold = rank, s.kind, threshold
         self._products: list[PackedLinear] = []  # that every draft computes
 
         def linear(name: str, num_in: int, num_out: int, **options: Any) -> PackedLinear:
-            self._products.append(build.linear(name, num_in, num_out, **options))
+            self._products.append(builder.linear(name, num_in, num_out, **options))
             return self._products[-1]
 
         if rank:
-            self._before_VE = build.tensor("markov_head.markov_w1.weight", (vocab, rank))
+            self._before_VE = builder.tensor("markov_head.markov_w1.weight", (vocab, rank))
             self._bias = linear("markov_head.markov_w2", rank, c.draft_vocab_size, out_dtype=torch.float32)
         if rank and s.kind == "gated":
             self._gate = linear("markov_head.gate_proj", hidden + rank, rank, bias=True)
@@ -116,9 +116,9 @@ class MarkovDecode(Decode):
         return torch.sigmoid(self._confidence(read_RX))[:, 0]
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    options = parse_options("speculative_config", given.options, DSparkOptions)
-    s = given.settings(DSparkSettings)
+def build(ctx: DraftContext) -> HeadDrafter:
+    options = parse_options("speculative_config", ctx.options, DSparkOptions)
+    s = ctx.settings(DSparkSettings)
     if options.confidence_threshold and not s.confidence:
         raise ValueError("speculative_config: confidence_threshold: this head makes no such estimate")
-    return drafter(given, BlockNetwork(given, s.block), MarkovDecode(given, s, options.confidence_threshold))
+    return drafter(ctx, BlockNetwork(ctx, s.block), MarkovDecode(ctx, s, options.confidence_threshold))

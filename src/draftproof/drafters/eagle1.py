@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftproof.drafters.base import Taps
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.fused import FusedHead, Norms
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.config import ModelConfig
@@ -24,8 +24,8 @@ class Eagle1Settings:
     norms: bool = False
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    s = given.settings(Eagle1Settings)
+def build(ctx: DraftContext) -> HeadDrafter:
+    s = ctx.settings(Eagle1Settings)
     norms = Norms(embed=s.norms, hidden=False, input=s.norms, final=s.norms)
-    head = FusedHead(given, s.layers, Taps(final=True), norms, fc_bias=s.fc_bias)
-    return HeadDrafter(head, given.num_drafts)
+    head = FusedHead(ctx, s.layers, Taps(final=True), norms, fc_bias=s.fc_bias)
+    return HeadDrafter(head, ctx.num_drafts)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from draftproof.drafters.base import DraftSpec, InputLayout
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
+from draftproof.drafters.validation import check_leftovers
 from draftproof.models.decoder import kv_shapes
 
 
-def build(given: DraftBuild) -> HeadDrafter:
+def build(ctx: DraftContext) -> HeadDrafter:
     spec = DraftSpec(
-        taps=tapped(given),
+        taps=tapped(ctx),
         layout=lambda _: InputLayout(context="all", shift=1),
-        kv=kv_shapes(given.settings(TappedSettings).layers),
+        kv=kv_shapes(ctx.settings(TappedSettings).layers),
     )
-    head = TappedNetwork(given, spec)
-    check_leftovers(given)
-    return HeadDrafter(head, given.num_drafts)
+    head = TappedNetwork(ctx, spec)
+    check_leftovers(ctx)
+    return HeadDrafter(head, ctx.num_drafts)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_hidden, check_leftovers, check_vocabulary
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import kv_shapes
-from draftproof.models.layers import Build, DecoderLayer, Norm, run_layers
+from draftproof.models.layers import DecoderLayer, LayerBuilder, Norm, run_layers
 from draftproof.models.rope import cos_sin_table
 
 
@@ -43,7 +43,7 @@ class FusedNetwork:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         config: ModelConfig,
         norms: Norms,
         cos_sin_PD: Tensor,
@@ -54,20 +54,20 @@ class FusedNetwork:
         state_first: bool = False,
     ) -> None:
         hidden, eps = config.hidden_size, config.norm_eps
-        self._config, self._ops, self._state_first = config, build.ops, state_first
+        self._config, self._ops, self._state_first = config, builder.ops, state_first
 
         def norm(name: str, wanted: bool) -> Norm | None:
-            return build.norm(prefix + name, hidden, eps) if wanted else None
+            return builder.norm(prefix + name, hidden, eps) if wanted else None
 
         self._embed_norm = norm("embed_norm", norms.embed)
         self._hidden_norm = norm("hidden_norm", norms.hidden)
-        ones_H = torch.ones(hidden, dtype=build.dtype, device=build.device)
+        ones_H = torch.ones(hidden, dtype=builder.dtype, device=builder.device)
         self._has_final_norm = norms.final
-        self.norm = norm("norm", norms.final) or Norm(ones_H, eps, build.ops)
-        self._fc = build.linear(f"{prefix}fc", 2 * hidden, hidden, bias=fc_bias)
+        self.norm = norm("norm", norms.final) or Norm(ones_H, eps, builder.ops)
+        self._fc = builder.linear(f"{prefix}fc", 2 * hidden, hidden, bias=fc_bias)
         self._layers = [
             DecoderLayer(
-                *(build, f"{prefix}layers.{i}", config, cos_sin_PD, index + i, window),
+                *(builder, f"{prefix}layers.{i}", config, cos_sin_PD, index + i, window),
                 input_norm=norms.input or i > 0,
             )
             for i, window in enumerate(config.windows)
@@ -99,7 +99,7 @@ class FusedHead(DraftHead):
 
     def __init__(
         self,
-        given: DraftBuild,
+        ctx: DraftContext,
         config: ModelConfig,
         taps: Taps,
         norms: Norms,
@@ -108,22 +108,22 @@ class FusedHead(DraftHead):
         fc_bias: bool = False,
         state_first: bool = False,
     ) -> None:
-        check_vocabulary(given, config.vocab_size)
-        check_hidden(given, config.hidden_size)
-        build = given.build
-        self._gather = build.ops.gather
+        check_vocabulary(ctx, config.vocab_size)
+        check_hidden(ctx, config.hidden_size)
+        builder = ctx.builder
+        self._gather = builder.ops.gather
         self.spec = DraftSpec(
             taps=taps,
             layout=lambda _: InputLayout(context="all", shift=1),
             kv=kv_shapes(config),
         )
-        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
         self.network = FusedNetwork(
-            build, config, norms, table, prefix=prefix, fc_bias=fc_bias, state_first=state_first
+            builder, config, norms, table, prefix=prefix, fc_bias=fc_bias, state_first=state_first
         )
-        self._embed_VH = embedding(given, config)
-        self.ids_V, self._head = output_head(given, config, config.vocab_size)
-        check_leftovers(given, (prefix,))
+        self._embed_VH = embedding(ctx, config)
+        self.ids_V, self._head = output_head(ctx, config, config.vocab_size)
+        check_leftovers(ctx, (prefix,))
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         return taps[0]

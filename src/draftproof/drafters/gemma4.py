@@ -16,10 +16,10 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
 from draftproof.drafters.borrowed import caches_lent
-from draftproof.drafters.build import DraftBuild
 from draftproof.drafters.centroids import CentroidHead
-from draftproof.drafters.fits import check_leftovers
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
+from draftproof.drafters.validation import check_leftovers
 from draftproof.models import cost, gemma
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
@@ -43,42 +43,47 @@ class Gemma4Head(DraftHead):
 
     ids_V: Tensor | None = None
 
-    def __init__(self, given: DraftBuild, s: Gemma4Settings) -> None:
-        config, build, target = s.layers, given.build, given.target
+    def __init__(self, ctx: DraftContext, s: Gemma4Settings) -> None:
+        config, builder, target = s.layers, ctx.builder, ctx.target
         own = config.gemma
         assert own is not None
         self._config = config
         self.spec = DraftSpec(
             taps=Taps(final=True),
             layout=lambda _: InputLayout(context="last", shift=1),
-            borrow=caches_lent(given, config, s.backbone_hidden_size),
+            borrow=caches_lent(ctx, config, s.backbone_hidden_size),
             advance=0,
         )
-        given.notes["embed_tokens"] = "the target's"
+        ctx.notes["embed_tokens"] = "the target's"
         hidden, backbone = config.hidden_size, s.backbone_hidden_size
-        self._concat, self._embed = build.ops.concat, target.embed
-        self._before = build.linear("pre_projection", 2 * backbone, hidden)
-        self._after = build.linear("post_projection", hidden, backbone)
+        self._concat, self._embed = builder.ops.concat, target.embed
+        self._before = builder.linear("pre_projection", 2 * backbone, hidden)
+        self._after = builder.linear("post_projection", hidden, backbone)
         # the target's tables; a row is told the place of the state that it goes on from: its token's is one higher
         tables = {rope: table_PD[1:] for rope, table_PD in target.rope_tables.items()}
         # its sliding layers were trained to see one row more than the window
         self._layers = [
             gemma.GemmaLayer(
-                build, f"model.layers.{i}", config, x, tables[x.rope], window=x.window + 1 if x.window else 0
+                builder,
+                f"model.layers.{i}",
+                config,
+                x,
+                tables[x.rope],
+                window=x.window + 1 if x.window else 0,
             )
             for i, x in enumerate(own.layers)
         ]
-        self._norm = gemma.norm(build, "model.norm", hidden, config)
+        self._norm = gemma.norm(builder, "model.norm", hidden, config)
         name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        weight_VH = build.tensor(f"{name}.weight", (config.vocab_size, hidden))
+        weight_VH = builder.tensor(f"{name}.weight", (config.vocab_size, hidden))
         self._head: Linear
         if s.num_centroids:
-            self._head = centroids = CentroidHead(given, s.num_centroids, s.num_chosen, weight_VH)
+            self._head = centroids = CentroidHead(ctx, s.num_centroids, s.num_chosen, weight_VH)
             self._logits_cost = centroids.cost
         else:
-            self._head = packed = build.pack(weight_VH, out_dtype=torch.float32)
+            self._head = packed = builder.pack(weight_VH, out_dtype=torch.float32)
             self._logits_cost = partial(cost.linear, packed)
-        check_leftovers(given)
+        check_leftovers(ctx)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         return taps[0]
@@ -105,5 +110,5 @@ class Gemma4Head(DraftHead):
         return found + self._logits_cost(size.requests * size.read)
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    return HeadDrafter(Gemma4Head(given, given.settings(Gemma4Settings)), given.num_drafts)
+def build(ctx: DraftContext) -> HeadDrafter:
+    return HeadDrafter(Gemma4Head(ctx, ctx.settings(Gemma4Settings)), ctx.num_drafts)

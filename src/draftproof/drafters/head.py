@@ -71,7 +71,7 @@ class DraftHead(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftMemory:
+class DraftRuntime:
     """What the engine lends a drafter at start: operators, and caches on the target's block table, its own layers'
     and then the borrowed ones. `host_looks`: reading a value on the host costs nothing, as no device has to be waited
     for."""
@@ -93,12 +93,12 @@ class Unroll(Protocol):
     num_read: int  # rows read per request
     most_drafts: int
 
-    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> tuple[Tensor, ...]:
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> tuple[Tensor, ...]:
         """The buffers of a draft pass, beside the taps and what the draw needs."""
         ...
 
     def draft(
-        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """K tensors of R tokens, then possibly how many of them each request should use."""
         ...
@@ -125,30 +125,30 @@ class HeadDrafter(Drafter):
         context = "all" if layout.context == "none" else layout.context
         self._layout_idle = InputLayout(context=context, shift=layout.shift)
         self._idle = kernel_layout(head.spec, self._layout_idle, 1)
-        self._memory: DraftMemory | None = None
+        self._runtime: DraftRuntime | None = None
 
-    def bind(self, memory: DraftMemory) -> None:
-        self._memory = memory
+    def bind(self, runtime: DraftRuntime) -> None:
+        self._runtime = runtime
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
-        memory, unroll = self._memory, self.unroll
-        assert memory is not None, "bind comes before propose"
+        runtime, unroll = self._runtime, self.unroll
+        assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, unroll.most_drafts)
         if not num and not self.spec.kv:
             return no_proposal(verified)
-        fed = draft_rows(memory, self._fed if num else self._idle, verified, num)
-        own, draw = unroll.inputs(memory, verified, fed), verified.draw
+        fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
+        own, draw = unroll.inputs(runtime, verified, fed), verified.draw
         inputs = (*own, *draw.inputs, *verified.taps)
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             split = len(own) + len(draw.inputs)
-            return unroll.draft(memory, given[: len(own)], draw.over(given[len(own) : split]), given[split:])
+            return unroll.draft(runtime, given[: len(own)], draw.over(given[len(own) : split]), given[split:])
 
         num_requests = len(verified.slots_R)
         key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), num_requests, num)
         # a draw without inputs depends on more than the buffers
-        drawn = (memory.graphs if draw.inputs and verified.repeats else EAGER).run(key, run, inputs)
+        drawn = (runtime.graphs if draw.inputs and verified.repeats else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn[:num], 1) if num else verified.next_R.new_zeros((num_requests, 0))
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
@@ -173,10 +173,20 @@ def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:
     )
 
 
-def draft_rows(memory: DraftMemory, layout: Layout, verified: Verified, num_drafts: int) -> DraftRows:
+def draft_rows(runtime: DraftRuntime, layout: Layout, verified: Verified, num_drafts: int) -> DraftRows:
     v = verified
-    return memory.ops.step.draft_rows(
-        *(layout, v.cu_R1, v.tokens_T, v.positions_T, v.slots_R, v.live_R, v.next_R, v.k_R, num_drafts)
+    return runtime.ops.step.draft_rows(
+        *(
+            layout,
+            v.query_start_loc_R1,
+            v.tokens_T,
+            v.positions_T,
+            v.slots_R,
+            v.live_R,
+            v.next_R,
+            v.k_R,
+            num_drafts,
+        )
     )
 
 
@@ -186,13 +196,13 @@ class _Inputs(NamedTuple):
     tokens_N: Tensor
     source_N: Tensor
     positions_N: Tensor
-    ends_N: Tensor
+    context_lens_N: Tensor
     slots_N: Tensor
     read_R: Tensor
     slots_R: Tensor
     drawn_KR: Tensor
     positions_KR: Tensor
-    ends_KR: Tensor
+    context_lens_KR: Tensor
 
 
 class Recurrent(Unroll):
@@ -204,30 +214,39 @@ class Recurrent(Unroll):
     def __init__(self, head: DraftHead) -> None:
         self._head = head
 
-    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> _Inputs:
-        read_R, positions_KR, ends_KR = fed.read_RJ[:, 0].contiguous(), fed.positions_KR, fed.ends_KR
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
+        read_R, positions_KR, context_lens_KR = (
+            fed.read_RJ[:, 0].contiguous(),
+            fed.positions_KR,
+            fed.context_lens_KR,
+        )
         if not self._head.spec.advance:
             step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
-            positions_KR, ends_KR = (positions_KR - step_K1).clamp(min=-1), (ends_KR - step_K1).clamp(min=0)
+            positions_KR, context_lens_KR = (
+                (positions_KR - step_K1).clamp(min=-1),
+                (context_lens_KR - step_K1).clamp(min=0),
+            )
         return _Inputs(
-            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N, read_R),
-            *(verified.slots_R, fed.drawn_KR, positions_KR, ends_KR),
+            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N, read_R),
+            *(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR),
         )
 
     def draft(
-        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        gather, head, i = memory.ops.gather, self._head, _Inputs(*given)
+        gather, head, i = runtime.ops.gather, self._head, _Inputs(*given)
         features_TF = head.features(taps)
         features_NF = None if features_TF is None else gather(features_TF, i.source_N)
-        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N))
+        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))
         hidden_NH, feedback_NF = head(i.tokens_N, features_NF, attn)
         hidden_RH = gather(hidden_NH, i.read_R)
         feedback_RF = None if feedback_NF is None else gather(feedback_NF, i.read_R)
         drawn: list[Tensor] = []
         for step in range(len(i.drawn_KR)):
             if step:
-                attn = memory.attention(Rows(i.positions_KR[step], i.slots_R, i.ends_KR[step], most_each=1))
+                attn = runtime.attention(
+                    Rows(i.positions_KR[step], i.slots_R, i.context_lens_KR[step], max_query_len=1)
+                )
                 hidden_RH, feedback_RF = head(drawn[-1], feedback_RF, attn)
             drawn.append(draw(head.logits(hidden_RH), None, i.drawn_KR[step], head.ids_V))
         return tuple(drawn)

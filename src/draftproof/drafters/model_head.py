@@ -11,9 +11,9 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_vocabulary
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.validation import check_vocabulary
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
@@ -59,15 +59,15 @@ def pass_cost(decoder: Decoder, size: PassSize) -> Cost:
     return found + cost.linear(decoder.head, size.requests * size.read)
 
 
-def load(given: DraftBuild) -> Decoder:
+def load(ctx: DraftContext) -> Decoder:
     """A model that must share the target's tokenizer; ValueError names both sizes or the first token that differs."""
-    model = given.settings(DraftModelSettings).model
-    check_vocabulary(given, model.vocab_size)
-    return load_decoder(given, model, given.build.weights)
+    model = ctx.settings(DraftModelSettings).model
+    check_vocabulary(ctx, model.vocab_size)
+    return load_decoder(ctx, model, ctx.builder.weights)
 
 
 def load_decoder(
-    given: DraftBuild,
+    ctx: DraftContext,
     model: ModelConfig,
     weights: WeightSource,
     *,
@@ -75,7 +75,7 @@ def load_decoder(
     max_positions: int | None = None,
 ) -> Decoder:
     """Exempt from exactness. `num_columns`: of the logits; None: as many as the model has."""
-    made = given.build
+    made = ctx.builder
     return Decoder.load(
         weights,
         model,
@@ -83,7 +83,7 @@ def load_decoder(
         made.planner,
         made.device,
         made.dtype,
-        max_positions=max_positions or given.max_positions,
+        max_positions=max_positions or ctx.max_positions,
         exact=False,
         fp8=made.fp8,
         num_columns=num_columns,

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof.attention.base import Rows
 from draftproof.drafters.base import Drafter, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
-from draftproof.drafters.head import DraftMemory, PassSize
+from draftproof.drafters.head import DraftRuntime, PassSize
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models import cost
@@ -30,7 +30,7 @@ class _Inputs(NamedTuple):
     tokens_MN: Tensor
     draft_MN: Tensor
     positions_N: Tensor
-    ends_N: Tensor
+    context_lens_N: Tensor
     slots_N: Tensor
     owner_N: Tensor
     source_N: Tensor
@@ -62,14 +62,14 @@ class ModulesDrafter(Drafter):
         assert len(modules) > 1 and len(spec.kv) == len(modules)
         self.spec = spec
         self._modules, self._embed_VH, self._head = tuple(modules), embed_VH, head
-        self._memory: DraftMemory | None = None
+        self._runtime: DraftRuntime | None = None
         kept, hidden = len(modules) - 1, embed_VH.shape[1]
         zeros = torch.zeros(num_slots, kept, dtype=torch.int64, device=embed_VH.device)
         states_SEH = embed_VH.new_zeros(num_slots, kept, hidden)
         self._kept = _Kept(states_SEH, zeros, zeros[:, 0].clone(), zeros[:, 0].clone())
 
-    def bind(self, memory: DraftMemory) -> None:
-        self._memory = memory
+    def bind(self, runtime: DraftRuntime) -> None:
+        self._runtime = runtime
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """What was kept is another request's. Rows of cached pages are done with: nothing there is to be repeated."""
@@ -77,8 +77,8 @@ class ModulesDrafter(Drafter):
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed rows kept and verified through all modules; draft a token from each, as many as are wanted."""
-        memory, v, draw = self._memory, verified, verified.draw
-        assert memory is not None, "bind comes before propose"
+        runtime, v, draw = self._runtime, verified, verified.draw
+        assert runtime is not None, "bind comes before propose"
         num, num_requests = min(num_drafts, len(self._modules)), len(v.slots_R)
         table = torch.cat((v.taps[0], self._kept.states_SEH[v.slots_R].flatten(0, 1)))
         own = self._inputs(v)
@@ -87,11 +87,11 @@ class ModulesDrafter(Drafter):
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             split = len(own)
             return self._draft(
-                memory, _Inputs(*given[:split]), given[split], draw.over(given[split + 1 :]), num
+                runtime, _Inputs(*given[:split]), given[split], draw.over(given[split + 1 :]), num
             )
 
         key = ("draft", self, len(v.tokens_T), num_requests, num)
-        drawn = (memory.graphs if draw.inputs else EAGER).run(key, run, inputs)
+        drawn = (runtime.graphs if draw.inputs else EAGER).run(key, run, inputs)
         self._keep(v, table)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
@@ -115,7 +115,7 @@ class ModulesDrafter(Drafter):
         rows @4 @5 @6 pad; tokens of module 0: s5 d6 r7, of module 1: d6 r7 and the first draft."""
         kept, num_modules, R = self._kept, len(self._modules), len(v.slots_R)
         each, device = num_modules - 1, v.tokens_T.device
-        start_R = v.cu_R1[:-1]
+        start_R = v.query_start_loc_R1[:-1]
         at_N = torch.arange(len(v.tokens_T) + R * each, device=device)
         begin_R = start_R + torch.arange(R, device=device) * each
         owner_N = torch.searchsorted(begin_R, at_N, right=True) - 1
@@ -135,7 +135,7 @@ class ModulesDrafter(Drafter):
             tokens_MN=torch.where(carried_MN == live_N, v.next_R[owner_N], tokens_MN),
             draft_MN=(carried_MN - live_N).clamp(min=0),
             positions_N=positions_N,
-            ends_N=positions_N + 1,
+            context_lens_N=positions_N + 1,
             slots_N=v.slots_R[owner_N],
             owner_N=owner_N,
             source_N=source_N,
@@ -146,23 +146,23 @@ class ModulesDrafter(Drafter):
     def _tokens(self, v: Verified, owner_X: Tensor, place_YX: Tensor) -> Tensor:
         """The token at a place among a request's verified ones; kept ones lie below 0."""
         each = self._kept.tokens_SE.shape[1]
-        row_YX = (v.cu_R1[:-1][owner_X] + place_YX).clamp(0, len(v.tokens_T) - 1)
+        row_YX = (v.query_start_loc_R1[:-1][owner_X] + place_YX).clamp(0, len(v.tokens_T) - 1)
         old_YX = self._kept.tokens_SE[
             v.slots_R[owner_X].expand_as(place_YX), (each + place_YX).clamp(0, each - 1)
         ]
         return torch.where(place_YX < 0, old_YX, v.tokens_T[row_YX])
 
     def _draft(
-        self, memory: DraftMemory, i: _Inputs, table: Tensor, draw: Draw, num: int
+        self, runtime: DraftRuntime, i: _Inputs, table: Tensor, draw: Draw, num: int
     ) -> tuple[Tensor, ...]:
-        gather, drawn = memory.ops.gather, list[Tensor]()
+        gather, drawn = runtime.ops.gather, list[Tensor]()
         state_NH = gather(table, i.source_N)
-        rows = Rows(i.positions_N, i.slots_N, i.ends_N)
+        rows = Rows(i.positions_N, i.slots_N, i.context_lens_N)
         for m, module in enumerate(self._modules):
             tokens_N = i.tokens_MN[m]
             for number, tokens_R in enumerate(drawn, 1):
                 tokens_N = torch.where(i.draft_MN[m] == number, tokens_R[i.owner_N], tokens_N)
-            state_NH = module(gather(self._embed_VH, tokens_N), state_NH, memory.attention(rows))
+            state_NH = module(gather(self._embed_VH, tokens_N), state_NH, runtime.attention(rows))
             if m < num:
                 logits_RV = self._head(gather(state_NH, i.read_R))
                 drawn.append(draw(logits_RV, None, i.drawn_MR[m], None))
@@ -174,7 +174,7 @@ class ModulesDrafter(Drafter):
         each, owner_R = kept.tokens_SE.shape[1], torch.arange(R, device=v.slots_R.device)
         place_ER = v.live_R - each + torch.arange(each, device=v.slots_R.device)[:, None]
         kept_at_ER = len(v.tokens_T) + (owner_R + 1) * each + place_ER
-        source_ER = torch.where(place_ER < 0, kept_at_ER, v.cu_R1[:-1] + place_ER)
+        source_ER = torch.where(place_ER < 0, kept_at_ER, v.query_start_loc_R1[:-1] + place_ER)
         tokens_ER, first_R, slots_R = self._tokens(v, owner_R, place_ER), _first(v), v.slots_R
         follows_R = kept.end_S[slots_R] == first_R
         count_R = torch.where(follows_R, kept.count_S[slots_R], 0) + v.live_R
@@ -187,4 +187,4 @@ class ModulesDrafter(Drafter):
 
 def _first(v: Verified) -> Tensor:
     """Position of each request's first row."""
-    return v.positions_T[v.cu_R1[:-1].clamp(max=len(v.positions_T) - 1)]
+    return v.positions_T[v.query_start_loc_R1[:-1].clamp(max=len(v.positions_T) - 1)]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Taps
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers, check_num_drafts
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.fused import FusedHead, FusedNetwork, Norms
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.modules import ModulesDrafter
+from draftproof.drafters.validation import check_leftovers, check_num_drafts
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import kv_shapes
@@ -32,7 +32,7 @@ class MtpSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeMtpSettings:
+class TargetMtpSettings:
     """Modules in the target's files, tensors under `modules.k.`. `layers`: a module's decoder layer; `state_first`:
     as of `FusedNetwork`."""
 
@@ -41,38 +41,38 @@ class NativeMtpSettings:
     state_first: bool
 
 
-def build(given: DraftBuild) -> Drafter:
-    assert given.checkpoint is not None
-    native = isinstance(given.checkpoint.settings, NativeMtpSettings)
-    return _build_native(given) if native else _build_own(given)
+def build(ctx: DraftContext) -> Drafter:
+    assert ctx.checkpoint is not None
+    in_target = isinstance(ctx.checkpoint.settings, TargetMtpSettings)
+    return _build_from_target(ctx) if in_target else _build_own(ctx)
 
 
-def _build_own(given: DraftBuild) -> Drafter:
+def _build_own(ctx: DraftContext) -> Drafter:
     """This form is trained on the target's last state before the final norm."""
-    s, num_layers = given.settings(MtpSettings), given.target.config.num_layers
-    assert given.checkpoint is not None
+    s, num_layers = ctx.settings(MtpSettings), ctx.target.config.num_layers
+    assert ctx.checkpoint is not None
     if s.target_layers != num_layers:
         raise ValueError(
-            f"{given.checkpoint.where}: num_hidden_layers={s.target_layers} of the model it was trained for, but the "
+            f"{ctx.checkpoint.where}: num_hidden_layers={s.target_layers} of the model it was trained for, but the "
             f"target has {num_layers}; this draft head belongs to another target"
         )
-    return HeadDrafter(FusedHead(given, s.layers, Taps(layers=(num_layers,)), _NORMS), given.num_drafts)
+    return HeadDrafter(FusedHead(ctx, s.layers, Taps(layers=(num_layers,)), _NORMS), ctx.num_drafts)
 
 
-def _build_native(given: DraftBuild) -> Drafter:
+def _build_from_target(ctx: DraftContext) -> Drafter:
     """This form reads the target's state after the final norm. Modules that no draft needs are not loaded."""
-    s, build = given.settings(NativeMtpSettings), given.build
+    s, builder = ctx.settings(TargetMtpSettings), ctx.builder
     taps = Taps(final=True)
     if s.num_modules > 1:
-        check_num_drafts(given, s.num_modules, f"num_nextn_predict_layers={s.num_modules}")
-    num = min(s.num_modules, given.num_drafts)
+        check_num_drafts(ctx, s.num_modules, f"num_nextn_predict_layers={s.num_modules}")
+    num = min(s.num_modules, ctx.num_drafts)
     if num == 1:
-        head = FusedHead(given, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
-        return HeadDrafter(head, given.num_drafts)
-    table = cos_sin_table(s.layers.rope, given.max_positions, build.device)
+        head = FusedHead(ctx, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
+        return HeadDrafter(head, ctx.num_drafts)
+    table = cos_sin_table(s.layers.rope, ctx.max_positions, builder.device)
     modules = [
         FusedNetwork(
-            *(build, s.layers, _NORMS, table),
+            *(builder, s.layers, _NORMS, table),
             prefix=f"modules.{m}.",
             index=m,
             state_first=s.state_first,
@@ -85,7 +85,7 @@ def _build_native(given: DraftBuild) -> Drafter:
         kv=kv_shapes(s.layers) * num,
         reads_ahead=num,
     )
-    embed_VH = embedding(given, s.layers)
-    _, lm_head = output_head(given, s.layers, s.layers.vocab_size)
-    check_leftovers(given, tuple(f"modules.{m}." for m in range(num)))
-    return ModulesDrafter(modules, embed_VH, lm_head, spec, given.config.max_num_seqs + 1)
+    embed_VH = embedding(ctx, s.layers)
+    _, lm_head = output_head(ctx, s.layers, s.layers.vocab_size)
+    check_leftovers(ctx, tuple(f"modules.{m}." for m in range(num)))
+    return ModulesDrafter(modules, embed_VH, lm_head, spec, ctx.config.max_num_seqs + 1)

@@ -9,7 +9,7 @@ import torch
 
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.schema import is_whole
 
 
@@ -62,8 +62,8 @@ class NgramDrafter(Drafter):
         return Proposal(torch.from_numpy(tokens).to(device), torch.from_numpy(counts).to(device))
 
 
-def build(given: DraftBuild) -> NgramDrafter:
-    return NgramDrafter(parse_options("speculative_config", given.options, NgramOptions))
+def build(ctx: DraftContext) -> NgramDrafter:
+    return NgramDrafter(parse_options("speculative_config", ctx.options, NgramOptions))
 
 
 def lookup(history: np.ndarray, options: NgramOptions, num_drafts: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
 from draftproof.drafters.base import Draw, InputLayout, RoundSize, Verified
-from draftproof.drafters.head import DraftHead, DraftMemory, PassSize, Unroll, draft_rows, kernel_layout
+from draftproof.drafters.head import DraftHead, DraftRuntime, PassSize, Unroll, draft_rows, kernel_layout
 from draftproof.kernels.ops import Gather
 from draftproof.kernels.step import DraftRows
 from draftproof.models.cost import Cost
@@ -58,7 +58,7 @@ class _Inputs(NamedTuple):
     tokens_N: Tensor
     source_N: Tensor
     positions_N: Tensor
-    ends_N: Tensor
+    context_lens_N: Tensor
     slots_N: Tensor
     read_JR: Tensor
     drawn_KR: Tensor
@@ -81,35 +81,37 @@ class Parallel(Unroll):
         self.most_drafts = self.num_read - self._first
         self._context = kernel_layout(head.spec, InputLayout(context="all"), 1)
 
-    def inputs(self, memory: DraftMemory, verified: Verified, fed: DraftRows) -> _Inputs:
-        context, before_R, block_ends_N = fed, verified.next_R, fed.ends_N
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
+        context, before_R, block_ends_N = fed, verified.next_R, fed.context_lens_N
         if self._block is not None and len(fed.drawn_KR):
-            context = draft_rows(memory, self._context, verified, 0)
+            context = draft_rows(runtime, self._context, verified, 0)
             before_R = verified.tokens_T[context.read_RJ[:, 0]]
-            ends_RJ = fed.ends_N.view(-1, self.num_read)
+            ends_RJ = fed.context_lens_N.view(-1, self.num_read)
             block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
         return _Inputs(
-            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.ends_N, fed.slots_N),
+            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N),
             *(fed.read_RJ.t().contiguous(), fed.drawn_KR, verified.next_R, before_R),
             *(block_ends_N, context.positions_N, context.slots_N),
         )
 
     def draft(
-        self, memory: DraftMemory, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        i, head, gather = _Inputs(*given), self._head, memory.ops.gather
+        i, head, gather = _Inputs(*given), self._head, runtime.ops.gather
         features_TF = head.features(taps)
         block = None
         if self._block is not None:
             assert features_TF is not None
             rows = Rows(i.context_positions_T, i.context_slots_T, i.context_positions_T)
-            self._block.remember(features_TF, memory.attention(rows))
+            self._block.remember(features_TF, runtime.attention(rows))
             if not len(i.drawn_KR):
                 return ()
             block, features_TF = BlockRows(i.block_ends_N, i.read_JR), None
         features_NF = None if features_TF is None else gather(features_TF, i.source_N)
         rows_each = 0 if block is None else self.num_read
-        attn = memory.attention(Rows(i.positions_N, i.slots_N, i.ends_N, block, most_each=rows_each))
+        attn = runtime.attention(
+            Rows(i.positions_N, i.slots_N, i.context_lens_N, block, max_query_len=rows_each)
+        )
         hidden_NH, _ = head(i.tokens_N, features_NF, attn)
         return self._read(hidden_NH, i, draw, gather)
 

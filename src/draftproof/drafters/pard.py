@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from draftproof.drafters.base import DraftSpec, InputLayout
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import checked_mask_token
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load
 from draftproof.drafters.parallel import Parallel
+from draftproof.drafters.validation import checked_mask_token
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    decoder = load(given)
+def build(ctx: DraftContext) -> HeadDrafter:
+    decoder = load(ctx)
     spec = DraftSpec(
         layout=lambda k: InputLayout(context="all", anchor=True, masks=k - 1),
         kv=decoder.kv,
-        mask_token=checked_mask_token(given, given.settings(DraftModelSettings).mask_token),
+        mask_token=checked_mask_token(ctx, ctx.settings(DraftModelSettings).mask_token),
     )
     head = DraftModelHead(decoder, spec)
-    return HeadDrafter(head, given.num_drafts, Parallel(head, given.num_drafts))
+    return HeadDrafter(head, ctx.num_drafts, Parallel(head, ctx.num_drafts))

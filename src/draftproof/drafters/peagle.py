@@ -9,11 +9,11 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_leftovers, checked_mask_token
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
 from draftproof.drafters.parallel import Parallel
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
+from draftproof.drafters.validation import check_leftovers, checked_mask_token
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import kv_shapes
 
@@ -21,17 +21,17 @@ from draftproof.models.decoder import kv_shapes
 class PEagleHead(DraftHead):
     """The fused network; `mask_hidden` stands in for the tapped states of rows that have none."""
 
-    def __init__(self, given: DraftBuild, spec: DraftSpec) -> None:
-        assert given.checkpoint is not None
-        if "embed_tokens.weight" not in given.checkpoint.weights:
+    def __init__(self, ctx: DraftContext, spec: DraftSpec) -> None:
+        assert ctx.checkpoint is not None
+        if "embed_tokens.weight" not in ctx.checkpoint.weights:
             raise ValueError(
-                f"{given.checkpoint.where}: embed_tokens.weight is missing, and this kind of head is trained with an "
+                f"{ctx.checkpoint.where}: embed_tokens.weight is missing, and this kind of head is trained with an "
                 "embedding of its own, not the target's; download the files again"
             )
         self.spec = spec
-        self._network = TappedNetwork(given, spec)
+        self._network = TappedNetwork(ctx, spec)
         self.ids_V = self._network.ids_V
-        self._mask_1X = _mask_state(given, (len(spec.taps.layers) or 1) * given.target.config.hidden_size)
+        self._mask_1X = _mask_state(ctx, (len(spec.taps.layers) or 1) * ctx.target.config.hidden_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         """[T + 1, F], the mask rows' last."""
@@ -52,22 +52,22 @@ class PEagleHead(DraftHead):
         return self._network.cost(size)
 
 
-def _mask_state(given: DraftBuild, width: int) -> Tensor:
+def _mask_state(ctx: DraftContext, width: int) -> Tensor:
     """[1, X]; files have it with one axis, two or three."""
-    assert given.checkpoint is not None
-    shape = given.checkpoint.weights.shape("mask_hidden", 1, 2, 3) or (1, 1, width)
+    assert ctx.checkpoint is not None
+    shape = ctx.checkpoint.weights.shape("mask_hidden", 1, 2, 3) or (1, 1, width)
     axes = (1,) * (len(shape) - 1)
-    return given.build.tensor("mask_hidden", (*axes, width)).view(1, width)
+    return ctx.builder.tensor("mask_hidden", (*axes, width)).view(1, width)
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    s = given.settings(TappedSettings)
+def build(ctx: DraftContext) -> HeadDrafter:
+    s = ctx.settings(TappedSettings)
     spec = DraftSpec(
-        taps=tapped(given),
+        taps=tapped(ctx),
         layout=lambda k: InputLayout(context="all", shift=1, masks=k - 1),
         kv=kv_shapes(s.layers),
-        mask_token=checked_mask_token(given, s.mask_token),
+        mask_token=checked_mask_token(ctx, s.mask_token),
     )
-    head = PEagleHead(given, spec)
-    check_leftovers(given)
-    return HeadDrafter(head, given.num_drafts, Parallel(head, given.num_drafts))
+    head = PEagleHead(ctx, spec)
+    check_leftovers(ctx)
+    return HeadDrafter(head, ctx.num_drafts, Parallel(head, ctx.num_drafts))

@@ -61,7 +61,7 @@ def _ids(entry: Any, key: str, vocab_size: int, path: str | Path) -> tuple[int, 
     return tuple(ids)
 
 
-class Library:
+class RecordingIndex:
     """Finds the recording that a request's known tokens are the beginning of."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:

@@ -27,7 +27,7 @@ from draftproof.drafters import (
     xpress,
 )
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.schema import did_you_mean
 
 
@@ -39,13 +39,13 @@ class NoOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
-    `may_be_native`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
+    `may_be_in_target`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
     all tokens; `default_drafts` where neither user nor checkpoint says."""
 
-    build: Callable[[DraftBuild], Drafter]
+    build: Callable[[DraftContext], Drafter]
     options: type[Any] = NoOptions
     needs_model: bool = True
-    may_be_native: bool = False
+    may_be_in_target: bool = False
     runs_others: bool = False
     parallel: bool = False
     default_drafts: int = 5
@@ -56,7 +56,7 @@ METHODS: dict[str, Method] = {
     "draft_model": Method(build=draft_model.build, options=draft_model.DraftModelOptions),
     "eagle": Method(build=eagle1.build),
     "eagle3": Method(build=eagle3.build),
-    "mtp": Method(build=mtp.build, may_be_native=True),
+    "mtp": Method(build=mtp.build, may_be_in_target=True),
     "gemma4_mtp": Method(build=gemma4.build),
     "replay": Method(build=replay.build, options=replay.ReplayOptions, needs_model=False, runs_others=True),
     "peagle": Method(build=peagle.build, parallel=True),
@@ -108,8 +108,8 @@ def own_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def build(method: str, given: DraftBuild) -> Drafter:
+def build(method: str, ctx: DraftContext) -> Drafter:
     """A drafter of a method that `check` let pass."""
     if is_custom(method):
-        return custom.load(method, given)
-    return METHODS[method].build(given)
+        return custom.load(method, ctx)
+    return METHODS[method].build(ctx)

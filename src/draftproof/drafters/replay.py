@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import Drafter, DraftSpec, Proposal, RoundSize, Verified, tell
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import DraftMemory
-from draftproof.drafters.recordings import Library, Recording, load, padded, token_noise
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, RoundSize, Verified, tell
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.recordings import Recording, RecordingIndex, load, padded, token_noise
 from draftproof.kernels.transfer import upload
 from draftproof.models.cost import Cost
 from draftproof.schema import is_number, is_whole
@@ -66,7 +65,7 @@ class ReplayDrafter(Drafter):
     ) -> None:
         self.spec = inner.spec if inner is not None else DraftSpec()
         self._inner = inner
-        self._library = Library(recordings)
+        self._index = RecordingIndex(recordings)
         self._vocab_size = vocab_size
         self._steps_W = torch.arange(num_drafts, device=device)
         rates = torch.tensor(options.rates(), dtype=torch.float32, device=device)
@@ -77,11 +76,11 @@ class ReplayDrafter(Drafter):
         # recording, position of its first token, position after its last; an empty span: nothing is recorded
         self._span_S3 = torch.zeros((num_slots, 3), dtype=torch.int64, device=device)
 
-    def bind(self, memory: DraftMemory) -> None:
-        tell(self._inner, "bind", memory)
+    def bind(self, runtime: DraftRuntime) -> None:
+        tell(self._inner, "bind", runtime)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        index = self._library.find(tokens)
+        index = self._index.find(tokens)
         span = (0, 0, 0) if index is None else (index, *self._spans[index])
         self._span_S3[slot] = upload(span, self._span_S3.device)
         tell(self._inner, "admit", slot, tokens, num_cached)
@@ -95,7 +94,7 @@ class ReplayDrafter(Drafter):
         if self._inner is not None:
             self._inner.propose(verified, num_drafts)
         live_R, last_T = verified.live_R, verified.positions_T
-        last_R = (verified.cu_R1[:-1] + (live_R - 1).clamp(min=0)).clamp(max=len(last_T) - 1)
+        last_R = (verified.query_start_loc_R1[:-1] + (live_R - 1).clamp(min=0)).clamp(max=len(last_T) - 1)
         first_R = last_T[last_R] + 2  # the next token is known, drafts come after it
         index_R, start_R, end_R = self._span_S3[verified.slots_R].unbind(1)
         count_R = torch.minimum((end_R - first_R).clamp(min=0), verified.k_R).masked_fill(live_R < 1, 0)
@@ -109,16 +108,16 @@ class ReplayDrafter(Drafter):
         return super().cost(size) if self._inner is None else self._inner.cost(size)
 
 
-def build(given: DraftBuild) -> ReplayDrafter:
+def build(ctx: DraftContext) -> ReplayDrafter:
     """ValueError for options that make no sense and a file that cannot be used."""
-    options = parse_options("speculative_config", given.options, ReplayOptions)
-    vocab_size = given.target.config.vocab_size
+    options = parse_options("speculative_config", ctx.options, ReplayOptions)
+    vocab_size = ctx.target.config.vocab_size
     return ReplayDrafter(
         load(options.recordings, vocab_size),
         options,
-        given.inner,
-        num_slots=given.config.max_num_seqs + 1,  # padding rows name one that no request gets
-        num_drafts=given.num_drafts,
+        ctx.inner,
+        num_slots=ctx.config.max_num_seqs + 1,  # padding rows name one that no request gets
+        num_drafts=ctx.num_drafts,
         vocab_size=vocab_size,
-        device=given.device,
+        device=ctx.device,
     )

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.drafters.base import Drafter, Proposal, RoundSize, Verified, name_of, tell
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.base import Drafter, DraftRuntime, Proposal, RoundSize, Verified, name_of, tell
 from draftproof.models.cost import Cost
 
 
@@ -24,9 +23,9 @@ class ShortTexts(Drafter):
         self._drafter, self._max_model_len = drafter, max_model_len
         self._host_looks = False
 
-    def bind(self, memory: DraftMemory) -> None:
-        self._host_looks = memory.host_looks
-        tell(self._drafter, "bind", memory)
+    def bind(self, runtime: DraftRuntime) -> None:
+        self._host_looks = runtime.host_looks
+        tell(self._drafter, "bind", runtime)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         tell(self._drafter, "admit", slot, tokens, num_cached)
@@ -35,7 +34,7 @@ class ShortTexts(Drafter):
         tell(self._drafter, "release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        last_R = verified.cu_R1[:-1] + verified.live_R - 1
+        last_R = verified.query_start_loc_R1[:-1] + verified.live_R - 1
         num_known_R = verified.positions_T[last_R] + 2  # the rows' tokens, and the one that follows them
         k_R = torch.minimum(verified.k_R, (self._max_model_len - num_known_R).clamp(min=0))
         if self._host_looks:

@@ -14,8 +14,8 @@ import torch
 
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.suffix_text import END, Text
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.suffix_text import END, SuffixIndex
 from draftproof.schema import check_number, check_whole
 
 # of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64
@@ -54,11 +54,13 @@ class SuffixDrafter(Drafter):
         self._max_positions = max_positions
         num_texts = options.suffix_decoding_max_cached_requests
         num_tokens = options.suffix_decoding_max_cached_tokens
-        self._shared = Text(num_tokens, num_texts) if num_texts else None
-        self._requests: dict[int, tuple[Text, int]] = {}  # of a slot: text, and how much of it was given
+        self._shared = SuffixIndex(num_tokens, num_texts) if num_texts else None
+        self._requests: dict[
+            int, tuple[SuffixIndex, int]
+        ] = {}  # of a slot: text, and how much of it was given
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        text = Text(self._max_positions)
+        text = SuffixIndex(self._max_positions)
         text.add(tokens)
         self._requests[slot] = text, len(tokens)
 
@@ -83,7 +85,7 @@ class SuffixDrafter(Drafter):
         device = verified.k_R.device
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
 
-    def _continue(self, own: Text, history: np.ndarray, k: int) -> list[int]:
+    def _continue(self, own: SuffixIndex, history: np.ndarray, k: int) -> list[int]:
         """The best of all continuations: most tokens to be expected, then the own text, then the longer suffix."""
         best: tuple[float, list[int]] = 0.0, []
         suffix = history[-self._options.suffix_decoding_max_tree_depth :]
@@ -115,7 +117,5 @@ class SuffixDrafter(Drafter):
         return expected, path
 
 
-def build(given: DraftBuild) -> SuffixDrafter:
-    return SuffixDrafter(
-        parse_options("speculative_config", given.options, SuffixOptions), given.max_positions
-    )
+def build(ctx: DraftContext) -> SuffixDrafter:
+    return SuffixDrafter(parse_options("speculative_config", ctx.options, SuffixOptions), ctx.max_positions)

@@ -15,7 +15,7 @@ MOST_PLACES = 64  # of one pair of tokens that are looked at, the newest first
 MOST_BUCKETS = 1 << 20
 
 
-class Text:
+class SuffixIndex:
     """The newest `capacity` tokens of one text or many, each place linked to the one before it where the same two
     tokens ended (or others of their hash)."""
 

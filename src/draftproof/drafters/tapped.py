@@ -12,9 +12,9 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, Taps
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.fits import check_target
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.validation import check_target
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
@@ -41,33 +41,33 @@ class TappedSettings:
 class TappedNetwork(DraftHead):
     """Fusion, layers and output head."""
 
-    def __init__(self, given: DraftBuild, spec: DraftSpec) -> None:
-        s = given.settings(TappedSettings)
-        build, config, hidden = given.build, s.layers, s.layers.hidden_size
-        check_target(given, config, spec.taps.layers)
+    def __init__(self, ctx: DraftContext, spec: DraftSpec) -> None:
+        s = ctx.settings(TappedSettings)
+        builder, config, hidden = ctx.builder, s.layers, s.layers.hidden_size
+        check_target(ctx, config, spec.taps.layers)
         self._settings = s
-        self.ops = build.ops
+        self.ops = builder.ops
         self.spec = spec
 
         def norm(name: str, size: int) -> Norm:
-            return Norm.load(build, name, size, config.norm_eps)
+            return Norm.load(builder, name, size, config.norm_eps)
 
         fused, num_taps = bool(spec.taps.layers), len(spec.taps.layers)
-        target_hidden = given.target.config.hidden_size
+        target_hidden = ctx.target.config.hidden_size
         self._input_norm = (
             norm("input_norm", num_taps * target_hidden) if s.norm_before_fc and fused else None
         )
         self._fc_norms = [norm(f"fc_norm.{i}", target_hidden) for i in range(num_taps) if s.fc_norm]
-        self._fc = build.linear("fc", num_taps * target_hidden, hidden) if fused else None
-        table = cos_sin_table(config.rope, given.max_positions, build.device)
+        self._fc = builder.linear("fc", num_taps * target_hidden, hidden) if fused else None
+        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
         self._layers = [
-            DecoderLayer(build, f"layers.{i}", config, table, i, w, 2 * hidden if i == 0 else None)
+            DecoderLayer(builder, f"layers.{i}", config, table, i, w, 2 * hidden if i == 0 else None)
             for i, w in enumerate(config.windows)
         ]
         self._hidden_norm = norm("layers.0.hidden_norm", hidden)
         self._norm = norm("norm", hidden)
-        self._embed_VH = embedding(given, config)
-        self.ids_V, self._head = output_head(given, config, s.draft_vocab_size)
+        self._embed_VH = embedding(ctx, config)
+        self.ids_V, self._head = output_head(ctx, config, s.draft_vocab_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
         if self._fc is None:
@@ -106,17 +106,17 @@ class TappedNetwork(DraftHead):
         return found + cost.linear(self._head, size.requests * size.read)
 
 
-def tapped(given: DraftBuild) -> Taps:
+def tapped(ctx: DraftContext) -> Taps:
     """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
-    assert given.checkpoint is not None
-    taps, n = given.settings(TappedSettings).taps, given.target.config.num_layers
-    given.notes["taps"] = "the usual ones, its config names none" if taps is None else "its config's"
+    assert ctx.checkpoint is not None
+    taps, n = ctx.settings(TappedSettings).taps, ctx.target.config.num_layers
+    ctx.notes["taps"] = "the usual ones, its config names none" if taps is None else "its config's"
     if taps is not None:
         return Taps(layers=taps, final=not taps)
     usual = (2, n // 2, n - 3)
     if n <= 6:
         raise ValueError(
-            f"{given.checkpoint.where}: names no tapped layers, and the usual ones {list(usual)} make no sense for a "
+            f"{ctx.checkpoint.where}: names no tapped layers, and the usual ones {list(usual)} make no sense for a "
             f"target of {n} layers; add eagle_aux_hidden_state_layer_ids to its config.json"
         )
     return Taps(layers=usual)

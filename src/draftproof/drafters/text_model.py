@@ -19,8 +19,8 @@ from draftproof.attention.base import PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import allocate
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, RoundSize, Verified
-from draftproof.drafters.build import DraftBuild
-from draftproof.drafters.head import DraftMemory, PassSize
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.head import DraftRuntime, PassSize
 from draftproof.drafters.model_head import pass_cost
 from draftproof.drafters.retokenize import DraftIds, TargetText
 from draftproof.drafters.token_map import token_texts
@@ -57,29 +57,31 @@ class TextDrafter(Drafter):
 
     spec = DraftSpec(host_tokens=True)
 
-    def __init__(self, given: DraftBuild, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
+    def __init__(self, ctx: DraftContext, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
         """`context`: positions that the decoder was made for; `target`, `draft`: tokenizers."""
         self._target, self._draft, self._decoder = target, draft, decoder
         self._unknown, self._foreign = _special_alone(target, draft), _special_alone(draft, target)
-        self._build, self._config = given.build, given.config
+        self._builder, self._config = ctx.builder, ctx.config
         self._context = context
         self._requests: dict[int, _Request] = {}
-        self._memory: DraftMemory | None = None
+        self._runtime: DraftRuntime | None = None
         self._pages = PageAllocator(2, 1, sharing=False, lookahead=0)
 
-    def bind(self, memory: DraftMemory) -> None:
+    def bind(self, runtime: DraftRuntime) -> None:
         """Make room for as many requests as there may be, within `MOST_BYTES`."""
-        if self._memory is not None:
+        if self._runtime is not None:
             return
         size, num_slots = self._config.block_size, self._config.max_num_seqs
-        device, dtype = self._build.device, self._build.dtype
+        device, dtype = self._builder.device, self._builder.dtype
         each = math.ceil(self._context / size)
         block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
         num_blocks = max(each, min(num_slots * each, MOST_BYTES // block_bytes))
         table_SB = torch.zeros((num_slots, each), dtype=torch.int32, device=device)
         cache = allocate(list(self._decoder.kv), table_SB, num_blocks + 1, size, dtype, device)
         self._pages = PageAllocator(num_blocks + 1, size, sharing=False, lookahead=0)
-        self._memory = DraftMemory(ops=memory.ops, backend=memory.backend, cache=cache, graphs=memory.graphs)
+        self._runtime = DraftRuntime(
+            ops=runtime.ops, backend=runtime.backend, cache=cache, graphs=runtime.graphs
+        )
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         self.release(slot)
@@ -146,9 +148,9 @@ class TextDrafter(Drafter):
         fresh = self._pages.allocate(missing)
         if fresh is None:
             return False
-        assert self._memory is not None
+        assert self._runtime is not None
         start, request.blocks = len(request.blocks), request.blocks + fresh
-        table_SB = self._memory.cache.block_table_SB
+        table_SB = self._runtime.cache.block_table_SB
         table_SB[slot, start:num_blocks] = torch.tensor(fresh, dtype=torch.int32).to(table_SB.device)
         return True
 
@@ -163,7 +165,7 @@ class TextDrafter(Drafter):
         slots_R = self._upload([job.slot for job in jobs])
         for step in range(1, max(job.steps for job in jobs)):
             positions = [len(job.ids) + step - 1 if step < job.steps else -1 for job in jobs]
-            hidden_RH = self._pass(newest_R, self._upload(positions), slots_R, most_each=1)
+            hidden_RH = self._pass(newest_R, self._upload(positions), slots_R, max_query_len=1)
             newest_R = self._decoder.logits(hidden_RH).argmax(-1)
             drawn.append(newest_R)
         written = torch.stack(drawn, 1).tolist()
@@ -184,19 +186,19 @@ class TextDrafter(Drafter):
             hidden.append(self._pass(tokens_N, positions_N, slots_N)[self._upload(last)])
         return torch.cat(hidden)
 
-    def _pass(self, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, most_each: int = 0) -> Tensor:
-        m = self._memory
+    def _pass(self, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, max_query_len: int = 0) -> Tensor:
+        m = self._runtime
         assert m is not None, "bind comes before propose"
-        rows = Rows(positions_N, slots_N, positions_N + 1, most_each=most_each)
+        rows = Rows(positions_N, slots_N, positions_N + 1, max_query_len=max_query_len)
         return self._decoder(tokens_N, PagedAttention(m.ops, m.backend, m.cache, rows)).hidden_TH
 
     def _upload(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._build.device)
+        return torch.tensor(numbers, dtype=torch.int64).to(self._builder.device)
 
 
-def context_of(given: DraftBuild, most_positions: int) -> int:
+def context_of(ctx: DraftContext, most_positions: int) -> int:
     """Draft tokens that are kept of a request."""
-    return min(most_positions, MOST_CONTEXT, MOST_STEPS * given.max_positions)
+    return min(most_positions, MOST_CONTEXT, MOST_STEPS * ctx.max_positions)
 
 
 def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, Draw, Proposal, RoundSize, Verified, tell
+from draftproof.drafters.base import Drafter, DraftRuntime, Draw, Proposal, RoundSize, Verified, tell
 from draftproof.drafters.contained import DrafterError, contained
-from draftproof.drafters.head import DraftMemory
 from draftproof.models.cost import Cost
 
 
@@ -30,10 +29,10 @@ class UsersDrafter(Drafter):
         layout = drafter.spec.layout(num_drafts)
         self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
 
-    def bind(self, memory: DraftMemory) -> None:
+    def bind(self, runtime: DraftRuntime) -> None:
         try:
             with contained():
-                tell(self.drafter, "bind", memory)
+                tell(self.drafter, "bind", runtime)
         except DrafterError as error:
             raise DrafterError(f"{self.name}.bind(memory) raised {error}") from error
 

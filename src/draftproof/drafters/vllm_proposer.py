@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from draftproof.drafters.base import DraftSpec, Verified
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.vllm_names import defaults
 
 # How vLLM calls `propose`: so many arguments by position, these by name. A drafter of ours takes two.
@@ -61,16 +61,16 @@ class VllmConfig:
     scheduler_config: SimpleNamespace
 
     @classmethod
-    def of(cls, name: str, given: DraftBuild) -> VllmConfig:
+    def of(cls, name: str, ctx: DraftContext) -> VllmConfig:
         own: Mapping[str, Any] = {
             "method": "custom_class",
             "model": name,
-            "num_speculative_tokens": given.num_drafts,
+            "num_speculative_tokens": ctx.num_drafts,
         }
         return cls(
-            speculative_config=SimpleNamespace(**{**defaults(), **given.options, **own}),
-            model_config=SimpleNamespace(max_model_len=given.max_model_len),
-            scheduler_config=SimpleNamespace(max_num_seqs=given.config.max_num_seqs),
+            speculative_config=SimpleNamespace(**{**defaults(), **ctx.options, **own}),
+            model_config=SimpleNamespace(max_model_len=ctx.max_model_len),
+            scheduler_config=SimpleNamespace(max_num_seqs=ctx.config.max_num_seqs),
         )
 
 
@@ -114,9 +114,9 @@ class VllmProposer:
         return known[start:].tolist()
 
 
-def load(name: str, maker: Any, given: DraftBuild) -> VllmProposer:
+def load(name: str, maker: Any, ctx: DraftContext) -> VllmProposer:
     """Make the object, and let it load its model if it has one. Raises whatever the class does."""
-    config = VllmConfig.of(name, given)
+    config = VllmConfig.of(name, ctx)
     proposer = maker(config)
     if hasattr(proposer, "load_model"):
         proposer.load_model(None)  # vLLM gives its target, a module; ours is none

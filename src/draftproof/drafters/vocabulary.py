@@ -9,59 +9,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models.config import ModelConfig
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def embedding(given: DraftBuild, layers: ModelConfig) -> Tensor:
+def embedding(ctx: DraftContext, layers: ModelConfig) -> Tensor:
     """[V, H]: the head's own, else the target's."""
-    assert given.checkpoint is not None
+    assert ctx.checkpoint is not None
     shape = (layers.vocab_size, layers.hidden_size)
-    _note_owner(given, _EMBED)
-    if _EMBED in given.checkpoint.weights:
-        return given.build.tensor(_EMBED, shape)
-    if given.build.dtype == given.target.embed_VH.dtype:
-        assert given.target.embed_VH.shape == shape
-        return given.target.embed_VH
-    return given.build.place(given.target_weights.get(given.target_embed_name, shape))
+    _note_owner(ctx, _EMBED)
+    if _EMBED in ctx.checkpoint.weights:
+        return ctx.builder.tensor(_EMBED, shape)
+    if ctx.builder.dtype == ctx.target.embed_VH.dtype:
+        assert ctx.target.embed_VH.shape == shape
+        return ctx.target.embed_VH
+    return ctx.builder.place(ctx.target_weights.get(ctx.target_embed_name, shape))
 
 
 def output_head(
-    given: DraftBuild, layers: ModelConfig, draft_vocab_size: int
+    ctx: DraftContext, layers: ModelConfig, draft_vocab_size: int
 ) -> tuple[Tensor | None, PackedLinear]:
     """(target id of each column or None, the product); the target's rows where the file has no head.
 
     The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be rounded to fp8.
     """
-    assert given.checkpoint is not None
-    build, weights = given.build, given.checkpoint.weights
-    _note_owner(given, _HEAD)
-    ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(given, draft_vocab_size)
+    assert ctx.checkpoint is not None
+    builder, weights = ctx.builder, ctx.checkpoint.weights
+    _note_owner(ctx, _HEAD)
+    ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(ctx, draft_vocab_size)
     if _HEAD in weights:
-        head_DH = build.tensor(_HEAD, (draft_vocab_size, layers.hidden_size))
-    elif ids_D is None and build.dtype == given.target.head.shape.dtype and not build.fp8:
-        return None, given.target.head
+        head_DH = builder.tensor(_HEAD, (draft_vocab_size, layers.hidden_size))
+    elif ids_D is None and builder.dtype == ctx.target.head.shape.dtype and not builder.fp8:
+        return None, ctx.target.head
     else:
-        full_VH = given.target_weights.get(given.target_head_name, (layers.vocab_size, layers.hidden_size))
-        head_DH = build.place(full_VH if ids_D is None else full_VH[ids_D])
-    return None if ids_D is None else ids_D.to(given.device), build.pack(head_DH, out_dtype=torch.float32)
+        full_VH = ctx.target_weights.get(ctx.target_head_name, (layers.vocab_size, layers.hidden_size))
+        head_DH = builder.place(full_VH if ids_D is None else full_VH[ids_D])
+    return None if ids_D is None else ids_D.to(ctx.device), builder.pack(head_DH, out_dtype=torch.float32)
 
 
-def _note_owner(given: DraftBuild, name: str) -> None:
-    assert given.checkpoint is not None
-    is_own = name in given.checkpoint.weights
-    given.notes[name.removesuffix(".weight")] = "own" if is_own else "the target's"
+def _note_owner(ctx: DraftContext, name: str) -> None:
+    assert ctx.checkpoint is not None
+    is_own = name in ctx.checkpoint.weights
+    ctx.notes[name.removesuffix(".weight")] = "own" if is_own else "the target's"
 
 
-def _target_ids(given: DraftBuild, draft_vocab_size: int) -> Tensor:
+def _target_ids(ctx: DraftContext, draft_vocab_size: int) -> Tensor:
     """int64 [D], on the CPU. ValueError where the file names ids that the target has not."""
-    assert given.checkpoint is not None
-    vocab, weights = given.target.config.vocab_size, given.checkpoint.weights
+    assert ctx.checkpoint is not None
+    vocab, weights = ctx.target.config.vocab_size, ctx.checkpoint.weights
     ids_D = weights.get("d2t", (draft_vocab_size,), "ids").long() + torch.arange(draft_vocab_size)
     if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab:
-        raise ValueError(f"{given.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")
-    given.notes["vocabulary"] = f"{draft_vocab_size} of the target's {vocab} ids, by d2t"
+        raise ValueError(f"{ctx.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")
+    ctx.notes["vocabulary"] = f"{draft_vocab_size} of the target's {vocab} ids, by d2t"
     return ids_D

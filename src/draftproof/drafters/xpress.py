@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Block, Decode, DrawSlot
 from draftproof.models import cost
@@ -29,23 +29,23 @@ class XPressSettings:
 class JacobiDecode(Decode):
     """After round n the first n drafts are what drawing them one by one would have given."""
 
-    def __init__(self, given: DraftBuild, s: XPressSettings) -> None:
-        build, c = given.build, s.block
+    def __init__(self, ctx: DraftContext, s: XPressSettings) -> None:
+        builder, c = ctx.builder, s.block
         hidden, rank, inner, size = c.layers.hidden_size, s.rank, s.rank * s.mlp_ratio, c.block_size
         self._num_rounds, self._block_size = s.num_rounds, size
-        self._before_VE = build.tensor("refiner_head.token_embed.weight", (c.layers.vocab_size, rank))
-        self._own = build.linear("refiner_head.down_h", hidden, rank)
-        self._whole = build.linear("refiner_head.down_g", hidden, rank)
-        self._in = build.linear("refiner_head.in_proj", 3 * rank, rank)
-        self._mix_EJJ = build.tensor("refiner_head.mix_l", (rank, size, size)).tril()
-        self._gate_up = build.linear(
+        self._before_VE = builder.tensor("refiner_head.token_embed.weight", (c.layers.vocab_size, rank))
+        self._own = builder.linear("refiner_head.down_h", hidden, rank)
+        self._whole = builder.linear("refiner_head.down_g", hidden, rank)
+        self._in = builder.linear("refiner_head.in_proj", 3 * rank, rank)
+        self._mix_EJJ = builder.tensor("refiner_head.mix_l", (rank, size, size)).tril()
+        self._gate_up = builder.linear(
             [f"refiner_head.mlp_{part}" for part in ("gate", "up")], rank, [inner, inner]
         )
-        self._down = build.linear("refiner_head.mlp_down", inner, rank)
-        self._readout = build.linear(
+        self._down = builder.linear("refiner_head.mlp_down", inner, rank)
+        self._readout = builder.linear(
             "refiner_head.readout", rank, c.draft_vocab_size, out_dtype=torch.float32
         )
-        self._silu_mul = build.ops.silu_mul
+        self._silu_mul = builder.ops.silu_mul
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], None]:
         num, first = len(block.logits_KRV), block.first
@@ -85,6 +85,6 @@ class JacobiDecode(Decode):
         return self._readout(x_NE).view(num_rows, R, -1)
 
 
-def build(given: DraftBuild) -> HeadDrafter:
-    s = given.settings(XPressSettings)
-    return drafter(given, BlockNetwork(given, s.block), JacobiDecode(given, s))
+def build(ctx: DraftContext) -> HeadDrafter:
+    s = ctx.settings(XPressSettings)
+    return drafter(ctx, BlockNetwork(ctx, s.block), JacobiDecode(ctx, s))

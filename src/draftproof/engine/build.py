@@ -21,12 +21,11 @@ from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
-from draftproof.drafters.base import Drafter, DraftSpec, tell
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
-from draftproof.drafters.guard import Guard
-from draftproof.drafters.head import DraftMemory
+from draftproof.drafters.context import DraftContext
+from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.drafters.short_texts import ShortTexts
 from draftproof.engine import memory, operators, reporting
 from draftproof.engine.core import EngineCore
@@ -44,7 +43,7 @@ from draftproof.kernels.ops import Ops
 from draftproof.kernels.room import free_bytes
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, kv_shapes
-from draftproof.models.layers import Build
+from draftproof.models.layers import LayerBuilder
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
 from draftproof.models.operators import Where
 from draftproof.sampling.lossy import LossyVerifier
@@ -227,7 +226,7 @@ def _one_drafter(
 ) -> Drafter:
     """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone."""
     settings = plan.settings
-    given = DraftBuild(
+    ctx = DraftContext(
         config=base.config,
         own=_own_settings(base.config, plan),
         options=settings.options,
@@ -236,7 +235,7 @@ def _one_drafter(
         target=target,
         target_weights=target_weights,
         target_directory=base.directory,
-        build=Build(
+        builder=LayerBuilder(
             plan.checkpoint.weights if plan.checkpoint else target_weights,
             base.ops,
             base.planner,
@@ -249,8 +248,8 @@ def _one_drafter(
         max_positions=base.max_model_len + num_drafts + 1,
         inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
     )
-    drafter = registry.build(plan.method, given)
-    log.info("%s", reporting.start_line(plan, drafter.spec, given))
+    drafter = registry.build(plan.method, ctx)
+    log.info("%s", reporting.start_line(plan, drafter.spec, ctx))
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
@@ -325,7 +324,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     draft_cache, target_cache = cache(spec.kv, table_SB), cache(target.kv)
     lent = draft_cache.beside(target_cache, spec.borrow)
     own_graphs = base.graphs if drafting.trusted else base.new_graphs()
-    memory_lent = DraftMemory(
+    memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
         cache=lent,
@@ -347,7 +346,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        guard=_guard(config, drafting, base.model.vocab_size, lambda: table_SB.copy_(state.block_table_SB)),
+        sandbox=_boxed(config, drafting, base.model.vocab_size, lambda: table_SB.copy_(state.block_table_SB)),
         spec=spec,
         scorer=LogprobScorer(target, sampler),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -391,21 +390,22 @@ def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Poli
     return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
 
 
-def _bind(drafter: Drafter | None, memory: DraftMemory) -> None:
+def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
     """ValueError where the user's code raises; ours may say what it likes."""
     try:
-        tell(drafter, "bind", memory)
+        if drafter is not None:
+            drafter.bind(runtime)
     except DrafterError as error:
         raise ValueError(f"speculative_config: {error}") from error
 
 
-def _guard(
+def _boxed(
     config: EngineConfig, drafting: _Drafting, vocab_size: int, refresh: Callable[[], object]
-) -> Guard | None:
+) -> DrafterSandbox | None:
     if drafting.drafter is None:
         return None
     assert config.speculative_config is not None
-    return Guard(
+    return DrafterSandbox(
         drafting.drafter,
         vocab_size=vocab_size,
         max_faults=config.speculative_config.max_faults,

@@ -17,9 +17,9 @@ from draftproof.engine.build import locate
 from draftproof.kernels import native
 from draftproof.kernels import ops as operator_tables
 from draftproof.kernels.certify import own_precision
-from draftproof.kernels.choices import Choice
 from draftproof.kernels.exactness import Check, OperatorCertifier
 from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels.plan_cache import Choice
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import RandomWeights
@@ -100,15 +100,15 @@ def _operator_lines(
 
 def _product_lines(shape: str, choice: Choice) -> list[Line]:
     """A line for each way; where buckets have ways of their own, those in use are named."""
-    used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.way}
+    used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.candidate}
     lines = []
-    for verdict in choice.verdicts:
-        last = len(verdict.rows) - 1
-        i = next((i for i, rows in enumerate(verdict.rows) if rows >= TIMED_ROWS), last)
-        us = verdict.microseconds[i]
-        exact = 0.0 if verdict.exact is None else verdict.exact
+    for result in choice.results:
+        last = len(result.rows) - 1
+        i = next((i for i, rows in enumerate(result.rows) if rows >= TIMED_ROWS), last)
+        us = result.microseconds[i]
+        exact = 0.0 if result.exact is None else result.exact
         time_us = us if math.isfinite(us) else None
-        lines.append(Line("product", shape, verdict.way, exact, time_us, verdict.way in used))
+        lines.append(Line("product", shape, result.candidate, exact, time_us, result.candidate in used))
     return lines
 
 

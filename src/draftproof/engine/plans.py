@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from draftproof.checkpoints import detect, native
+from draftproof.checkpoints import detect, in_target
 from draftproof.config import ENGINE_WIDE, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
-from draftproof.drafters.build import DraftCheckpoint
+from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models.loading import WeightSource, resolve
 from draftproof.schema import shown
 
@@ -67,9 +67,9 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         members = tuple(_members(settings, files, settings.num_speculative_tokens))
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
-    if method and method.may_be_native and _is_target(settings, files.target):
+    if method and method.may_be_in_target and _is_target(settings, files.target):
         _refuse_given(settings, ("hf_overrides",), "is in the target's files, whose hf_overrides hold")
-        checkpoint = native.read(files.target, files.weights(settings), files.overrides)
+        checkpoint = in_target.read(files.target, files.weights(settings), files.overrides)
         return [_plan(checkpoint.method, checkpoint, settings, checkpoint.num_drafts)]
     if settings.model is None:
         raise ValueError(

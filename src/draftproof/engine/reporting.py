@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftproof.drafters import registry
 from draftproof.drafters.base import DraftSpec
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.engine.plans import DraftPlan
 from draftproof.metrics import SpeculationStats
 
@@ -12,9 +12,9 @@ INTERVAL = 10.0  # seconds
 TARGETS = "the target's"
 
 
-def start_line(plan: DraftPlan, spec: DraftSpec, given: DraftBuild) -> str:
+def start_line(plan: DraftPlan, spec: DraftSpec, ctx: DraftContext) -> str:
     """What was chosen for a drafter, by whom, and what it shares with its target."""
-    notes = given.notes
+    notes = ctx.notes
     parts = [f"drafter {plan.method}: K={plan.num_drafts} ({_whose_number(plan)})", _taps(spec, notes)]
     if plan.checkpoint is not None:
         parts.append(f"embedding: {notes.get('embed_tokens', 'own')}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Proposal, Verified, no_proposal
-from draftproof.drafters.guard import Guard, Guarded
+from draftproof.drafters.sandbox import DrafterSandbox, ProposalResult
 from draftproof.engine.interface import (
     NO_NUMBER,
     NONE_LEFT,
@@ -40,7 +40,7 @@ from draftproof.kernels.transfer import Arrivals, download, upload
 from draftproof.models.decoder import Decoder
 from draftproof.sampling import sampler
 from draftproof.sampling.params import SamplingTable
-from draftproof.sampling.verifier import Verdict, Verifier
+from draftproof.sampling.verifier import Verifier, VerifyResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,7 @@ class VerifiedPass:
     """A pass whose drafts have been verified."""
 
     verified: Verified
-    verdict: Verdict
+    verdict: VerifyResult
     draft_count_R: Tensor
     logits_MV: Tensor
     hidden_TH: Tensor
@@ -135,7 +135,7 @@ class ModelRunner:
     state: State
     table: SamplingTable
     verifier: Verifier
-    guard: Guard | None
+    sandbox: DrafterSandbox | None
     spec: DraftSpec
     scorer: LogprobScorer
     graphs: Graphs
@@ -151,15 +151,17 @@ class ModelRunner:
         return bool(self.spec.kv)
 
     def drafter_health(self) -> DrafterHealth:
-        guard = self.guard
+        sandbox = self.sandbox
         return (
-            DrafterHealth() if guard is None else DrafterHealth(guard.off, guard.num_faults, guard.last_fault)
+            DrafterHealth()
+            if sandbox is None
+            else DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault)
         )
 
     def count_bad_ids(self, num_requests: int) -> None:
         """So many requests' drafts had to be cut at an id that is none."""
-        if self.guard is not None:
-            self.guard.count_bad_ids(num_requests)
+        if self.sandbox is not None:
+            self.sandbox.count_bad_ids(num_requests)
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """See `interface.Runner`."""
@@ -188,12 +190,12 @@ class ModelRunner:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
     def _tell_drafter(self, verb: str, *args: object) -> None:
-        if self.guard is not None:
-            self.guard.call(verb, *args)
+        if self.sandbox is not None:
+            self.sandbox.call(verb, *args)
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         scheduled, shape = step.scheduled, self._padded(step)
-        full_graph = shape in self.captured and self.table.is_plain(s.slot for s in scheduled)
+        full_graph = shape in self.captured and self.table.graph_safe(s.slot for s in scheduled)
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
             shape = BatchShape.of(scheduled, repeats=repeats)
@@ -231,9 +233,9 @@ class ModelRunner:
         slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
         checked = self.verify_rows(shape, scheduled_4R, slots + [nobody] * (shape.num_sampled - len(slots)))
         middle = time.perf_counter()
-        guarded = self._propose(checked.verified, shape.num_drafts)
-        closed = self._close(checked, guarded.proposal)
-        launched.draft_state_lost = guarded.raised and self.drafter_has_kv
+        result = self._propose(checked.verified, shape.num_drafts)
+        closed = self._close(checked, result.proposal)
+        launched.draft_state_lost = result.raised and self.drafter_has_kv
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
@@ -243,15 +245,15 @@ class ModelRunner:
 
         The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
         """
-        checked, guard = self.verify_rows(shape, scheduled_4R, []), self.guard
-        if guard is None:
+        checked, sandbox = self.verify_rows(shape, scheduled_4R, []), self.sandbox
+        if sandbox is None:
             return self._close(checked, no_proposal(checked.verified))
-        return self._close(checked, guard.drafter.propose(checked.verified, shape.num_drafts))
+        return self._close(checked, sandbox.drafter.propose(checked.verified, shape.num_drafts))
 
     def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor, slots_host: list[int]) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
         rows, verify = self.state.fill(shape, scheduled_4R)
-        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.ends_T, rows.sampled_M)
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
         graphs = self.graphs if shape.repeats else EAGER
         key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows)
         logits_MV, hidden_TH, *taps = graphs.run(key, partial(self.target_pass, shape.most_rows), inputs)
@@ -267,19 +269,23 @@ class ModelRunner:
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
         """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
-        rows = Rows(positions_T, slots_T, ends_T, most_each=most_rows)
+        rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         out = self.target(tokens_T, attn, self.spec.taps.layers, self.spec.taps.final)
         logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
         return (logits_MV, out.hidden_TH, *out.taps)
 
-    def _propose(self, verified: Verified, num_drafts: int) -> Guarded:
-        guard = self.guard
-        return Guarded(no_proposal(verified)) if guard is None else guard.propose(verified, num_drafts)
+    def _propose(self, verified: Verified, num_drafts: int) -> ProposalResult:
+        sandbox = self.sandbox
+        return (
+            ProposalResult(no_proposal(verified))
+            if sandbox is None
+            else sandbox.propose(verified, num_drafts)
+        )
 
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""

@@ -17,7 +17,7 @@ from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.kernels.transfer import upload
-from draftproof.sampling.verifier import Verdict, VerifyRows
+from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
 
@@ -138,7 +138,7 @@ class State:
         shape: BatchShape,
         rows: PassRows,
         scheduled_4R: Tensor,
-        verdict: Verdict,
+        verdict: VerifyResult,
         taps: tuple[Tensor, ...],
         drawer: Drawer,
     ) -> Verified:
@@ -150,7 +150,7 @@ class State:
         return Verified(
             tokens_T=rows.tokens_T,
             positions_T=rows.positions_T,
-            cu_R1=rows.cu_R1,
+            query_start_loc_R1=rows.query_start_loc_R1,
             slots_R=slots_R,
             live_R=done.live_R,
             next_R=done.next_R,

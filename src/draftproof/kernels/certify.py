@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.products import Candidate, LinearFn
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
@@ -112,7 +112,9 @@ class Reference:
     thread too, so that processes with other numbers of threads come to the same reference.
     """
 
-    def __init__(self, shape: Shape, way: Way, buckets: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, candidate: Candidate, buckets: Sequence[int], device: torch.device
+    ) -> None:
         self._shape, self._buckets, self._device = shape, tuple(buckets), device
         seeds = SEEDS if shape.outputs * shape.inputs < LARGE else SEEDS[:1]
         for seed in seeds:
@@ -123,70 +125,70 @@ class Reference:
         if shape.bias:
             self._bias_N = torch.linspace(-1e-5, 1e-5, shape.outputs, device=device).to(shape.dtype)
         with threads(1):
-            self._expected = self._choose_expected(way)
+            self._expected = self._choose_expected(candidate)
 
-    def buckets(self, way: Way) -> tuple[int, ...]:
-        """Where `way` gives the reference's bits, at torch's present number of threads."""
-        wanted = self.tried(way)
+    def buckets(self, candidate: Candidate) -> tuple[int, ...]:
+        """Where `candidate` gives the reference's bits, at torch's present number of threads."""
+        wanted = self.tried(candidate)
         for (x_TK, weight_NK), expected_TN in zip(self._data, self._expected, strict=True):
             if wanted:
-                form = self._form(way, weight_NK)
-                wanted = tuple(rows for rows in wanted if _matches(form, rows, x_TK, expected_TN))
+                linear_fn = self._linear_fn(candidate, weight_NK)
+                wanted = tuple(rows for rows in wanted if _matches(linear_fn, rows, x_TK, expected_TN))
         return wanted
 
-    def tried(self, way: Way) -> tuple[int, ...]:
-        """The numbers of rows that a certificate for `way` looks at."""
-        if way.any_rows and self._device.type == "cpu":
+    def tried(self, candidate: Candidate) -> tuple[int, ...]:
+        """The numbers of rows that a certificate for `candidate` looks at."""
+        if candidate.any_rows and self._device.type == "cpu":
             return tuple(rows for rows in SAMPLED_BUCKETS if rows <= max(self._buckets))
         return self._buckets
 
-    def certified(self, way: Way) -> tuple[int, ...]:
-        """The buckets that `way` may be called at: all or none where it claims to be exact by construction."""
-        found = self.buckets(way)
-        if way.any_rows:
-            return self._buckets if found == self.tried(way) else ()
+    def certified(self, candidate: Candidate) -> tuple[int, ...]:
+        """The buckets that `candidate` may be called at: all or none where it claims to be exact by construction."""
+        found = self.buckets(candidate)
+        if candidate.any_rows:
+            return self._buckets if found == self.tried(candidate) else ()
         return found
 
-    def _choose_expected(self, way: Way) -> list[Tensor]:
-        if way.any_rows:
-            return self._computed(way, REFERENCE_ROWS[0])
+    def _choose_expected(self, candidate: Candidate) -> list[Tensor]:
+        if candidate.any_rows:
+            return self._computed(candidate, REFERENCE_ROWS[0])
         best: tuple[int, list[Tensor]] | None = None
         for rows in REFERENCE_ROWS:
-            self._expected = self._computed(way, rows)
-            num_kept = len(self.buckets(way))
+            self._expected = self._computed(candidate, rows)
+            num_kept = len(self.buckets(candidate))
             if best is None or num_kept > best[0]:
                 best = num_kept, self._expected
         assert best is not None
         return best[1]
 
-    def _computed(self, way: Way, num_rows: int) -> list[Tensor]:
+    def _computed(self, candidate: Candidate, num_rows: int) -> list[Tensor]:
         """[T, N] for each seed, `num_rows` rows a call; the last rows are filled up with zeros."""
         computed = []
         for x_TK, weight_NK in self._data:
-            form, missing = self._form(way, weight_NK), -len(x_TK) % num_rows
+            linear_fn, missing = self._linear_fn(candidate, weight_NK), -len(x_TK) % num_rows
             padded_TK = torch.cat((x_TK, x_TK.new_zeros(missing, x_TK.shape[1])))
             computed.append(
-                torch.cat([form(part.clone()) for part in padded_TK.split(num_rows)])[: len(x_TK)]
+                torch.cat([linear_fn(part.clone()) for part in padded_TK.split(num_rows)])[: len(x_TK)]
             )
         return computed
 
-    def _form(self, way: Way, weight_NK: Tensor) -> Form:
-        return way.make(weight_NK, self._bias_N, self._shape.out_dtype)
+    def _linear_fn(self, candidate: Candidate, weight_NK: Tensor) -> LinearFn:
+        return candidate.make(weight_NK, self._bias_N, self._shape.out_dtype)
 
 
 def certify(
-    shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device
+    shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
     """The certified buckets of each way, by name. The first way is the reference."""
     table = bucket_table(shape, max_rows, device)
-    reference = Reference(shape, ways[0], table, device)
-    return {way.name: reference.certified(way) for way in ways}
+    reference = Reference(shape, candidates[0], table, device)
+    return {candidate.name: reference.certified(candidate) for candidate in candidates}
 
 
-def _matches(form: Form, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
-    """Whether `form` gives `rows` rows the expected bits, wherever in the bucket a row stands."""
+def _matches(linear_fn: LinearFn, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
+    """Whether `linear_fn` gives `rows` rows the expected bits, wherever in the bucket a row stands."""
     return all(
-        torch.equal(form(x_TK[first : first + rows].clone()), expected_TN[first : first + rows])
+        torch.equal(linear_fn(x_TK[first : first + rows].clone()), expected_TN[first : first + rows])
         for first in (0, SHIFT)
     )
 

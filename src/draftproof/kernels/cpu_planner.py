@@ -17,8 +17,8 @@ from torch import Tensor
 
 from draftproof.kernels import products
 from draftproof.kernels.certify import Reference, Shape, bucket_table, cancelling, threads
-from draftproof.kernels.choices import BucketForm, Choice, ReportRow, Verdict
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.plan_cache import BucketLinear, CandidateResult, Choice, ReportRow
+from draftproof.kernels.products import Candidate, LinearFn
 
 TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
 TIMING_BUDGET = 0.01  # seconds a measurement
@@ -29,10 +29,10 @@ CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _Trial:
     """A way and what is known of it. `raw_us` as it is, `planned_us` behind its certificate, both by TIMED_ROWS."""
 
-    way: Way
+    candidate: Candidate
     raw_us: list[float]
     buckets: tuple[int, ...] | None = None  # None: not certified yet
     planned_us: list[float] | None = None
@@ -42,72 +42,79 @@ class _Candidate:
         return self.raw_us if self.planned_us is None else self.planned_us
 
 
-def plan(shape: Shape, ways: Sequence[Way], *, thorough: bool = False) -> Choice:
-    """Time, then certify; `ways` in their fixed order, the first is the reference. `thorough`: certify every way."""
+def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = False) -> Choice:
+    """Time, then certify; `candidates` in their fixed order, the first is the reference. `thorough`: certify every way."""
     table = bucket_table(shape, 0, CPU)
     rows = tuple(t for t in TIMED_ROWS if t <= table[-1])
     x_TK, weight_NK = cancelling(max(rows), shape, seed=0)
-    candidates = [_Candidate(way, _times(_make(way, weight_NK, shape), x_TK, rows)) for way in ways]
-    reference = Reference(shape, ways[0], table, CPU)
-    usable, best = list(candidates), None
+    trials = [
+        _Trial(candidate, _times(_make(candidate, weight_NK, shape), x_TK, rows)) for candidate in candidates
+    ]
+    reference = Reference(shape, candidates[0], table, CPU)
+    usable, best = list(trials), None
     while usable and best is None:
-        likely = _fastest(usable, [c.us for c in candidates])
+        likely = _fastest(usable, [c.us for c in trials])
         if likely.buckets is None:
             _certify(likely, reference, weight_NK, x_TK, rows, shape)
         elif likely.buckets:
             best = likely
         usable = [c for c in usable if c.buckets != ()]
-    for candidate in candidates if thorough else ():
-        if candidate.buckets is None:
-            _certify(candidate, reference, weight_NK, x_TK, rows, shape)
+    for trial in trials if thorough else ():
+        if trial.buckets is None:
+            _certify(trial, reference, weight_NK, x_TK, rows, shape)
     if best is None:
-        best = _fallback(ways[0], reference, weight_NK, x_TK, rows, shape)
-    return _choice(shape, best, [*candidates, *([] if best in candidates else [best])], rows, len(table))
+        best = _fallback(candidates[0], reference, weight_NK, x_TK, rows, shape)
+    return _choice(shape, best, [*trials, *([] if best in trials else [best])], rows, len(table))
 
 
-def _fastest(candidates: Sequence[_Candidate], others: Sequence[Sequence[float]]) -> _Candidate:
+def _fastest(trials: Sequence[_Trial], others: Sequence[Sequence[float]]) -> _Trial:
     """The first in the fixed order that no later one beats clearly; slowness is counted against `others`."""
-    slowness = [_relative(c.us, others) for c in candidates]
-    return next(
-        c for c, slow in zip(candidates, slowness, strict=True) if slow <= CLEARLY_SLOWER * min(slowness)
+    slowness = [_relative(c.us, others) for c in trials]
+    return next(c for c, slow in zip(trials, slowness, strict=True) if slow <= CLEARLY_SLOWER * min(slowness))
+
+
+def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -> LinearFn:
+    """`linear_fn` behind its certificate."""
+    if candidate.any_rows:
+        return linear_fn
+    return BucketLinear(
+        {candidate.name: linear_fn}, {candidate.name: False}, buckets, [candidate.name] * len(buckets)
     )
 
 
-def planned(way: Way, form: Form, buckets: Sequence[int]) -> Form:
-    """`form` behind its certificate."""
-    if way.any_rows:
-        return form
-    return BucketForm({way.name: form}, {way.name: False}, buckets, [way.name] * len(buckets))
-
-
-def fallbacks(reference: Way) -> list[Way]:
+def fallbacks(reference: Candidate) -> list[Candidate]:
     """What multiplies where no way has the reference's bits at this number of threads: the reference itself at one
     thread, whose bits they are, then rows one by one."""
     return [one_thread(reference), products.SLOW]
 
 
-def one_thread(way: Way) -> Way:
-    """`way` at one thread, whatever torch's setting."""
+def one_thread(candidate: Candidate) -> Candidate:
+    """`candidate` at one thread, whatever torch's setting."""
 
-    def make(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
-        form = way.make(weight_NK, bias_N, out_dtype)
+    def make(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+        linear_fn = candidate.make(weight_NK, bias_N, out_dtype)
 
         def run(x_TK: Tensor) -> Tensor:
             with threads(1):
-                return form(x_TK)
+                return linear_fn(x_TK)
 
         return run
 
-    return Way(f"{way.name} at 1 thread", make, way.any_rows)
+    return Candidate(f"{candidate.name} at 1 thread", make, candidate.any_rows)
 
 
 def _fallback(
-    way: Way, reference: Reference, weight_NK: Tensor, x_TK: Tensor, rows: Sequence[int], shape: Shape
-) -> _Candidate:
+    candidate: Candidate,
+    reference: Reference,
+    weight_NK: Tensor,
+    x_TK: Tensor,
+    rows: Sequence[int],
+    shape: Shape,
+) -> _Trial:
     """The first that is exact; the last has bits of its own, with which its rows agree."""
     table = bucket_table(shape, 0, CPU)
-    for other in fallbacks(way):
-        found = _Candidate(other, _times(_make(other, weight_NK, shape), x_TK, rows))
+    for other in fallbacks(candidate):
+        found = _Trial(other, _times(_make(other, weight_NK, shape), x_TK, rows))
         own = Reference(shape, other, table, CPU) if other is products.SLOW else reference
         _certify(found, own, weight_NK, x_TK, rows, shape)
         if found.buckets:
@@ -116,41 +123,43 @@ def _fallback(
 
 
 def _certify(
-    candidate: _Candidate,
+    trial: _Trial,
     reference: Reference,
     weight_NK: Tensor,
     x_TK: Tensor,
     rows: Sequence[int],
     shape: Shape,
 ) -> None:
-    candidate.buckets = reference.certified(candidate.way)
-    if candidate.way.any_rows and candidate.buckets:
-        candidate.planned_us = candidate.raw_us
-    elif candidate.buckets:
-        form = planned(candidate.way, _make(candidate.way, weight_NK, shape), candidate.buckets)
-        candidate.planned_us = _times(form, x_TK, rows)
+    trial.buckets = reference.certified(trial.candidate)
+    if trial.candidate.any_rows and trial.buckets:
+        trial.planned_us = trial.raw_us
+    elif trial.buckets:
+        linear_fn = planned(trial.candidate, _make(trial.candidate, weight_NK, shape), trial.buckets)
+        trial.planned_us = _times(linear_fn, x_TK, rows)
 
 
 def _choice(
-    shape: Shape, best: _Candidate, candidates: Sequence[_Candidate], rows: Sequence[int], num_buckets: int
+    shape: Shape, best: _Trial, trials: Sequence[_Trial], rows: Sequence[int], num_buckets: int
 ) -> Choice:
     assert best.planned_us is not None and best.buckets is not None
     lines = []
     for i, t in enumerate(rows):
-        free = min(candidates, key=lambda c: c.raw_us[i])
+        free = min(trials, key=lambda c: c.raw_us[i])
         lines.append(
-            ReportRow(shape.key(), t, best.way.name, best.planned_us[i], free.way.name, free.raw_us[i])
+            ReportRow(
+                shape.key(), t, best.candidate.name, best.planned_us[i], free.candidate.name, free.raw_us[i]
+            )
         )
-    verdicts = [
-        Verdict(
-            way=c.way.name,
+    results = [
+        CandidateResult(
+            candidate=c.candidate.name,
             exact=None if c.buckets is None else len(c.buckets) / num_buckets,
             rows=tuple(rows),
             microseconds=tuple(c.us),
         )
-        for c in candidates
+        for c in trials
     ]
-    return Choice(best.way.name, best.buckets, tuple(lines), (), tuple(verdicts))
+    return Choice(best.candidate.name, best.buckets, tuple(lines), (), tuple(results))
 
 
 def _relative(times: Sequence[float], others: Sequence[Sequence[float]]) -> float:
@@ -158,20 +167,20 @@ def _relative(times: Sequence[float], others: Sequence[Sequence[float]]) -> floa
     return sum(us / min(other[i] for other in others) for i, us in enumerate(times))
 
 
-def _make(way: Way, weight_NK: Tensor, shape: Shape) -> Form:
-    return way.make(weight_NK, None, shape.out_dtype)
+def _make(candidate: Candidate, weight_NK: Tensor, shape: Shape) -> LinearFn:
+    return candidate.make(weight_NK, None, shape.out_dtype)
 
 
-def _times(form: Form, x_TK: Tensor, rows: Sequence[int]) -> list[float]:
-    return [_microseconds(form, x_TK[:t].clone()) for t in rows]
+def _times(linear_fn: LinearFn, x_TK: Tensor, rows: Sequence[int]) -> list[float]:
+    return [_microseconds(linear_fn, x_TK[:t].clone()) for t in rows]
 
 
-def _microseconds(form: Form, x_TK: Tensor) -> float:
+def _microseconds(linear_fn: LinearFn, x_TK: Tensor) -> float:
     """Least time of a call: at least 5 calls, about TIMING_BUDGET seconds."""
-    form(x_TK)
+    linear_fn(x_TK)
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < TIMING_BUDGET and len(taken) < 50):
         start = time.perf_counter()
-        form(x_TK)
+        linear_fn(x_TK)
         taken.append(time.perf_counter() - start)
     return min(taken) * 1e6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.kernels import environment, native
 from draftproof.kernels.certify import NoPowerError, threads
-from draftproof.kernels.choices import Store
+from draftproof.kernels.plan_cache import Store
 
 Bits = tuple[Tensor, ...]  # outputs of an operator, rows first
 

@@ -17,8 +17,8 @@ from draftproof.kernels.certify import Shape, cancelling, prove_power
 from draftproof.kernels.exactness import Bits, Check, rows_agree
 from draftproof.kernels.native import DTYPE_CODES, Library
 
-GroupedForm = Callable[[Tensor, Tensor], Tensor]
-Make = Callable[[int, Iterable[Tensor], Shape], GroupedForm]
+GroupedLinear = Callable[[Tensor, Tensor], Tensor]
+Make = Callable[[int, Iterable[Tensor], Shape], GroupedLinear]
 
 # Rows of three experts in the certificate: none, one, and numbers around every kernel's tiles.
 SPLITS = ((1, 0, 0), (0, 2, 1), (3, 5, 8), (16, 17, 1), (15, 33, 31), (64, 0, 40), (7, 65, 130))
@@ -109,9 +109,9 @@ def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
     expert_P = torch.arange(len(most), device=device).repeat_interleave(torch.tensor(most, device=device))
     starts_E1 = torch.arange(len(most) + 1, device=device)
 
-    def run(form: GroupedForm, rows_T: Tensor) -> Bits:
+    def run(linear_fn: GroupedLinear, rows_T: Tensor) -> Bits:
         experts_T, order_T = expert_P[rows_T].sort(stable=True)
-        sorted_TN = form(x_PK[rows_T[order_T]], torch.searchsorted(experts_T, starts_E1))
+        sorted_TN = linear_fn(x_PK[rows_T[order_T]], torch.searchsorted(experts_T, starts_E1))
         return (torch.empty_like(sorted_TN).index_copy_(0, order_T, sorted_TN),)
 
     firsts = [sum(most[:e]) for e in range(len(most))]
@@ -126,5 +126,5 @@ def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
             for split in SPLITS
         ),
     )
-    form = make(len(most), [weight_NK, weight_NK.flip(0).contiguous(), -weight_NK], narrow)
-    return rows_agree(check, form, torch.get_num_threads())
+    linear_fn = make(len(most), [weight_NK, weight_NK.flip(0).contiguous(), -weight_NK], narrow)
+    return rows_agree(check, linear_fn, torch.get_num_threads())

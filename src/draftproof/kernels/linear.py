@@ -14,10 +14,10 @@ from torch import Tensor
 
 from draftproof.kernels import cpu_planner, environment, gpu, grouped, native, products, quantized
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import Cache, Choice, ReportRow
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.plan_cache import Cache, Choice, ReportRow
+from draftproof.kernels.products import Candidate, LinearFn
 
-FindWays = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Way]]
+FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Candidate]]
 
 
 class PackedLinear:
@@ -30,22 +30,22 @@ class PackedLinear:
         self.shape = shape
         self.in_features, self.out_features = shape.inputs, shape.outputs
         self.weight_itemsize = shape.dtype.itemsize
-        self._form: Form | None = None
-        self._apart: Form | None = None
+        self._linear_fn: LinearFn | None = None
+        self._partial_sums: LinearFn | None = None
 
-    def use(self, form: Form) -> None:
+    def use(self, linear_fn: LinearFn) -> None:
         """Multiply by this form from now on."""
-        self._form, self._apart = form, products.apart(form)
+        self._linear_fn, self._partial_sums = linear_fn, products.partial_sums(linear_fn)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        assert self._form is not None, "LinearPlanner.certify() was not called after pack()"
-        return self._form(x_TK)
+        assert self._linear_fn is not None, "LinearPlanner.certify() was not called after pack()"
+        return self._linear_fn(x_TK)
 
-    def apart(self, x_TK: Tensor) -> Tensor:
+    def partial_sums(self, x_TK: Tensor) -> Tensor:
         """The same for `ops.AddRMSNorm`, which adds what may be in parts here: [T, N] or fp32 [S, T, N]."""
-        assert self._apart is not None, "LinearPlanner.certify() was not called after pack()"
+        assert self._partial_sums is not None, "LinearPlanner.certify() was not called after pack()"
         assert self.shape.out_dtype == self.shape.dtype, "the norm rounds to the dtype of the stream"
-        return self._apart(x_TK)
+        return self._partial_sums(x_TK)
 
 
 class LinearPlanner:
@@ -66,14 +66,14 @@ class LinearPlanner:
         library: native.Library | None,
         cache_dir: Path | None = None,
         progress: native.Progress | None = None,
-        find_ways: FindWays = products.ways,
+        find_candidates: FindCandidates = products.candidates,
         thorough: bool = False,
     ) -> None:
         self.exact = exact
         self._thorough = thorough
         self.max_rows = max_rows
         self._device, self._library = device, library
-        self._progress, self._find_ways = progress, find_ways
+        self._progress, self._find_candidates = progress, find_candidates
         self._folder = cache_dir or native.default_cache_dir()
         self.weight_bytes = 0  # of everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
@@ -103,16 +103,16 @@ class LinearPlanner:
             assert not fp8, "products with fp8 weights are for drafters: they have no certificates"
             self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
         elif fp8 and quantized.is_kept(self._device):
-            linear.use(quantized.make_form(weight_NK, bias_N, out_dtype))
+            linear.use(quantized.make_linear_fn(weight_NK, bias_N, out_dtype))
             linear.weight_itemsize = quantized.FP8.itemsize
         else:
             if fp8:
                 weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)
             # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
-            way = self._ways(shape)[-1 if gpu.available(self._device) else 0]
-            form = way.make(weight_NK, bias_N, out_dtype)
+            candidate = self._candidates(shape)[-1 if gpu.available(self._device) else 0]
+            linear_fn = candidate.make(weight_NK, bias_N, out_dtype)
             rounded = fp8 and not gpu.available(self._device)  # as a GPU would have them
-            linear.use(quantized.with_rounded_rows(form) if rounded else form)
+            linear.use(quantized.with_rounded_rows(linear_fn) if rounded else linear_fn)
         return linear
 
     def pack_experts(
@@ -122,7 +122,7 @@ class LinearPlanner:
         shape: Shape,
         *,
         exact: bool | None = None,
-    ) -> grouped.GroupedForm:
+    ) -> grouped.GroupedLinear:
         """The products with each expert's weight [N, K], taken one by one. Usable after `certify`.
 
         Where no grouped product is exact here, each expert's is one of `pack`'s.
@@ -180,47 +180,52 @@ class LinearPlanner:
         """What was chosen and what exactness costs, a line per shape and number of rows timed."""
         return [row for choice in self._choices.values() for row in choice.report]
 
-    def _ways(self, shape: Shape) -> list[Way]:
-        return self._find_ways(self._device, shape.dtype, shape.out_dtype, self._library)
+    def _candidates(self, shape: Shape) -> list[Candidate]:
+        return self._find_candidates(self._device, shape.dtype, shape.out_dtype, self._library)
 
     def _can_follow(self, shape: Shape, choice: Choice | None) -> bool:
         """Whether a choice read from disk makes sense here."""
         if choice is None:
             return False
         if choice.by_bucket:
-            return {*choice.by_bucket} - {""} <= {way.name for way in self._ways(shape)}
+            return {*choice.by_bucket} - {""} <= {candidate.name for candidate in self._candidates(shape)}
         return any(
-            way.name == choice.way and (way.any_rows or choice.buckets) for way in self._candidates(shape)
+            candidate.name == choice.candidate and (candidate.any_rows or choice.buckets)
+            for candidate in self._choosable(shape)
         )
 
-    def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> Form:
+    def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> LinearFn:
         choice = self._choices[shape]
         if choice.by_bucket:
             from draftproof.kernels.gpu import planner
 
             args = (weight_NK, bias_N, shape.out_dtype)
-            return planner.make(self._ways(shape), choice.buckets, choice.by_bucket, *args)
-        way = next(way for way in self._candidates(shape) if way.name == choice.way)
-        return cpu_planner.planned(way, way.make(weight_NK, bias_N, shape.out_dtype), choice.buckets)
+            return planner.make(self._candidates(shape), choice.buckets, choice.by_bucket, *args)
+        candidate = next(
+            candidate for candidate in self._choosable(shape) if candidate.name == choice.candidate
+        )
+        return cpu_planner.planned(
+            candidate, candidate.make(weight_NK, bias_N, shape.out_dtype), choice.buckets
+        )
 
     def _choose(self, shape: Shape) -> Choice:
         """Certify and time."""
-        ways = self._ways(shape)
+        candidates = self._candidates(shape)
         if gpu.available(self._device):
             from draftproof.kernels.gpu import planner
 
-            return planner.plan(shape, ways, self.max_rows, self._device)
-        return cpu_planner.plan(shape, ways, thorough=self._thorough)
+            return planner.plan(shape, candidates, self.max_rows, self._device)
+        return cpu_planner.plan(shape, candidates, thorough=self._thorough)
 
-    def _candidates(self, shape: Shape) -> list[Way]:
+    def _choosable(self, shape: Shape) -> list[Candidate]:
         """All that a choice may name."""
-        ways = self._ways(shape)
+        candidates = self._candidates(shape)
         if gpu.available(self._device):
-            return [*ways, products.SLOW]
-        return [*ways, *cpu_planner.fallbacks(ways[0])]
+            return [*candidates, products.SLOW]
+        return [*candidates, *cpu_planner.fallbacks(candidates[0])]
 
     def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:
-        slow = [shape for shape in shapes if self._choices[shape].way == products.SLOW.name]
+        slow = [shape for shape in shapes if self._choices[shape].candidate == products.SLOW.name]
         if slow:
             cost = max((row.cost for shape in slow for row in self._choices[shape].report), default=0.0)
             warnings.warn(

@@ -18,13 +18,13 @@ from draftproof.kernels import gpu
 from draftproof.kernels.native import DTYPE_CODES, Library
 from draftproof.kernels.norm import row_sum
 
-Form = Callable[[Tensor], Tensor]
+LinearFn = Callable[[Tensor], Tensor]
 
 
-def apart(form: Form) -> Form:
-    """The form that leaves sums over parts of K as they are, fp32 [S, T, N] without a bias, where `form` has such a
-    method; their sum, first to last and rounded, is what `form` gives. Else `form`."""
-    found: Form = getattr(form, "apart", form)
+def partial_sums(linear_fn: LinearFn) -> LinearFn:
+    """The form that leaves sums over parts of K as they are, fp32 [S, T, N] without a bias, where `linear_fn` has such a
+    method; their sum, first to last and rounded, is what `linear_fn` gives. Else `linear_fn`."""
+    found: LinearFn = getattr(linear_fn, "partial_sums", linear_fn)
     return found
 
 
@@ -32,41 +32,43 @@ PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Candidate:
     """`make(weight_NK, bias_N, out_dtype)` gives a form.
 
     `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
     """
 
     name: str
-    make: Callable[[Tensor, Tensor | None, torch.dtype], Form]
+    make: Callable[[Tensor, Tensor | None, torch.dtype], LinearFn]
     any_rows: bool = False
 
 
-def ways(
+def candidates(
     device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, library: Library | None
-) -> list[Way]:
+) -> list[Candidate]:
     """What this machine can do for weights of `dtype`, in a fixed order: the first is the reference."""
     if gpu.available(device):
         from draftproof.kernels.gpu import linear
 
-        return linear.ways(device, dtype)
+        return linear.candidates(device, dtype)
     found = []
     if device.type == "cpu" and library is not None and {dtype, out_dtype} <= DTYPE_CODES.keys():
         wide = bool(library.function("dp_product_is_wide", "", "i")())
         # Without wide vectors oneDNN is faster, but it cannot write fp32 from bf16 weights, nor take fp16 there.
         if wide or dtype == torch.float16 or (out_dtype != dtype and dtype == torch.bfloat16):
-            found.append(Way("compiled", lambda w, b, out: CompiledForm(library, w, b, out), any_rows=True))
+            found.append(
+                Candidate("compiled", lambda w, b, out: CompiledLinear(library, w, b, out), any_rows=True)
+            )
     if device.type == "cpu" and _onednn_takes(out_dtype if out_dtype != dtype else dtype):
-        found.append(Way("packed", _packed))
-    found.append(Way("plain", _plain))
+        found.append(Candidate("packed", _packed))
+    found.append(Candidate("plain", _plain))
     return found
 
 
-SLOW = Way("row by row", lambda w, b, out: _RowByRow(w, b, out), any_rows=True)
+SLOW = Candidate("row by row", lambda w, b, out: _RowByRow(w, b, out), any_rows=True)
 
 
-class CompiledForm:
+class CompiledLinear:
     """csrc/product.cpp over a packed copy of the weight."""
 
     def __init__(
@@ -114,7 +116,7 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
         return False
 
 
-def _packed(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def _packed(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     widen = out_dtype != weight_NK.dtype
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK.to(out_dtype).contiguous(), PACK_HINT)
     bias_N = None if bias_N is None else bias_N.to(out_dtype)
@@ -126,7 +128,7 @@ def _packed(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) ->
     return run
 
 
-def _plain(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def _plain(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     widen = out_dtype != weight_NK.dtype
     weight_NK = weight_NK.to(out_dtype)
     bias_N = None if bias_N is None else bias_N.to(out_dtype)

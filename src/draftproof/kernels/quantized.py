@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.kernels import gpu
-from draftproof.kernels.products import Form
+from draftproof.kernels.products import LinearFn
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that e4m3 has
@@ -59,12 +59,12 @@ def product_torch(
     return F.linear(x_TK.float(), dequantize(weight_NK, scale_N, torch.float32), bias_N).to(out_dtype)
 
 
-def with_rounded_rows(form: Form) -> Form:
-    """`form` as a GPU would have it."""
-    return lambda x_TK: form(round_rows(x_TK))
+def with_rounded_rows(linear_fn: LinearFn) -> LinearFn:
+    """`linear_fn` as a GPU would have it."""
+    return lambda x_TK: linear_fn(round_rows(x_TK))
 
 
-def make_form(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def make_linear_fn(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """x [T, K] -> x @ weight.T + bias [T, N] on a GPU, which keeps the weight in e4m3."""
     from draftproof.kernels.gpu import quantized as gpu_quantized
 

@@ -29,12 +29,12 @@ class PassRows(NamedTuple):
 
     tokens_T: Tensor
     positions_T: Tensor
-    ends_T: Tensor  # positions + 1: attention is causal
+    context_lens_T: Tensor  # positions + 1: attention is causal
     slots_T: Tensor
     sampled_M: Tensor  # which rows
     slots_M: Tensor
     positions_M: Tensor  # position of the token that the row samples
-    cu_R1: Tensor
+    query_start_loc_R1: Tensor
     first_R: Tensor  # index into M
     lengths_R: Tensor  # known tokens before the pass
     draft_count_R: Tensor  # drafts among the rows
@@ -56,13 +56,13 @@ class DraftRows(NamedTuple):
     positions_N: Tensor
     slots_N: Tensor
     source_N: Tensor  # the target row whose features the row takes; T for a mask row
-    ends_N: Tensor  # positions + 1
+    context_lens_N: Tensor  # positions + 1
     read_RJ: Tensor  # rows whose outputs become drafts
     drawn_KR: Tensor  # position of each draft; -1 where it is not wanted
     positions_KR: (
         Tensor  # of the row that draft k is read from; -1 where it is not wanted. Row 0 is among the N
     )
-    ends_KR: Tensor  # positions + 1
+    context_lens_KR: Tensor  # positions + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class StepOps(Protocol):
     def draft_rows(
         self,
         layout: Layout,
-        cu_R1: Tensor,
+        query_start_loc_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_R: Tensor,
@@ -161,24 +161,28 @@ class TorchStep:
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         slots_R, rows_R, num_R = work_3R
-        cu_R1 = torch.nn.functional.pad(rows_R.cumsum(0), (1, 0))
+        query_start_loc_R1 = torch.nn.functional.pad(rows_R.cumsum(0), (1, 0))
         owner_T = _owners(rows_R, num_rows)
-        offset_T = torch.arange(num_rows, device=slots_R.device) - cu_R1[owner_T]
+        offset_T = torch.arange(num_rows, device=slots_R.device) - query_start_loc_R1[owner_T]
         slots_T = slots_R[owner_T]
         positions_T = state.computed_S[slots_T] + offset_T
         first_R = num_R.cumsum(0) - num_R
         owner_M = _owners(num_R, num_sampled)
-        sampled_M = cu_R1[1:][owner_M] - num_R[owner_M] + torch.arange(num_sampled, device=slots_R.device)
+        sampled_M = (
+            query_start_loc_R1[1:][owner_M]
+            - num_R[owner_M]
+            + torch.arange(num_sampled, device=slots_R.device)
+        )
         sampled_M = sampled_M - first_R[owner_M]
         return PassRows(
             tokens_T=state.tokens_SL[slots_T, positions_T].long(),
             positions_T=positions_T,
-            ends_T=positions_T + 1,
+            context_lens_T=positions_T + 1,
             slots_T=slots_T,
             sampled_M=sampled_M,
             slots_M=slots_T[sampled_M],
             positions_M=positions_T[sampled_M] + 1,
-            cu_R1=cu_R1,
+            query_start_loc_R1=query_start_loc_R1,
             first_R=first_R,
             lengths_R=state.length_S[slots_R],
             draft_count_R=torch.minimum(state.draft_count_S[slots_R], (num_R - 1).clamp(min=0)),
@@ -233,7 +237,7 @@ class TorchStep:
     def draft_rows(
         self,
         layout: Layout,
-        cu_R1: Tensor,
+        query_start_loc_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_R: Tensor,
@@ -243,14 +247,16 @@ class TorchStep:
         num_drafts: int,
     ) -> DraftRows:
         device, num_extra, R = tokens_T.device, layout.anchor + layout.masks, len(slots_R)
-        share_R = cu_R1.diff() if layout.context == 2 else torch.full_like(slots_R, layout.context)
+        share_R = (
+            query_start_loc_R1.diff() if layout.context == 2 else torch.full_like(slots_R, layout.context)
+        )
         share_R = share_R + num_extra
         num_rows = (len(tokens_T) if layout.context == 2 else R * layout.context) + R * num_extra
         start_R = share_R.cumsum(0) - share_R
         owner_N = _owners(share_R, num_rows)
         offset_N = torch.arange(num_rows, device=device) - start_R[owner_N]
 
-        last_R = cu_R1[:-1] + (live_R - 1).clamp(min=0)
+        last_R = query_start_loc_R1[:-1] + (live_R - 1).clamp(min=0)
         count_R = live_R if layout.context == 2 else live_R.clamp(max=layout.context)
         # rows past the context count on from the last live target row
         past_N = offset_N - count_R[owner_N]
@@ -277,11 +283,11 @@ class TorchStep:
             positions_N=positions_N,
             slots_N=slots_R[owner_N],
             source_N=source_N,
-            ends_N=positions_N + 1,
+            context_lens_N=positions_N + 1,
             read_RJ=read_RJ,
             drawn_KR=(position_R + 2 + at_K1).masked_fill(at_K1 >= k_R, -1),
             positions_KR=positions_KR,
-            ends_KR=positions_KR + 1,
+            context_lens_KR=positions_KR + 1,
         )
 
     def store_drafts(

@@ -71,7 +71,7 @@ class CompiledStep:
     def draft_rows(
         self,
         layout: Layout,
-        cu_R1: Tensor,
+        query_start_loc_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_R: Tensor,
@@ -86,7 +86,7 @@ class CompiledStep:
         K = num_drafts
         sizes = [N, N, N, N, N, R * J, K * R, K * R, K * R]
         out = torch.empty(sum(sizes), dtype=torch.int64)
-        tensors = (cu_R1, tokens_T, positions_T, slots_R, live_R, next_R, k_R, out)
+        tensors = (query_start_loc_R1, tokens_T, positions_T, slots_R, live_R, next_R, k_R, out)
         args = self._pack_draft_rows(
             *(t.data_ptr() for t in tensors),
             *(R, T, N, layout.context, layout.shift, layout.anchor, layout.masks, J, layout.mask_token, K),

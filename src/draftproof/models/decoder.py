@@ -19,7 +19,7 @@ from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
 from draftproof.models import gemma
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import Build, DecoderLayer, Layer, Norm
+from draftproof.models.layers import DecoderLayer, Layer, LayerBuilder, Norm
 from draftproof.models.loading import Weights, WeightSource, root_of
 from draftproof.models.rope import cos_sin_table
 
@@ -96,33 +96,33 @@ class Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models; fp8: see `Build`. num_columns: of an untied head that has not one for
+        planner does, False for draft models; fp8: see `LayerBuilder`. num_columns: of an untied head that has not one for
         each id. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
-        build = Build(weights, ops, planner, device, dtype, exact, fp8)
+        builder = LayerBuilder(weights, ops, planner, device, dtype, exact, fp8)
         root, length = root_of(weights), max_positions or config.max_position_embeddings
         vocab_size, hidden = config.vocab_size, config.hidden_size
-        embed_VH = build.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
+        embed_VH = builder.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
         layers: Sequence[Layer]
         inputs = None
         if config.gemma is not None:
             tables = gemma.rope_tables(config.gemma, length, device)
-            layers = own = gemma.load_layers(build, root, config, tables)
-            inputs = gemma.LayerInputs(build, root, config, own) if config.gemma.per_layer_size else None
-            final_norm = gemma.norm(build, f"{root}norm", hidden, config)
+            layers = own = gemma.load_layers(builder, root, config, tables)
+            inputs = gemma.LayerInputs(builder, root, config, own) if config.gemma.per_layer_size else None
+            final_norm = gemma.norm(builder, f"{root}norm", hidden, config)
         else:
             cos_sin_PD = cos_sin_table(config.rope, length, device)
             tables = {config.rope: cos_sin_PD}
             layers = [
-                DecoderLayer(build, f"{root}layers.{i}", config, cos_sin_PD, i, window)
+                DecoderLayer(builder, f"{root}layers.{i}", config, cos_sin_PD, i, window)
                 for i, window in enumerate(config.windows)
             ]
-            final_norm = Norm.load(build, f"{root}norm", hidden, config.norm_eps)
+            final_norm = Norm.load(builder, f"{root}norm", hidden, config.norm_eps)
         if config.tie_word_embeddings:
-            head = build.pack(embed_VH, out_dtype=torch.float32, kept=True)
+            head = builder.pack(embed_VH, out_dtype=torch.float32, kept=True)
         else:
-            head = build.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
+            head = builder.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
         return cls(config, embed_VH, layers, final_norm, head, tables, ops, inputs)
@@ -145,7 +145,7 @@ class Decoder:
         residual_TH = self.embed(tokens_T)
         stream = [residual_TH]
         x_TH = self._norms[0](residual_TH)
-        layers: Sequence[gemma.Run] = self._layers
+        layers: Sequence[gemma.LayerFn] = self._layers
         if self._layer_inputs is not None:
             layers = self._layer_inputs(tokens_T, residual_TH)
         for i, layer in enumerate(layers):

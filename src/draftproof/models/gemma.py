@@ -16,10 +16,10 @@ from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.models.config import ModelConfig
 from draftproof.models.gemma_config import GemmaConfig, GemmaLayerConfig
 from draftproof.models.gemma_experts import GemmaExperts
-from draftproof.models.layers import MLP, Build, Norm
+from draftproof.models.layers import MLP, LayerBuilder, Norm
 from draftproof.models.rope import RopeConfig, cos_sin_table
 
-Run = Callable[[Tensor, Tensor, PagedAttention], tuple[Tensor, Tensor]]
+LayerFn = Callable[[Tensor, Tensor, PagedAttention], tuple[Tensor, Tensor]]
 Tables = dict[RopeConfig, Tensor]
 
 
@@ -30,7 +30,7 @@ class GemmaAttention:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         prefix: str,
         config: ModelConfig,
         layer: GemmaLayerConfig,
@@ -43,12 +43,12 @@ class GemmaAttention:
         # where keys are values too, their product is computed twice: those layers are few, and rows keep one form
         names = ["q_proj", "k_proj", "k_proj" if layer.k_is_v else "v_proj"][: 3 if owns else 1]
         sizes = [heads * dim, kv_heads * dim, kv_heads * dim][: len(names)]
-        self._product = build.linear(
+        self._product = builder.linear(
             [f"{prefix}.{name}" for name in names], config.hidden_size, sizes, bias=bias
         )
         self._attend = PagedAttention.__call__ if owns else PagedAttention.query
-        self.out = build.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=bias)
-        q_norm_D = _weight(build, f"{prefix}.q_norm", dim, gemma)
+        self.out = builder.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=bias)
+        q_norm_D = _weight(builder, f"{prefix}.q_norm", dim, gemma)
         self.spec = AttentionSpec(
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -58,7 +58,7 @@ class GemmaAttention:
             eps=config.norm_eps,
             cos_sin_PD=table_PD,
             q_norm_D=q_norm_D,
-            k_norm_D=_weight(build, f"{prefix}.k_norm", dim, gemma) if owns else None,
+            k_norm_D=_weight(builder, f"{prefix}.k_norm", dim, gemma) if owns else None,
             v_norm_D=torch.ones_like(q_norm_D) if owns and gemma.values_normed else None,
         )
 
@@ -71,12 +71,12 @@ class LayerInput:
 
     __slots__ = ("_concat", "_gate", "_gelu_mul", "_norm", "_project")
 
-    def __init__(self, build: Build, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, builder: LayerBuilder, prefix: str, config: ModelConfig) -> None:
         hidden, size = config.hidden_size, _of(config).per_layer_size
-        self._gelu_mul, self._concat = build.ops.gelu_mul, build.ops.concat
-        self._gate = build.linear(f"{prefix}.per_layer_input_gate", hidden, size)
-        self._project = build.linear(f"{prefix}.per_layer_projection", size, hidden)
-        self._norm = norm(build, f"{prefix}.post_per_layer_input_norm", hidden, config)
+        self._gelu_mul, self._concat = builder.ops.gelu_mul, builder.ops.concat
+        self._gate = builder.linear(f"{prefix}.per_layer_input_gate", hidden, size)
+        self._project = builder.linear(f"{prefix}.per_layer_projection", size, hidden)
+        self._norm = norm(builder, f"{prefix}.post_per_layer_input_norm", hidden, config)
 
     def __call__(self, stream_TH: Tensor, input_TP: Tensor) -> Tensor:
         gated_TP = self._gelu_mul(self._concat((self._gate(stream_TH), input_TP)))
@@ -102,7 +102,7 @@ class GemmaLayer:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         prefix: str,
         config: ModelConfig,
         layer: GemmaLayerConfig,
@@ -111,22 +111,27 @@ class GemmaLayer:
     ) -> None:
         """window: where it is not the layer's own."""
         gemma, hidden = _of(config), config.hidden_size
-        self.input_norm: Norm | None = norm(build, f"{prefix}.input_layernorm", hidden, config)
+        self.input_norm: Norm | None = norm(builder, f"{prefix}.input_layernorm", hidden, config)
         self.attention = GemmaAttention(
-            build, f"{prefix}.self_attn", config, layer, table_PD, layer.window if window is None else window
+            builder,
+            f"{prefix}.self_attn",
+            config,
+            layer,
+            table_PD,
+            layer.window if window is None else window,
         )
-        self._after_attention = norm(build, f"{prefix}.post_attention_layernorm", hidden, config)
-        self.post_norm = norm(build, f"{prefix}.pre_feedforward_layernorm", hidden, config)
-        self.mlp = MLP(build, f"{prefix}.mlp", config, layer.intermediate_size, gelu=True)
-        self._after_mlp = norm(build, f"{prefix}.post_feedforward_layernorm", hidden, config)
+        self._after_attention = norm(builder, f"{prefix}.post_attention_layernorm", hidden, config)
+        self.post_norm = norm(builder, f"{prefix}.pre_feedforward_layernorm", hidden, config)
+        self.mlp = MLP(builder, f"{prefix}.mlp", config, layer.intermediate_size, gelu=True)
+        self._after_mlp = norm(builder, f"{prefix}.post_feedforward_layernorm", hidden, config)
         self._experts = self._after_plain = None
         if gemma.moe is not None:
-            self._experts = GemmaExperts(build, prefix, hidden, config.norm_eps, gemma.moe)
-            self._after_plain = norm(build, f"{prefix}.post_feedforward_layernorm_1", hidden, config)
-        self._input = LayerInput(build, prefix, config) if gemma.per_layer_size else None
+            self._experts = GemmaExperts(builder, prefix, hidden, config.norm_eps, gemma.moe)
+            self._after_plain = norm(builder, f"{prefix}.post_feedforward_layernorm_1", hidden, config)
+        self._input = LayerInput(builder, prefix, config) if gemma.per_layer_size else None
         self._scalar = 1.0
         if gemma.layer_scalars:
-            self._scalar = float(build.tensor(f"{prefix}.layer_scalar", (1,)))
+            self._scalar = float(builder.tensor(f"{prefix}.layer_scalar", (1,)))
 
     def __call__(
         self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention, input_TP: Tensor | None = None
@@ -152,20 +157,22 @@ class LayerInputs:
 
     __slots__ = ("_gather", "_hidden", "_layers", "_norm", "_project", "_scale", "_size", "_table_VX")
 
-    def __init__(self, build: Build, root: str, config: ModelConfig, layers: Sequence[GemmaLayer]) -> None:
+    def __init__(
+        self, builder: LayerBuilder, root: str, config: ModelConfig, layers: Sequence[GemmaLayer]
+    ) -> None:
         size, width = _of(config).per_layer_size, _of(config).per_layer_size * config.num_layers
         self._gather, self._layers, self._size, self._hidden = (
-            build.ops.gather,
+            builder.ops.gather,
             layers,
             size,
             config.hidden_size,
         )
-        self._table_VX = build.tensor(f"{root}embed_tokens_per_layer.weight", (config.vocab_size, width))
-        self._project = build.linear(f"{root}per_layer_model_projection", config.hidden_size, width)
-        self._norm = norm(build, f"{root}per_layer_projection_norm", size, config)
-        self._scale = rounded(size**0.5, build.dtype)
+        self._table_VX = builder.tensor(f"{root}embed_tokens_per_layer.weight", (config.vocab_size, width))
+        self._project = builder.linear(f"{root}per_layer_model_projection", config.hidden_size, width)
+        self._norm = norm(builder, f"{root}per_layer_projection_norm", size, config)
+        self._scale = rounded(size**0.5, builder.dtype)
 
-    def __call__(self, tokens_T: Tensor, embedded_TH: Tensor) -> list[Run]:
+    def __call__(self, tokens_T: Tensor, embedded_TH: Tensor) -> list[LayerFn]:
         """The layers, each with its input given."""
         size, num_layers = self._size, len(self._layers)
         known_TX = self._gather(self._table_VX, tokens_T) * self._scale
@@ -175,12 +182,12 @@ class LayerInputs:
         return [partial(layer, input_TP=inputs_TLP[:, i]) for i, layer in enumerate(self._layers)]
 
 
-def norm(build: Build, name: str, size: int, config: ModelConfig) -> Norm:
+def norm(builder: LayerBuilder, name: str, size: int, config: ModelConfig) -> Norm:
     """A norm whose stored weight may lack its 1; name: without ".weight"."""
-    return Norm(_weight(build, name, size, _of(config)), config.norm_eps, build.ops)
+    return Norm(_weight(builder, name, size, _of(config)), config.norm_eps, builder.ops)
 
 
-def load_layers(build: Build, root: str, config: ModelConfig, tables: Tables) -> list[GemmaLayer]:
+def load_layers(builder: LayerBuilder, root: str, config: ModelConfig, tables: Tables) -> list[GemmaLayer]:
     """A target's. ValueError for a model that has no keys and values of its own."""
     gemma = _of(config)
     if not any(layer.owns_cache for layer in gemma.layers):
@@ -189,7 +196,7 @@ def load_layers(build: Build, root: str, config: ModelConfig, tables: Tables) ->
             "it only drafts for another; give it as speculative_config['model']"
         )
     return [
-        GemmaLayer(build, f"{root}layers.{i}", config, layer, tables[layer.rope])
+        GemmaLayer(builder, f"{root}layers.{i}", config, layer, tables[layer.rope])
         for i, layer in enumerate(gemma.layers)
     ]
 
@@ -209,7 +216,7 @@ def _of(config: ModelConfig) -> GemmaConfig:
     return config.gemma
 
 
-def _weight(build: Build, name: str, size: int, gemma: GemmaConfig) -> Tensor:
+def _weight(builder: LayerBuilder, name: str, size: int, gemma: GemmaConfig) -> Tensor:
     """fp32 where 1 is added: half precision would round the sum."""
-    weight = build.tensor(f"{name}.weight", (size,))
+    weight = builder.tensor(f"{name}.weight", (size,))
     return weight.float() + gemma.norm_offset if gemma.norm_offset else weight

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftproof.models.layers import Build, Norm
+from draftproof.models.layers import LayerBuilder, Norm
 from draftproof.models.moe import ExpertWeights
 from draftproof.models.moe_config import MoEConfig
 
@@ -33,22 +33,22 @@ class GemmaExperts:
         "_scale_E",
     )
 
-    def __init__(self, build: Build, layer: str, hidden: int, eps: float, config: MoEConfig) -> None:
+    def __init__(self, builder: LayerBuilder, layer: str, hidden: int, eps: float, config: MoEConfig) -> None:
         """layer: what the layer's tensors begin with."""
-        build = replace(build, fp8=False)  # as of other experts
-        self._config, self._ops = config, build.ops.experts
-        self._gather, self._gelu_mul = build.ops.gather, build.ops.gelu_mul
+        builder = replace(builder, fp8=False)  # as of other experts
+        self._config, self._ops = config, builder.ops.experts
+        self._gather, self._gelu_mul = builder.ops.gather, builder.ops.gelu_mul
         # fp32: half precision would round the product of the two scales
-        scale_H = build.tensor(f"{layer}.router.scale", (hidden,)).float() * hidden**-0.5
-        self._router_norm = Norm(scale_H, eps, build.ops)
-        self._router = build.linear(
+        scale_H = builder.tensor(f"{layer}.router.scale", (hidden,)).float() * hidden**-0.5
+        self._router_norm = Norm(scale_H, eps, builder.ops)
+        self._router = builder.linear(
             f"{layer}.router.proj", hidden, config.num_experts, out_dtype=torch.float32
         )
-        self._scale_E = build.tensor(f"{layer}.router.per_expert_scale", (config.num_experts,)).float()
-        self._before = build.norm(f"{layer}.pre_feedforward_layernorm_2", hidden, eps)
-        self._after = build.norm(f"{layer}.post_feedforward_layernorm_2", hidden, eps)
+        self._scale_E = builder.tensor(f"{layer}.router.per_expert_scale", (config.num_experts,)).float()
+        self._before = builder.norm(f"{layer}.pre_feedforward_layernorm_2", hidden, eps)
+        self._after = builder.norm(f"{layer}.post_feedforward_layernorm_2", hidden, eps)
         gate, up, down = config.parts
-        weights = ExpertWeights(build, f"{layer}.experts", config.num_experts)
+        weights = ExpertWeights(builder, f"{layer}.experts", config.num_experts)
         self._gate_up = weights.load((gate, up), "gate_up_proj", config.width, hidden)
         self._down = weights.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
 

@@ -24,7 +24,7 @@ Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class LayerBuilder:
     """What a piece needs in order to be made. `exact` None: as the planner does; drafters pass False, and `fp8` where
     their products' weights are to be rounded to it."""
 
@@ -36,7 +36,7 @@ class Build:
     exact: bool | None = None
     fp8: bool = False
 
-    def reading(self, weights: WeightSource) -> Build:
+    def reading(self, weights: WeightSource) -> LayerBuilder:
         """The same, from other weights."""
         return replace(self, weights=weights)
 
@@ -106,15 +106,15 @@ class Norm:
         self._add_rms_norm = ops.add_rms_norm
 
     @classmethod
-    def load(cls, build: Build, name: str, size: int, eps: float) -> Norm:
+    def load(cls, builder: LayerBuilder, name: str, size: int, eps: float) -> Norm:
         """name: without ".weight"."""
-        return cls(build.tensor(f"{name}.weight", (size,)), eps, build.ops)
+        return cls(builder.tensor(f"{name}.weight", (size,)), eps, builder.ops)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self._rms_norm(x_TH, self.weight_H, self.eps)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); x_TH as a product's `apart` gives it."""
+        """(norm(x + residual), x + residual); x_TH as a product's `partial_sums` gives it."""
         return self._add_rms_norm(x_TH, residual_TH, self.weight_H, self.eps)
 
 
@@ -125,7 +125,7 @@ class Attention:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         prefix: str,
         config: ModelConfig,
         cos_sin_PD: Tensor,
@@ -136,13 +136,13 @@ class Attention:
         """index: the layer's place in its model's cache; input_size: width of the input where it is not H."""
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.index = index
-        self.qkv = build.linear(
+        self.qkv = builder.linear(
             [f"{prefix}.{part}_proj" for part in "qkv"],
             input_size or config.hidden_size,
             [heads * dim, kv_heads * dim, kv_heads * dim],
             bias=config.qkv_bias,
         )
-        self.out = build.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=config.o_bias)
+        self.out = builder.linear(f"{prefix}.o_proj", heads * dim, config.hidden_size, bias=config.o_bias)
         self.spec = AttentionSpec(
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -151,17 +151,17 @@ class Attention:
             window=window,
             eps=config.norm_eps,
             cos_sin_PD=cos_sin_PD,
-            q_norm_D=build.tensor(f"{prefix}.q_norm.weight", (dim,)) if config.qk_norm else None,
-            k_norm_D=build.tensor(f"{prefix}.k_norm.weight", (dim,)) if config.qk_norm else None,
+            q_norm_D=builder.tensor(f"{prefix}.q_norm.weight", (dim,)) if config.qk_norm else None,
+            k_norm_D=builder.tensor(f"{prefix}.k_norm.weight", (dim,)) if config.qk_norm else None,
         )
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         """x_TX [T, input_size], already normed -> [T, H]."""
         return self.out(attn(self.index, self.qkv(x_TX), self.spec))
 
-    def apart(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+    def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         """The same for `Norm.add`: perhaps in parts."""
-        return self.out.apart(attn(self.index, self.qkv(x_TX), self.spec))
+        return self.out.partial_sums(attn(self.index, self.qkv(x_TX), self.spec))
 
 
 class MLP:
@@ -170,34 +170,40 @@ class MLP:
     __slots__ = ("_gate_mul", "down", "gate_up")
 
     def __init__(
-        self, build: Build, prefix: str, config: ModelConfig, width: int | None = None, *, gelu: bool = False
+        self,
+        builder: LayerBuilder,
+        prefix: str,
+        config: ModelConfig,
+        width: int | None = None,
+        *,
+        gelu: bool = False,
     ) -> None:
         """width: the intermediate size, where it is not the config's."""
         hidden, inner = config.hidden_size, width or config.intermediate_size
-        self._gate_mul = build.ops.gelu_mul if gelu else build.ops.silu_mul
-        self.gate_up = build.linear(
+        self._gate_mul = builder.ops.gelu_mul if gelu else builder.ops.silu_mul
+        self.gate_up = builder.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], bias=config.mlp_bias
         )
-        self.down = build.linear(f"{prefix}.down_proj", inner, hidden, bias=config.mlp_bias)
+        self.down = builder.linear(f"{prefix}.down_proj", inner, hidden, bias=config.mlp_bias)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self.down(self._gate_mul(self.gate_up(x_TH)))
 
-    def apart(self, x_TH: Tensor) -> Tensor:
+    def partial_sums(self, x_TH: Tensor) -> Tensor:
         """The same for `Norm.add`: perhaps in parts."""
-        return self.down.apart(self._gate_mul(self.gate_up(x_TH)))
+        return self.down.partial_sums(self._gate_mul(self.gate_up(x_TH)))
 
 
-def feed_forward(build: Build, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:
+def feed_forward(builder: LayerBuilder, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:
     """What follows the attention in layer `index`, whose tensors begin with `prefix`."""
     moe = config.moe
     if moe is None or index in moe.dense_layers:
-        return MLP(build, f"{prefix}.mlp", config)
+        return MLP(builder, f"{prefix}.mlp", config)
     shared = (
-        MLP(build, f"{prefix}.mlp.shared_experts", config, moe.shared_width) if moe.shared_width else None
+        MLP(builder, f"{prefix}.mlp.shared_experts", config, moe.shared_width) if moe.shared_width else None
     )
     # Experts' weights are products of another kind, and the router's few choose among them: neither is rounded to fp8.
-    return MoE(replace(build, fp8=False), prefix, config.hidden_size, moe, shared)
+    return MoE(replace(builder, fp8=False), prefix, config.hidden_size, moe, shared)
 
 
 class DecoderLayer:
@@ -211,7 +217,7 @@ class DecoderLayer:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         prefix: str,
         config: ModelConfig,
         cos_sin_PD: Tensor,
@@ -222,17 +228,17 @@ class DecoderLayer:
     ) -> None:
         """input_norm False: the layer has none of its own (EAGLE-1's). See `Attention` for the other arguments."""
         hidden, eps = config.hidden_size, config.norm_eps
-        self.input_norm = Norm.load(build, f"{prefix}.input_layernorm", hidden, eps) if input_norm else None
+        self.input_norm = Norm.load(builder, f"{prefix}.input_layernorm", hidden, eps) if input_norm else None
         kind = Attention if config.mla is None else LatentAttention
-        self.attention = kind(build, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size)
-        self.post_norm = Norm.load(build, f"{prefix}.post_attention_layernorm", hidden, eps)
-        self.mlp = feed_forward(build, prefix, config, index)
+        self.attention = kind(builder, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size)
+        self.post_norm = Norm.load(builder, f"{prefix}.post_attention_layernorm", hidden, eps)
+        self.mlp = feed_forward(builder, prefix, config, index)
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         """x_TX: the normed input; residual_TH: the stream it was made from. Their sum of the result is the stream
         after the layer: (MLP's output, perhaps in parts, stream between attention and MLP)."""
-        x_TH, residual_TH = self.post_norm.add(self.attention.apart(x_TX, attn), residual_TH)
-        return self.mlp.apart(x_TH), residual_TH
+        x_TH, residual_TH = self.post_norm.add(self.attention.partial_sums(x_TX, attn), residual_TH)
+        return self.mlp.partial_sums(x_TH), residual_TH
 
 
 class Layer(Protocol):

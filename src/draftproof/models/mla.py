@@ -22,7 +22,7 @@ from draftproof.schema import flag, shown, whole
 
 if TYPE_CHECKING:
     from draftproof.models.config import ModelConfig
-    from draftproof.models.layers import Build
+    from draftproof.models.layers import LayerBuilder
 
 KEYS = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
@@ -77,7 +77,7 @@ class LatentAttention:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         prefix: str,
         config: ModelConfig,
         cos_sin_PD: Tensor,
@@ -89,27 +89,27 @@ class LatentAttention:
         m = config.mla
         assert m is not None
         heads, hidden, bias = config.num_heads, input_size or config.hidden_size, config.qkv_bias
-        self.index, self._concat = index, build.ops.concat
+        self.index, self._concat = index, builder.ops.concat
         self._q_a = self._q_norm = None
         if m.q_rank is None:
-            self._q = build.linear(f"{prefix}.q_proj", hidden, heads * (m.nope_dim + m.rope_dim))
+            self._q = builder.linear(f"{prefix}.q_proj", hidden, heads * (m.nope_dim + m.rope_dim))
         else:
-            self._q_a = build.linear(f"{prefix}.q_a_proj", hidden, m.q_rank, bias=bias)
-            self._q_norm = build.norm(f"{prefix}.q_a_layernorm", m.q_rank, _LOW_RANK_EPS)
-            self._q = build.linear(f"{prefix}.q_b_proj", m.q_rank, heads * (m.nope_dim + m.rope_dim))
-        self._kv_norm = build.norm(f"{prefix}.kv_a_layernorm", m.kv_rank, _LOW_RANK_EPS)
+            self._q_a = builder.linear(f"{prefix}.q_a_proj", hidden, m.q_rank, bias=bias)
+            self._q_norm = builder.norm(f"{prefix}.q_a_layernorm", m.q_rank, _LOW_RANK_EPS)
+            self._q = builder.linear(f"{prefix}.q_b_proj", m.q_rank, heads * (m.nope_dim + m.rope_dim))
+        self._kv_norm = builder.norm(f"{prefix}.kv_a_layernorm", m.kv_rank, _LOW_RANK_EPS)
         name, order_R = f"{prefix}.kv_a_proj_with_mqa", _pair_order(m)
-        kv_XH = build.tensor(f"{name}.weight", (m.kv_rank + m.rope_dim, hidden))
-        kv_X = build.tensor(f"{name}.bias", (m.kv_rank + m.rope_dim,)) if bias else None
-        rope_R = order_R.to(build.device) + m.kv_rank
-        self._kv = build.pack(kv_XH[: m.kv_rank].contiguous(), None if kv_X is None else kv_X[: m.kv_rank])
-        self._k_rope = build.pack(kv_XH[rope_R], None if kv_X is None else kv_X[rope_R])
+        kv_XH = builder.tensor(f"{name}.weight", (m.kv_rank + m.rope_dim, hidden))
+        kv_X = builder.tensor(f"{name}.bias", (m.kv_rank + m.rope_dim,)) if bias else None
+        rope_R = order_R.to(builder.device) + m.kv_rank
+        self._kv = builder.pack(kv_XH[: m.kv_rank].contiguous(), None if kv_X is None else kv_X[: m.kv_rank])
+        self._k_rope = builder.pack(kv_XH[rope_R], None if kv_X is None else kv_X[rope_R])
         width = m.nope_dim + m.v_dim
-        up_XC = build.tensor(f"{prefix}.kv_b_proj.weight", (heads * width, m.kv_rank))
+        up_XC = builder.tensor(f"{prefix}.kv_b_proj.weight", (heads * width, m.kv_rank))
         up = up_XC.view(heads, width, m.kv_rank)
-        self._into_latent = HeadProducts(build, [_into(k_NC, m, order_R) for k_NC in up[:, : m.nope_dim]])
-        self._from_latent = HeadProducts(build, [_from(v_VC, m) for v_VC in up[:, m.nope_dim :]])
-        self.out = build.linear(f"{prefix}.o_proj", heads * m.v_dim, config.hidden_size, bias=config.o_bias)
+        self._into_latent = HeadProducts(builder, [_into(k_NC, m, order_R) for k_NC in up[:, : m.nope_dim]])
+        self._from_latent = HeadProducts(builder, [_from(v_VC, m) for v_VC in up[:, m.nope_dim :]])
+        self.out = builder.linear(f"{prefix}.o_proj", heads * m.v_dim, config.hidden_size, bias=config.o_bias)
         self.spec = AttentionSpec(
             num_heads=heads,
             num_kv_heads=1,
@@ -123,9 +123,9 @@ class LatentAttention:
         """x_TX [T, input_size], already normed -> [T, H]."""
         return self.out(self._attended(x_TX, attn))
 
-    def apart(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
+    def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         """The same for `Norm.add`: perhaps in parts."""
-        return self.out.apart(self._attended(x_TX, attn))
+        return self.out.partial_sums(self._attended(x_TX, attn))
 
     def _attended(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         q_TX = x_TX if self._q_a is None else self._q_a(x_TX)
@@ -139,13 +139,13 @@ class HeadProducts:
 
     __slots__ = ("_heads", "_product", "_starts", "_swap")
 
-    def __init__(self, build: Build, weights: Sequence[Tensor]) -> None:
+    def __init__(self, builder: LayerBuilder, weights: Sequence[Tensor]) -> None:
         """weights: [Y, X] each."""
         (outputs, inputs), self._heads = weights[0].shape, len(weights)
-        shape = Shape(outputs, inputs, build.dtype, build.dtype, False)
-        self._product = build.planner.pack_experts(len(weights), weights, shape, exact=build.exact)
-        self._swap = build.ops.swap
-        self._starts = build.planner.equal_groups(len(weights))
+        shape = Shape(outputs, inputs, builder.dtype, builder.dtype, False)
+        self._product = builder.planner.pack_experts(len(weights), weights, shape, exact=builder.exact)
+        self._swap = builder.ops.swap
+        self._starts = builder.planner.equal_groups(len(weights))
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         rows, heads = len(x_TX), self._heads

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.grouped import GroupedForm
+from draftproof.kernels.grouped import GroupedLinear
 from draftproof.models.moe_config import MoEConfig
 
 if TYPE_CHECKING:
-    from draftproof.models.layers import Build
+    from draftproof.models.layers import LayerBuilder
 
 
 class MoE:
@@ -36,7 +36,7 @@ class MoE:
 
     def __init__(
         self,
-        build: Build,
+        builder: LayerBuilder,
         layer: str,
         hidden: int,
         config: MoEConfig,
@@ -44,17 +44,21 @@ class MoE:
     ) -> None:
         """layer: what the layer's tensors begin with; shared: [T, H] -> [T, H], added to the experts' sum."""
         blocks = [f"{layer}.{name}" for name in config.blocks]
-        block = next((name for name in blocks if f"{name}.gate.weight" in build.weights), blocks[0])
+        block = next((name for name in blocks if f"{name}.gate.weight" in builder.weights), blocks[0])
         self._config, self._shared = config, shared
-        self._ops, self._gather, self._silu_mul = build.ops.experts, build.ops.gather, build.ops.silu_mul
-        self._router = build.linear(f"{block}.gate", hidden, config.num_experts, out_dtype=torch.float32)
+        self._ops, self._gather, self._silu_mul = (
+            builder.ops.experts,
+            builder.ops.gather,
+            builder.ops.silu_mul,
+        )
+        self._router = builder.linear(f"{block}.gate", hidden, config.num_experts, out_dtype=torch.float32)
         self._bias_E = None
         if config.biased:  # never rounded: it decides which of two close experts is chosen
             name = f"{block}.gate.e_score_correction_bias"
-            bias_E = build.weights.get(name, (config.num_experts,), "finite")
-            self._bias_E = bias_E.to(build.device, torch.float32, copy=True)
+            bias_E = builder.weights.get(name, (config.num_experts,), "finite")
+            self._bias_E = bias_E.to(builder.device, torch.float32, copy=True)
         gate, up, down = config.parts
-        tensors = ExpertWeights(build, f"{block}.experts", config.num_experts)
+        tensors = ExpertWeights(builder, f"{block}.experts", config.num_experts)
         self._gate_up = tensors.load((gate, up), "gate_up_proj", config.width, hidden)
         self._down = tensors.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
 
@@ -67,7 +71,7 @@ class MoE:
         base_TH = None if self._shared is None else self._shared(x_TH)
         return self._ops.combine(y_PH, place_TK, weights_TK, base_TH, x_TH.dtype)
 
-    def apart(self, x_TH: Tensor) -> Tensor:
+    def partial_sums(self, x_TH: Tensor) -> Tensor:
         """As of `layers.MLP`; always whole, since the experts' outputs are added here."""
         return self(x_TH)
 
@@ -75,8 +79,8 @@ class MoE:
 class ExpertWeights:
     """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
 
-    def __init__(self, build: Build, prefix: str, num_experts: int) -> None:
-        self._build, self._prefix, self._num_experts = build, prefix, num_experts
+    def __init__(self, builder: LayerBuilder, prefix: str, num_experts: int) -> None:
+        self._builder, self._prefix, self._num_experts = builder, prefix, num_experts
 
     def load(
         self,
@@ -85,18 +89,18 @@ class ExpertWeights:
         out_size: int,
         in_size: int,
         out_dtype: torch.dtype | None = None,
-    ) -> GroupedForm:
+    ) -> GroupedLinear:
         """The product with `parts` one below the other, each of `out_size`; `packed`: what they are called together."""
-        build, rows = self._build, len(parts) * out_size
-        shape = Shape(rows, in_size, build.dtype, out_dtype or build.dtype, False)
+        builder, rows = self._builder, len(parts) * out_size
+        shape = Shape(rows, in_size, builder.dtype, out_dtype or builder.dtype, False)
 
         def each() -> Iterator[Tensor]:
             for expert in range(self._num_experts):
                 names = [f"{self._prefix}.{expert}.{part}.weight" for part in parts]
-                found = [build.tensor(name, (out_size, in_size)) for name in names]
+                found = [builder.tensor(name, (out_size, in_size)) for name in names]
                 yield found[0] if len(found) == 1 else torch.cat(found)
 
         whole = f"{self._prefix}.{packed}"
-        is_packed = f"{self._prefix}.0.{parts[0]}.weight" not in build.weights and whole in build.weights
-        weights = build.tensor(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
-        return build.planner.pack_experts(self._num_experts, weights, shape, exact=build.exact)
+        is_packed = f"{self._prefix}.0.{parts[0]}.weight" not in builder.weights and whole in builder.weights
+        weights = builder.tensor(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
+        return builder.planner.pack_experts(self._num_experts, weights, shape, exact=builder.exact)

@@ -20,7 +20,7 @@ from draftproof.kernels.sample import probabilities_torch
 from draftproof.sampling.noise import Domain, derive, exponential, token_bits, uniform
 from draftproof.sampling.params import RowParams
 from draftproof.sampling.sampler import NO_NUMBER, Draw, Sampler, say_why
-from draftproof.sampling.verifier import Verdict, VerifyRows, drafts_of, row_index, verdict_of
+from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class LossyVerifier:
         tokens_SL: Tensor,
         slots_host: Sequence[int],
         rows: VerifyRows,
-    ) -> Verdict:
+    ) -> VerifyResult:
         """See `Verifier`."""
         at_W = torch.arange(rows.width, device=logits_MV.device)
         if logits_MV.shape[0] == 0:
             zero_R = torch.zeros_like(rows.num_R)
-            return Verdict((zero_R - 1)[:, None].expand(-1, rows.width), zero_R)
+            return VerifyResult((zero_R - 1)[:, None].expand(-1, rows.width), zero_R)
         processed_MV = self._sampler.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         params = self._sampler.rows(slots_M)
         index_RW = row_index(rows, at_W, logits_MV.shape[0])
@@ -139,7 +139,7 @@ class LossyVerifier:
             last_R = say_why(last_R, logits_MV[index_RW.gather(1, accepted_R[:, None])[:, 0]])
         padded_RW = torch.nn.functional.pad(drafts_RK, (0, 1))
         tokens_RW = torch.where(at_W == accepted_R[:, None], last_R[:, None], padded_RW)
-        return verdict_of(tokens_RW, accepted_R, rows, at_W)
+        return verify_result(tokens_RW, accepted_R, rows, at_W)
 
     def _draw_residual(
         self, weight_RV: Tensor, seeds_R: Tensor, rows: VerifyRows, accepted_R: Tensor

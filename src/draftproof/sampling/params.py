@@ -118,7 +118,7 @@ class SamplingTable:
         for column_S in (self.top_p_S, self.repetition_S):
             column_S[slot] = 1
 
-    def is_plain(self, slots: Iterable[int]) -> bool:
+    def graph_safe(self, slots: Iterable[int]) -> bool:
         """Whether temperature and filters are all that these slots ask for."""
         return all(slot not in self.constraints and slot not in self.penalised for slot in slots)
 

@@ -29,7 +29,7 @@ def process(
     positions_M: the position each row samples; slots_host: slots_M as the host knows it. A row of a request without
     features is copied, not touched.
     """
-    if table.is_plain(slots_host):
+    if table.graph_safe(slots_host):
         return logits_MV
     out_MV = logits_MV.clone()
     for slot in dict.fromkeys(s for s in slots_host if s in table.constraints):

@@ -30,7 +30,7 @@ class VerifyRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """What a pass emitted: request r's tokens are tokens_RW[r, :num_emitted_R[r]].
 
     A token below 0 among the emitted ones means that the row held no possible one: `NO_NUMBER` or `NONE_LEFT`.
@@ -51,7 +51,7 @@ class Verifier(Protocol):
         tokens_SL: Tensor,
         slots_host: Sequence[int],
         rows: VerifyRows,
-    ) -> Verdict:
+    ) -> VerifyResult:
         """Raw logits of the sampled rows (left as they are) to emitted tokens."""
         ...
 
@@ -74,7 +74,7 @@ class ExactVerifier:
         tokens_SL: Tensor,
         slots_host: Sequence[int],
         rows: VerifyRows,
-    ) -> Verdict:
+    ) -> VerifyResult:
         """See `Verifier`."""
         sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
         return accept_exact(sampled_M, rows, tokens_SL, self.sampler.ops.step)
@@ -86,9 +86,9 @@ class ExactVerifier:
 
 def accept_exact(
     sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, ops: StepOps = TORCH_STEP
-) -> Verdict:
+) -> VerifyResult:
     """Accept drafts while they equal the samples; the first sample that differs, or the bonus, ends the round."""
-    return Verdict(
+    return VerifyResult(
         *ops.accept(
             tokens_SL,
             rows.slots_R,
@@ -114,7 +114,7 @@ def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
     return tokens_SL.take(at_RK + (rows.slots_R * length)[:, None])
 
 
-def verdict_of(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> Verdict:
+def verify_result(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> VerifyResult:
     """Emit `accepted` tokens and the one after; nothing in mid-prefill."""
     emitted_R = (accepted_R + 1) * (rows.num_R > 0)
-    return Verdict(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R)
+    return VerifyResult(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R)

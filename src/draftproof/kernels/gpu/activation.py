@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on
+from draftproof.kernels.gpu.launch import dense, on, pdl
+from draftproof.kernels.gpu.pdl import begin
 
 BLOCK = 1024
 
 
 @triton.jit
 def _gate_mul_kernel(
-    gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr  # noqa: E741
+    gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr  # noqa: E741
 ):  # fmt: skip
-    begin(EARLY)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
@@ -71,7 +71,7 @@ def _gate_mul(gate_up_TI2: Tensor, *, gelu: bool) -> Tensor:
         with on(out_TI):
             grid = (rows, triton.cdiv(width // 2, BLOCK))
             _gate_mul_kernel[grid](
-                gate_up_TI2, out_TI, I=width // 2, BLOCK=BLOCK, GELU=gelu, **early(out_TI), num_warps=4
+                gate_up_TI2, out_TI, I=width // 2, BLOCK=BLOCK, GELU=gelu, **pdl(out_TI), num_warps=4
             )
     return out_TI
 

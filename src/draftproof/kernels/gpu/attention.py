@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.kernels.gpu.attention_kernels import loop_kernel, split_kernel, tiles_kernel
 from draftproof.kernels.gpu.attention_sum import combine_kernel
-from draftproof.kernels.gpu.launch import dense, early, num_processors, on, power_of_two, shared_bytes
+from draftproof.kernels.gpu.launch import dense, num_processors, on, pdl, power_of_two, shared_bytes
 
 SCRATCH_BYTES = 512 << 20  # of chunks' results; where they would take more, chunks are not dealt out
 MANY_SUMS = 1024  # rows times heads; where there are more, a program adds up whole vectors
@@ -27,7 +27,7 @@ TILE_NUMBERS = 1 << 14  # of a tile's queries, that registers hold: 128 of size 
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LaunchConfig:
     """How one kind of pass is cut and compiled. No bit depends on it."""
 
     most: int = 32  # rows times heads of a tile
@@ -47,13 +47,15 @@ class Tiling:
 
     chunk: int = 256  # keys
     step: int = 64  # keys a step; half as many where vectors are long
-    some: Cut = Cut()
-    decode: Cut = Cut(num_stages=3, registers=128, runs=4)  # more than 32 requests, a row of each
-    prompt: Cut = Cut(most=128, num_warps=8)
+    some: LaunchConfig = LaunchConfig()
+    decode: LaunchConfig = LaunchConfig(
+        num_stages=3, registers=128, runs=4
+    )  # more than 32 requests, a row of each
+    prompt: LaunchConfig = LaunchConfig(most=128, num_warps=8)
     prompt_rows: int = 512
     split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
 
-    def cut(self, rows: int, alike: bool) -> Cut:
+    def launch_config(self, rows: int, alike: bool) -> LaunchConfig:
         """alike: no two rows are of one request."""
         if rows >= self.prompt_rows:
             return self.prompt
@@ -74,7 +76,7 @@ class _Shape:
     alike: bool  # a tile has one row
     per_tile: int  # rows
     tiles: int  # that so many rows make, but for a few more where requests end within one
-    cut: Cut
+    launch_config: LaunchConfig
     chunk: int
     chunks: int  # bound
     step: int
@@ -97,9 +99,9 @@ class TritonAttention:
     def __init__(self, tiling: Tiling | None = None) -> None:
         self._tiling = tiling or Tiling()
 
-    def begin(self, most_each: int = 0) -> AttentionPass:
-        """`most_each`: no slot has more neighbouring rows; 0 = not known."""
-        return AttentionPass(self._tiling, most_each)
+    def begin(self, max_query_len: int = 0) -> AttentionPass:
+        """`max_query_len`: no slot has more neighbouring rows; 0 = not known."""
+        return AttentionPass(self._tiling, max_query_len)
 
     def __call__(
         self,
@@ -108,20 +110,20 @@ class TritonAttention:
         v_cache: Tensor,
         block_table_SB: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:
         attend = self.begin()
-        return attend(q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T, window, scale)
+        return attend(q_THD, k_cache, v_cache, block_table_SB, slots_T, context_lens_T, window, scale)
 
 
 class AttentionPass:
     """Attention for the layers of one pass, whose rows must stay as they are: they are cut into tiles once."""
 
-    def __init__(self, tiling: Tiling, most_each: int) -> None:
+    def __init__(self, tiling: Tiling, max_query_len: int) -> None:
         self._tiling = tiling
-        self._most_each = most_each
+        self._max_query_len = max_query_len
         self._plans: dict[tuple[int, int, int], Tensor] = {}
 
     def __call__(
@@ -131,7 +133,7 @@ class AttentionPass:
         v_cache: Tensor,
         block_table_SB: Tensor,
         slots_T: Tensor,
-        ends_T: Tensor,
+        context_lens_T: Tensor,
         window: int,
         scale: float,
     ) -> Tensor:
@@ -140,12 +142,12 @@ class AttentionPass:
         out_TX = q_THD.new_empty(rows, heads * dim)
         if rows == 0:
             return out_TX
-        assert all(x.is_contiguous() for x in (k_cache, v_cache, block_table_SB, slots_T, ends_T))
+        assert all(x.is_contiguous() for x in (k_cache, v_cache, block_table_SB, slots_T, context_lens_T))
         shape = self._shape(q_THD, k_cache, block_table_SB, window)
         q_THD, scale = dense(q_THD), scale * math.log2(math.e)
-        inputs = (q_THD, k_cache, v_cache, block_table_SB, slots_T, ends_T)
+        inputs = (q_THD, k_cache, v_cache, block_table_SB, slots_T, context_lens_T)
         with on(q_THD):
-            plan = self._plan(shape, slots_T, ends_T)
+            plan = self._plan(shape, slots_T, context_lens_T)
             if shape.split:
                 self._split(shape, inputs, plan, out_TX, scale)
             else:
@@ -157,9 +159,9 @@ class AttentionPass:
         _, kv_heads, block_size, _ = k_cache.shape
         group2 = power_of_two(heads // kv_heads)
         wide = q_THD.dtype == torch.float32
-        together = min(rows, self._most_each or rows)
-        cut = self._tiling.cut(rows, together == 1)
-        most = min(cut.most, 32) if wide else cut.most
+        together = min(rows, self._max_query_len or rows)
+        launch_config = self._tiling.launch_config(rows, together == 1)
+        most = min(launch_config.most, 32) if wide else launch_config.most
         most = min(most, TILE_NUMBERS // max(power_of_two(dim), 16))
         tile = max(min(power_of_two(together * group2), most), group2, 16)
         per_tile = 1 if together == 1 else tile // group2
@@ -176,7 +178,7 @@ class AttentionPass:
             alike=together == 1,
             per_tile=per_tile,
             tiles=triton.cdiv(rows, together) * triton.cdiv(together, per_tile),
-            cut=cut,
+            launch_config=launch_config,
             chunk=self._tiling.chunk,
             chunks=chunks,
             step=self._tiling.step // 2 if wide or dim > 128 else self._tiling.step,
@@ -185,7 +187,7 @@ class AttentionPass:
             shared_bytes=shared_bytes(q_THD.device),
         )
 
-    def _plan(self, shape: _Shape, slots_T: Tensor, ends_T: Tensor) -> Tensor:
+    def _plan(self, shape: _Shape, slots_T: Tensor, context_lens_T: Tensor) -> Tensor:
         """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
         runs = self._num_runs(shape, slots_T.device) if shape.split else 0
         key = (shape.per_tile, shape.window, runs)
@@ -193,14 +195,14 @@ class AttentionPass:
         if plan is None:
             plan = slots_T.new_empty(3 * shape.rows + 4 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
-                *(slots_T, ends_T, plan, shape.rows, shape.window),
+                *(slots_T, context_lens_T, plan, shape.rows, shape.window),
                 CHUNK=shape.chunk,
                 ROWS=shape.per_tile,
                 WINDOWED=bool(shape.window),
                 SPLIT=shape.split,
                 RUNS=runs,
                 BLOCK=self._tiling.split_rows if shape.split else 1024,
-                **early(slots_T),
+                **pdl(slots_T),
                 num_warps=4,
             )
             self._plans[key] = plan
@@ -208,28 +210,28 @@ class AttentionPass:
 
     def _num_runs(self, shape: _Shape, device: torch.device) -> int:
         """That chunks are put together into, of all tiles; a head has a program for each."""
-        return max(1, shape.cut.runs * num_processors(device) // shape.kv_heads)
+        return max(1, shape.launch_config.runs * num_processors(device) // shape.kv_heads)
 
     def _split(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
     ) -> None:
-        q, width, ends_T = inputs[0], inputs[3].shape[1], inputs[5]
+        q, width, context_lens_T = inputs[0], inputs[3].shape[1], inputs[5]
         size = (shape.rows, shape.heads, shape.chunks)
         acc = torch.empty(*size, shape.dim, dtype=torch.float32, device=q.device)
         ml = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
         # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
         most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
         split_kernel[(most * shape.kv_heads,)](
-            *(*inputs[:4], ends_T, plan, acc, ml, out_TX),
+            *(*inputs[:4], context_lens_T, plan, acc, ml, out_TX),
             *(shape.rows, width, shape.chunks, shape.window, scale),
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
-            **early(q),
+            **pdl(q),
         )
         whole = shape.padded_dim
         part = whole if shape.rows * shape.heads > MANY_SUMS else min(whole, 32)
         combine_kernel[(shape.rows, shape.heads, whole // part)](
-            *(acc, ml, ends_T, plan, out_TX, shape.chunks, shape.window),
+            *(acc, ml, context_lens_T, plan, out_TX, shape.chunks, shape.window),
             ALIKE=shape.alike,
             enable_fp_fusion=False,
             HEADS=shape.heads,
@@ -237,7 +239,7 @@ class AttentionPass:
             PART=part,
             CHUNK=shape.chunk,
             WINDOWED=bool(shape.window),
-            **early(q),
+            **pdl(q),
             num_warps=1,
         )
 
@@ -248,7 +250,7 @@ class AttentionPass:
         loop_kernel[(min(max(shape.tiles + SPARE_TILES, least), shape.rows), shape.kv_heads)](
             *(*inputs, plan, out_TX, inputs[3].shape[1], shape.window, scale),
             **self._tile_constants(shape),
-            **early(out_TX),
+            **pdl(out_TX),
         )
 
     def _pipeline(self, shape: _Shape) -> dict[str, int]:
@@ -256,9 +258,9 @@ class AttentionPass:
         # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
         fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
         most = 1 + fitting * (1 if shape.tile >= 64 else 2)
-        narrow, registers = shape.itemsize == 2 and shape.dim <= 128, shape.cut.registers
+        narrow, registers = shape.itemsize == 2 and shape.dim <= 128, shape.launch_config.registers
         return {
-            "num_stages": max(2, min(shape.cut.num_stages, most)),
+            "num_stages": max(2, min(shape.launch_config.num_stages, most)),
             **({"maxnreg": registers} if narrow and registers is not None else {}),
         }
 
@@ -276,7 +278,7 @@ class AttentionPass:
             "GROUP2": shape.group2,
             "ALIKE": shape.alike,
             "BLOCK_SIZE": shape.block_size,
-            "num_warps": shape.cut.num_warps,
+            "num_warps": shape.launch_config.num_warps,
             **self._pipeline(shape),
             # Multiply-adds are fused where the source says so only: the masked and the plain steps must agree.
             "enable_fp_fusion": False,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.gpu.attention_sum import added, divided, num_chunks, power, shifted
-from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.pdl import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
@@ -28,14 +28,14 @@ def _larger(a, b):
 def tiles_kernel(
     slots, ends, plan, rows, window,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RUNS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Cut the pass into tiles of up to ROWS neighbouring rows of one slot, and their chunks into runs; one program.
 
     plan: [tiles, runs of all tiles, chunks of a run, first row of each tile and `rows`, runs of all tiles before each,
     slots]. Runs are as long as leaves RUNS of them: 17 chunks in all and RUNS 4 make runs of 5 chunks.
     """
-    begin(EARLY)
+    begin(PDL)
     carried, tiles = 0, 0
     for base in range(0, rows, BLOCK):
         t = base + tl.arange(0, BLOCK)
@@ -316,14 +316,14 @@ def split_kernel(
     q, k, v, table, ends, plan, acc_out, ml_out, out, rows, width, chunks, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A run of chunks of a tile and head; each chunk's result goes to memory, but a row whose only run it is gets
     finished here. Programs past the last run do nothing.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
-    begin(EARLY)
+    begin(PDL)
     tiles, total, each, i = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2), tl.arange(0, TILES)
     # Read all of the plan at once, the unused end too: what waits for a load should not be another load.
     first_I, after_I = tl.load(plan + 3 + i).to(tl.int64), tl.load(plan + 4 + i)
@@ -365,13 +365,13 @@ def loop_kernel(
     q, k, v, table, slots, ends, plan, out, width, window, scale,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWED: tl.constexpr, ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile and head, all its chunks: the same chunks, added in the same order, as `split_kernel` has them added.
 
     Programs are as many as the tiles of few requests; those of many are dealt out among them.
     """
-    begin(EARLY)
+    begin(PDL)
     head, tiles = tl.program_id(1), tl.load(plan)
     for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = tiles - 1 - i  # a prompt's last tiles see most keys

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.pdl import begin
 
 MANY_CHUNKS, FEW_CHUNKS = tl.constexpr(16), tl.constexpr(8)  # that are added up at once
 
@@ -56,11 +56,11 @@ def num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
 def combine_kernel(
     acc, ml, ends, plan, out, chunks, window,
     HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
-    ALIKE: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PART dimensions of a row and head: the sum of its chunks, first to last. A padding row (end 0) becomes zero, a
     finished row stays."""
-    begin(EARLY)
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(ends + row).to(tl.int32)
     d = tl.program_id(2) * PART + tl.arange(0, PART)

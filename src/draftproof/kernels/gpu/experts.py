@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.kernels.experts import TINY, Routing
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
+from draftproof.kernels.gpu.pdl import begin
 
 PAIRS = 1024  # that one step of sorting looks at
 BLOCK = 1024  # columns of one program of `combine`
@@ -48,10 +48,10 @@ def _keep_groups(choice, e, inside, E: tl.constexpr, GROUPS: tl.constexpr, TOP: 
 def _route_kernel(
     logits, bias, experts, weights, E: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, TINY: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row. EXPERTS: the power of two at or above E."""
-    begin(EARLY)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     inside = e < E
@@ -84,10 +84,10 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
     experts, source, place, starts, pairs, E: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One expert: counts the pairs of those before it, then numbers its own."""
-    begin(EARLY)
+    begin(PDL)
     expert = tl.program_id(0)
     before = tl.zeros((PAIRS,), tl.int32)
     for start in range(0, pairs, PAIRS):
@@ -109,9 +109,9 @@ def _group_kernel(
 @triton.jit
 def _combine_kernel(
     y, place, weights, base, out, H: tl.constexpr, TOP_K: tl.constexpr, BASE: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = h < H
@@ -148,7 +148,7 @@ class TritonExperts:
                     GROUPS=routing.groups,
                     TOP_GROUPS=routing.top_groups,
                     BIAS=bias_E is not None,
-                    **early(logits_TE),
+                    **pdl(logits_TE),
                     num_warps=1,
                 )
         return experts_TK, weights_TK
@@ -164,7 +164,7 @@ class TritonExperts:
                 E=num_experts,
                 TOP_K=experts_TK.shape[1],
                 PAIRS=PAIRS,
-                **early(experts_TK),
+                **pdl(experts_TK),
                 num_warps=4,
             )
         return source_P, place_TK, starts_E1
@@ -184,7 +184,7 @@ class TritonExperts:
                     TOP_K=top_k,
                     BASE=base_TH is not None,
                     BLOCK=BLOCK,
-                    **early(y_PH),
+                    **pdl(y_PH),
                     num_warps=4,
                 )
         return out_TH

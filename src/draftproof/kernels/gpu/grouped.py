@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
 from draftproof.kernels.gpu.linear import Tile
+from draftproof.kernels.gpu.pdl import begin
 
 # By the rows that an expert has on average; not tuned.
 TILES_HALF = (Tile(16, 64, 128, 5, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 8))
@@ -27,10 +27,10 @@ TILES_WIDE = (Tile(16, 32, 64, 3, 4), Tile(64, 64, 16, 3, 4))
 @triton.jit
 def _grouped_kernel(
     x, weights, starts, out, outputs, inputs, E: tl.constexpr, EXPERTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of one expert's rows and of outputs. EVEN: K is a multiple of BK. The last programs may find no work."""
-    begin(EARLY)
+    begin(PDL)
     tiles_n = tl.cdiv(outputs, BN)
     number, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     e = tl.arange(0, EXPERTS)
@@ -90,7 +90,7 @@ class Groups:
                 BN=tile.outputs,
                 BK=tile.inputs,
                 EVEN=shape.inputs % tile.inputs == 0,
-                **early(x_PK),
+                **pdl(x_PK),
                 num_stages=tile.stages,
                 num_warps=tile.warps,
             )

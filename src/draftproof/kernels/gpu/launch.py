@@ -45,18 +45,18 @@ def power_of_two(n: int) -> int:
 
 
 @functools.cache
-def starts_early(device: torch.device) -> bool:
+def has_pdl(device: torch.device) -> bool:
     """Whether a kernel may start before the one ahead of it in the stream has ended, and wait for it inside."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
-def copies_tiles(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     """Whether the device has an engine that copies a tile of a matrix to shared memory; the interpreter has."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def early(x: Tensor) -> dict[str, bool]:
+def pdl(x: Tensor) -> dict[str, bool]:
     """Arguments of a kernel that may start early."""
-    yes = starts_early(x.device)
-    return {"EARLY": yes, "launch_pdl": yes}
+    yes = has_pdl(x.device)
+    return {"PDL": yes, "launch_pdl": yes}

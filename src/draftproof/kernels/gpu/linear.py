@@ -3,7 +3,7 @@
 The kernel adds over K in order in fp32, so every tile is expected to give the same bits; the planner certifies each
 all the same. A long K with few outputs is cut into segments, as many as the weight's shape says and never the batch:
 each is summed from nothing, and they are added first to last, by the program that summed them, by a second kernel, or
-by the norm that follows (`apart`).
+by the norm that follows (`partial_sums`).
 Shapes: T rows, K inputs, N outputs, S segments.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,22 +22,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.gpu.early import begin
 from draftproof.kernels.gpu.launch import (
     ALIGNMENT,
-    copies_tiles,
     dense,
-    early,
+    has_tma,
     num_processors,
     on,
+    pdl,
     power_of_two,
     shared_bytes,
 )
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.gpu.pdl import begin
+from draftproof.kernels.products import Candidate, LinearFn
 
 SWIZZLE = tl.constexpr(8)  # row tiles that share a visit to the weight
 LINE = 128  # bytes
-EARLY_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
+PREFETCH_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
 MOST_LINES = 64  # of a row
 # So many of a K that is at least so long, with at most so many outputs and no more than K.
 SEGMENTS, LONG, NARROW = 4, 4096, 8192
@@ -52,8 +52,8 @@ def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One compiled form of the kernel. `swap`: the weight takes the matrix unit's longer side. `parts`: segments have a
-    program each, and are added up by a second kernel. `copied`: by the engine that copies whole tiles. `rows` is a
+    """One compiled form of the kernel. `swap_ab`: the weight takes the matrix unit's longer side. `parts`: segments have a
+    program each, and are added up by a second kernel. `tma`: by the engine that copies whole tiles. `rows` is a
     power of two, or if swapped and copied, 1.5 times one: two products then share what is read of the weight."""
 
     rows: int
@@ -61,14 +61,14 @@ class Tile:
     inputs: int
     stages: int
     warps: int
-    swap: bool = False
+    swap_ab: bool = False
     parts: bool = False
-    copied: bool = False
+    tma: bool = False
 
     @property
     def name(self) -> str:
-        side = (" swapped" if self.swap else "") + (" in parts" if self.parts else "")
-        side += " copied" if self.copied else ""
+        side = (" swap_ab" if self.swap_ab else "") + (" split_k" if self.parts else "")
+        side += " tma" if self.tma else ""
         return f"triton {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}{side}"
 
     @property
@@ -79,7 +79,7 @@ class Tile:
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether the device has the engine, and room for the buffers in shared memory."""
-        if self.copied and not copies_tiles(device):
+        if self.tma and not has_tma(device):
             return False
         step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
         return step * self.stages <= shared_bytes(device)
@@ -107,15 +107,15 @@ TILES_HALF = (
     *(Tile(16, 128, 128, 4, 4, True, True), Tile(32, 128, 128, 4, 4, True, True)),
     Tile(64, 128, 64, 5, 4, True, True),
 )
-COPIED = (
-    *(Tile(16, 64, 256, 5, 4, True, copied=True), Tile(64, 64, 128, 6, 4, True, copied=True)),
-    *(Tile(64, 128, 64, 4, 4, True, copied=True), Tile(128, 128, 64, 4, 8, copied=True)),
-    *(Tile(128, 256, 64, 4, 8, copied=True), Tile(128, 256, 64, 4, 8, True, copied=True)),
+TILES_TMA = (
+    *(Tile(16, 64, 256, 5, 4, True, tma=True), Tile(64, 64, 128, 6, 4, True, tma=True)),
+    *(Tile(64, 128, 64, 4, 4, True, tma=True), Tile(128, 128, 64, 4, 8, tma=True)),
+    *(Tile(128, 256, 64, 4, 8, tma=True), Tile(128, 256, 64, 4, 8, True, tma=True)),
     *(Tile(64, 128, 128, 4, 8, True, True, True), Tile(128, 128, 64, 6, 8, False, True, True)),
-    *(Tile(96, 64, 128, 5, 4, True, copied=True), Tile(96, 128, 64, 4, 4, True, copied=True)),
-    *(Tile(96, 128, 128, 4, 4, True, copied=True), Tile(96, 128, 128, 4, 8, True, True, True)),
+    *(Tile(96, 64, 128, 5, 4, True, tma=True), Tile(96, 128, 64, 4, 4, True, tma=True)),
+    *(Tile(96, 128, 128, 4, 4, True, tma=True), Tile(96, 128, 128, 4, 8, True, True, True)),
 )
-OLDER = (  # for processors that have no such engine, or less shared memory
+TILES_OLDER = (  # for processors that have no such engine, or less shared memory
     *(Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 5, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)),
     *(Tile(128, 256, 64, 4, 8), Tile(64, 128, 64, 4, 4, False, True), Tile(128, 128, 64, 4, 8, False, True)),
 )
@@ -136,11 +136,11 @@ def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constex
 
 @triton.jit
 def begin_product(
-    weight, n, k, rows, outputs, inputs, BM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr
+    weight, n, k, rows, outputs, inputs, BM: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr
 ):  # fmt: skip
     """`begin`, but what does not depend on the kernel ahead is fetched meanwhile, if once: LINES cache lines of these
     rows of the weight, from input k on, to the L2 cache."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         if rows <= BM:
             per_line = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -153,9 +153,9 @@ def begin_product(
 
 
 @triton.jit
-def store_tile(out, sums, bias, m, n, rows, outputs, SWAP: tl.constexpr, BIAS: tl.constexpr):
+def store_tile(out, sums, bias, m, n, rows, outputs, SWAP_AB: tl.constexpr, BIAS: tl.constexpr):
     """The sums [m, n], or [n, m] if SWAP, of the part that the second axis names, and the bias: out [S, T, N]."""
-    if SWAP:
+    if SWAP_AB:
         sums = tl.trans(sums)
     if BIAS:
         sums += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
@@ -166,9 +166,9 @@ def store_tile(out, sums, bias, m, n, rows, outputs, SWAP: tl.constexpr, BIAS: t
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
-    x, weight, x_tiles, more_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
-    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, COPIED: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    x, weight, x_tiles, tail_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
+    BM: tl.constexpr, TAIL_ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
@@ -176,26 +176,26 @@ def _product_kernel(
     COPIED: tiles come by descriptors, zeros past the end; else those are not looked at. MORE: rows that follow the BM,
     whose product takes the same tile of the weight; with COPIED and SWAP alone.
     """
-    tile_m, tile_n = place(rows, outputs, BM + MORE, BN, SWIZZLE)
-    first_m, n, k = tile_m * (BM + MORE), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    tile_m, tile_n = place(rows, outputs, BM + TAIL_ROWS, BN, SWIZZLE)
+    first_m, n, k = tile_m * (BM + TAIL_ROWS), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     m = first_m + tl.arange(0, BM)
     first, last = 0, inputs
     if not SEGMENTED:
         first, last = tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
-    begin_product(weight, n, first, rows, outputs, inputs, BM + MORE, EARLY, LINES)
+    begin_product(weight, n, first, rows, outputs, inputs, BM + TAIL_ROWS, PDL, LINES)
     # An output past the end reads the last one: what it computes is not stored. Rows are masked: where few are, all of
     # the others would ask for one line of memory at once.
     at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
-    nothing = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    nothing = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
     sums, total = nothing, nothing
-    if MORE:
-        more = tl.zeros((BN, MORE), tl.float32)
-        more_total = more
+    if TAIL_ROWS:
+        tail = tl.zeros((BN, TAIL_ROWS), tl.float32)
+        tail_total = tail
     for start in range(first, last, BK):
-        if MORE:
-            more_MK = more_tiles.load([first_m + BM, start])
-        if COPIED:
+        if TAIL_ROWS:
+            tail_MK = tail_tiles.load([first_m + BM, start])
+        if TMA:
             x_MK = x_tiles.load([first_m, start])
             w_NK = weight_tiles.load([tile_n * BN, start])
         elif EVEN:
@@ -204,34 +204,34 @@ def _product_kernel(
         else:
             x_MK = tl.load(at_x, mask=(m < rows)[:, None] & (start + k < inputs)[None, :], other=0.0)
             w_NK = tl.load(at_w, mask=(start + k < inputs)[None, :], other=0.0)
-        if SWAP:
+        if SWAP_AB:
             sums = tl.dot(w_NK, tl.trans(x_MK), sums, input_precision="ieee")
         else:
             sums = tl.dot(x_MK, tl.trans(w_NK), sums, input_precision="ieee")
-        if MORE:
-            more = tl.dot(w_NK, tl.trans(more_MK), more, input_precision="ieee")
+        if TAIL_ROWS:
+            tail = tl.dot(w_NK, tl.trans(tail_MK), tail, input_precision="ieee")
         at_x += BK
         at_w += BK
         if SEGMENTED:  # noqa: SIM102  the first is known when compiling
             if (start + BK) % segment == 0:
                 total += sums
                 sums = nothing
-                if MORE:
-                    more_total += more
-                    more = tl.zeros((BN, MORE), tl.float32)
-    store_tile(out, total if SEGMENTED else sums, bias, m, n, rows, outputs, SWAP, BIAS)
-    if MORE:
-        m = first_m + BM + tl.arange(0, MORE)
-        store_tile(out, more_total if SEGMENTED else more, bias, m, n, rows, outputs, SWAP, BIAS)
+                if TAIL_ROWS:
+                    tail_total += tail
+                    tail = tl.zeros((BN, TAIL_ROWS), tl.float32)
+    store_tile(out, total if SEGMENTED else sums, bias, m, n, rows, outputs, SWAP_AB, BIAS)
+    if TAIL_ROWS:
+        m = first_m + BM + tl.arange(0, TAIL_ROWS)
+        store_tile(out, tail_total if SEGMENTED else tail, bias, m, n, rows, outputs, SWAP_AB, BIAS)
 
 
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["bias"])
 def _sum_kernel(
     parts, bias, out, size, outputs,
-    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """parts [S, T, N], added first to last."""
-    begin(EARLY)
+    begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for segment in tl.static_range(SEGMENTS):
@@ -252,12 +252,12 @@ def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) 
             SEGMENTS=segments,
             BIAS=bias_N is not None,
             BLOCK=block,
-            **early(out_TN),
+            **pdl(out_TN),
         )
     return out_TN
 
 
-def early_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
+def prefetch_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
     """Cache lines that a program fetches early of each row of its part of the weight; a power of two.
 
     [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 8
@@ -266,39 +266,39 @@ def early_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
     outputs, inputs = weight_NK.shape
     programs = min(triton.cdiv(outputs, tile.outputs) * parts, 2 * num_processors(weight_NK.device))
     whole_row = inputs * weight_NK.dtype.itemsize // (LINE * parts)
-    lines = min(EARLY_BYTES // (LINE * programs * tile.outputs), whole_row, MOST_LINES)
+    lines = min(PREFETCH_BYTES // (LINE * programs * tile.outputs), whole_row, MOST_LINES)
     return power_of_two(max(4, lines) + 1) // 2
 
 
-class InParts:
+class SplitKLinear:
     """x [T, K] -> [T, N] by a product that leaves the sums of segments apart, fp32 [S, T, N]."""
 
-    def __init__(self, product: Form, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
+    def __init__(self, product: LinearFn, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._product, self._bias_N, self._out_dtype = product, bias_N, out_dtype
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_parts(self._product(x_TK), self._bias_N, self._out_dtype)
 
-    def apart(self, x_TK: Tensor) -> Tensor:
-        """See `products.apart`."""
+    def partial_sums(self, x_TK: Tensor) -> Tensor:
+        """See `products.partial_sums`."""
         return self._product(x_TK) if self._bias_N is None else self(x_TK)
 
 
-class OrderedForm:
+class OrderedLinear:
     """x [T, K] -> [T, N] through one tile, any T; [S, T, N] if the tile leaves segments apart."""
 
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         outputs, inputs = weight_NK.shape
         self._weight_NK, self._bias_N, self._out_dtype = dense(weight_NK), bias_N, out_dtype
         # the engine wants rows that start at multiples of 16 bytes
-        copied = tile.copied and inputs * weight_NK.itemsize % ALIGNMENT == 0
-        self._tile = replace(tile, rows=tile.rows if copied else tile.pieces[0], copied=copied)
+        tma = tile.tma and inputs * weight_NK.itemsize % ALIGNMENT == 0
+        self._tile = replace(tile, rows=tile.rows if tma else tile.pieces[0], tma=tma)
         self._segments = num_segments(outputs, inputs, weight_NK.dtype)
         self._parts = self._segments if tile.parts else 1
         assert self._parts == 1 or (bias_N is None and out_dtype == torch.float32), (
             "parts are rounded once added"
         )
-        self._lines = early_lines(tile, weight_NK, self._parts)
+        self._lines = prefetch_lines(tile, weight_NK, self._parts)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         size = (len(x_TK), len(self._weight_NK))
@@ -311,26 +311,26 @@ class OrderedForm:
         tile, weight, bias_N, rows = self._tile, self._weight_NK, self._bias_N, x_TK.shape[0]
         outputs, inputs = weight.shape
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-        segmented, (first, more) = self._segments > self._parts, tile.pieces
+        segmented, (first, tail) = self._segments > self._parts, tile.pieces
         tiles: tuple[object, ...] = (x_TK, x_TK, weight)
-        if tile.copied:
-            sizes = ((x_TK, first), (x_TK, more), (weight, tile.outputs))
+        if tile.tma:
+            sizes = ((x_TK, first), (x_TK, tail), (weight, tile.outputs))
             tiles = tuple(_tiles(x_RK, size, tile.inputs) if size else x_RK for x_RK, size in sizes)
         with on(x_TK):
             _product_kernel[(programs, self._parts)](
                 *(x_TK, weight, *tiles, weight if bias_N is None else bias_N, out),
                 *(rows, outputs, inputs, inputs // (self._segments if segmented else self._parts)),
                 BM=first,
-                MORE=more,
+                TAIL_ROWS=tail,
                 BN=tile.outputs,
                 BK=tile.inputs,
-                SWAP=tile.swap,
+                SWAP_AB=tile.swap_ab,
                 BIAS=bias_N is not None,
                 EVEN=inputs % tile.inputs == 0,
                 SEGMENTED=segmented,
-                COPIED=tile.copied,
+                TMA=tile.tma,
                 LINES=self._lines,
-                **early(x_TK),
+                **pdl(x_TK),
                 num_stages=tile.stages,
                 num_warps=tile.warps,
             )
@@ -341,14 +341,14 @@ def _tiles(x_RK: Tensor, rows: int, inputs: int) -> TensorDescriptor:
     return TensorDescriptor(x_RK, [*x_RK.shape], [x_RK.shape[1], 1], [rows, inputs])
 
 
-def ordered(tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def ordered(tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """The product through one tile."""
     if tile.parts and num_segments(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype) > 1:
-        return InParts(OrderedForm(tile, weight_NK, None, torch.float32), bias_N, out_dtype)
-    return OrderedForm(replace(tile, parts=False), weight_NK, bias_N, out_dtype)
+        return SplitKLinear(OrderedLinear(tile, weight_NK, None, torch.float32), bias_N, out_dtype)
+    return OrderedLinear(replace(tile, parts=False), weight_NK, bias_N, out_dtype)
 
 
-def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Form:
+def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """torch's product; fp32 from a half-precision weight comes straight from the accumulator."""
     if out_dtype == weight_NK.dtype:
         return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
@@ -362,22 +362,22 @@ def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
 
 
 def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
-    return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *COPIED, *OLDER)
+    return TILES_WIDE if dtype == torch.float32 else (*TILES_HALF, *TILES_TMA, *TILES_OLDER)
 
 
-def suits(way: str, shape: Shape, rows: int) -> bool:
+def suits(candidate: str, shape: Shape, rows: int) -> bool:
     """Whether the way of that name is worth a try at so many rows."""
     segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
-    tile = next((tile for tile in tiles(shape.dtype) if tile.name == way), None)
+    tile = next((tile for tile in tiles(shape.dtype) if tile.name == candidate), None)
     return tile is None or tile.suits(rows, segments)
 
 
-def ways(device: torch.device, dtype: torch.dtype) -> list[Way]:
+def candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
     """The reference first, cuBLAS last."""
     # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     fitting = [tile for tile in tiles(dtype) if tile.fits(dtype, device)]
-    unwanted = OLDER if {*COPIED} <= {*fitting} else ()
-    found = [Way(t.name, functools.partial(ordered, t), True) for t in fitting if t not in unwanted]
-    return [*found, Way("cublas", cublas)]
+    unwanted = TILES_OLDER if {*TILES_TMA} <= {*fitting} else ()
+    found = [Candidate(t.name, functools.partial(ordered, t), True) for t in fitting if t not in unwanted]
+    return [*found, Candidate("cublas", cublas)]

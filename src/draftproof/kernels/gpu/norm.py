@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
+from draftproof.kernels.gpu.pdl import begin
 
 PER_WARP = 512  # elements of a row
 
@@ -20,14 +20,14 @@ PER_WARP = 512  # elements of a row
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x, residual, weight, out, total, eps, rows,
-    H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PARTS: that x [PARTS, T, H] is the sum of; 0: x is whole."""
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
     weight_H = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # a model's, older than any pass
-    begin(EARLY)
+    begin(PDL)
     if PARTS:
         x_H = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
@@ -70,7 +70,7 @@ def _launch(
         return
     block, weight_dense_H = power_of_two(width), dense(weight_H)
     # A copy is made by the kernel ahead.
-    soon = early(x_TH) if weight_dense_H is weight_H else {"EARLY": False}
+    soon = pdl(x_TH) if weight_dense_H is weight_H else {"PDL": False}
     with on(x_TH):
         _norm_kernel[(rows,)](
             *(x_TH, x_TH if residual_TH is None else residual_TH, weight_dense_H, out_TH, total_TH, eps),

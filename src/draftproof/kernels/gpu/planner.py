@@ -14,11 +14,11 @@ from torch import Tensor
 
 from draftproof.kernels import certify, products
 from draftproof.kernels.certify import Shape
-from draftproof.kernels.choices import BucketForm, Choice, ReportRow, Verdict
 from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.norm import add_rms_norm, rms_norm
 from draftproof.kernels.graphs import capture
-from draftproof.kernels.products import Form, Way
+from draftproof.kernels.plan_cache import BucketLinear, CandidateResult, Choice, ReportRow
+from draftproof.kernels.products import Candidate, LinearFn
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
 COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
@@ -29,7 +29,7 @@ SWITCH = 1.02  # a way must be this much faster than the one of the bucket below
 
 
 def times(
-    shape: Shape, ways: Sequence[Way], device: torch.device, rows: Sequence[int]
+    shape: Shape, candidates: Sequence[Candidate], device: torch.device, rows: Sequence[int]
 ) -> dict[str, list[float]]:
     """Microseconds of each way at each number of rows, weights not in the cache; infinite where it is not tried.
 
@@ -46,29 +46,35 @@ def times(
         for _ in range(copies)
     ]
     bias_N = weights[0][:, 0].contiguous() if shape.bias else None
-    forms = {way.name: [way.make(weight, bias_N, shape.out_dtype) for weight in weights] for way in ways}
+    linear_fns = {
+        candidate.name: [candidate.make(weight, bias_N, shape.out_dtype) for weight in weights]
+        for candidate in candidates
+    }
     if not whole:
-        forms = {name: [products.apart(form) for form in several] for name, several in forms.items()}
-    found: dict[str, list[float]] = {way.name: [] for way in ways}
+        linear_fns = {
+            name: [products.partial_sums(linear_fn) for linear_fn in several]
+            for name, several in linear_fns.items()
+        }
+    found: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for t in rows:
         x_TK = torch.randn(t, shape.inputs, device=device).to(shape.dtype)
         follow = _follower(x_TK, None if whole else x_TK.new_zeros(t, shape.outputs))
-        tried = {n: several for n, several in forms.items() if linear.suits(n, shape, t)}
+        tried = {n: several for n, several in linear_fns.items() if linear.suits(n, shape, t)}
         nothing_TN = x_TK.new_empty(t, shape.outputs, dtype=shape.out_dtype)
         small_us = TimedGraph([functools.partial(follow, nothing_TN)] * 20).microseconds()
         taken = _race(
             {
-                n: [functools.partial(_pair, form, x_TK, follow) for form in several]
+                n: [functools.partial(_pair, linear_fn, x_TK, follow) for linear_fn in several]
                 for n, several in tried.items()
             }
         )
-        for way in ways:
-            found[way.name].append(taken.get(way.name, float("inf")) - small_us)
+        for candidate in candidates:
+            found[candidate.name].append(taken.get(candidate.name, float("inf")) - small_us)
     return found
 
 
-def _pair(form: Form, x_TK: Tensor, follow: Callable[[Tensor], object]) -> None:
-    follow(form(x_TK))
+def _pair(linear_fn: LinearFn, x_TK: Tensor, follow: Callable[[Tensor], object]) -> None:
+    follow(linear_fn(x_TK))
 
 
 def _follower(x_TK: Tensor, stream_TN: Tensor | None) -> Callable[[Tensor], object]:
@@ -114,14 +120,14 @@ class TimedGraph:
 
 
 def choose(
-    ways: Sequence[Way], certified: Mapping[str, tuple[int, ...]], microseconds: Mapping[str, Sequence[float]],
+    candidates: Sequence[Candidate], certified: Mapping[str, tuple[int, ...]], microseconds: Mapping[str, Sequence[float]],
     rows: Sequence[int], buckets: Sequence[int],
 ) -> tuple[str, ...]:  # fmt: skip
     """The fastest certified way of each bucket, "" where there is none. `microseconds` are at `rows`."""
     chosen: list[str] = []
     for bucket in buckets:
         timed = next((i for i, t in enumerate(rows) if t >= bucket), len(rows) - 1)
-        usable = [way.name for way in ways if bucket in certified[way.name]]
+        usable = [candidate.name for candidate in candidates if bucket in certified[candidate.name]]
         best = min(usable, key=lambda name: microseconds[name][timed], default="")
         before = chosen[-1] if chosen else ""
         if before in usable and microseconds[before][timed] <= SWITCH * microseconds[best][timed]:
@@ -130,36 +136,43 @@ def choose(
     return tuple(chosen)
 
 
-def plan(shape: Shape, ways: Sequence[Way], max_rows: int, device: torch.device) -> Choice:
+def plan(shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: torch.device) -> Choice:
     """The certified way of each bucket of rows; the report says what would be the fastest without certificates."""
     max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
     buckets = certify.bucket_table(shape, max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
     with torch.no_grad():
-        certified = certify.certify(shape, ways, max_rows, device)
-        microseconds = times(shape, ways, device, rows)
-    chosen = choose(ways, certified, microseconds, rows, buckets)
+        certified = certify.certify(shape, candidates, max_rows, device)
+        microseconds = times(shape, candidates, device, rows)
+    chosen = choose(candidates, certified, microseconds, rows, buckets)
     if not any(chosen):
         return Choice(products.SLOW.name, (), ())
     lines = []
     for i, t in enumerate(rows):
-        way = chosen[buckets.index(t)] if t in buckets else ""
+        candidate = chosen[buckets.index(t)] if t in buckets else ""
         fastest = min(microseconds, key=lambda name: microseconds[name][i])
-        if way:
-            taken = microseconds[way][i], fastest, microseconds[fastest][i]
-            lines.append(ReportRow(shape.key(), t, way, *taken))
-    verdicts = [
-        Verdict(way.name, len(certified[way.name]) / len(buckets), tuple(rows), tuple(microseconds[way.name]))
-        for way in ways
+        if candidate:
+            taken = microseconds[candidate][i], fastest, microseconds[fastest][i]
+            lines.append(ReportRow(shape.key(), t, candidate, *taken))
+    results = [
+        CandidateResult(
+            candidate.name,
+            len(certified[candidate.name]) / len(buckets),
+            tuple(rows),
+            tuple(microseconds[candidate.name]),
+        )
+        for candidate in candidates
     ]
-    return Choice("by rows", buckets, tuple(lines), chosen, tuple(verdicts))
+    return Choice("by rows", buckets, tuple(lines), chosen, tuple(results))
 
 
 def make(
-    ways: Sequence[Way], buckets: Sequence[int], chosen: Sequence[str],
+    candidates: Sequence[Candidate], buckets: Sequence[int], chosen: Sequence[str],
     weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
-) -> Form:  # fmt: skip
+) -> LinearFn:  # fmt: skip
     """The product of `plan`'s choice."""
-    named = {way.name: way for way in ways if way.name in chosen}
-    forms = {name: way.make(weight_NK, bias_N, out_dtype) for name, way in named.items()}
-    return BucketForm(forms, {name: way.any_rows for name, way in named.items()}, buckets, chosen)
+    named = {candidate.name: candidate for candidate in candidates if candidate.name in chosen}
+    linear_fns = {name: candidate.make(weight_NK, bias_N, out_dtype) for name, candidate in named.items()}
+    return BucketLinear(
+        linear_fns, {name: candidate.any_rows for name, candidate in named.items()}, buckets, chosen
+    )

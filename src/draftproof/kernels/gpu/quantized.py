@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.kernels.gpu import linear
-from draftproof.kernels.gpu.launch import dense, early, num_processors, on, shared_bytes
-from draftproof.kernels.gpu.linear import Tile, begin_product, early_lines, place, store_tile
+from draftproof.kernels.gpu.launch import dense, num_processors, on, pdl, shared_bytes
+from draftproof.kernels.gpu.linear import Tile, begin_product, place, prefetch_lines, store_tile
 
 LEAST_STEPS = 8  # of a part
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Fp8Tile:
     """One compiled form of the kernel. Rows have a scale for each of them and of the tile's `inputs`. `programs`: K is
     cut for so many a multiprocessor at most, and a second kernel adds; 0: never."""
 
@@ -46,21 +46,21 @@ class Cut:
 # (up to so many rows, cut). The best on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in
 # steps of `quantized.STEP` inputs.
 MANY = 1 << 62
-CUTS_HALF = (
-    (16, Cut(Tile(16, 128, 128, 4, 8, True), 2)),
-    (32, Cut(Tile(32, 128, 128, 3, 4, True), 2)),
-    (MANY, Cut(Tile(64, 128, 128, 3, 8, True), 2)),
+FP8_TILES_HALF = (
+    (16, Fp8Tile(Tile(16, 128, 128, 4, 8, True), 2)),
+    (32, Fp8Tile(Tile(32, 128, 128, 3, 4, True), 2)),
+    (MANY, Fp8Tile(Tile(64, 128, 128, 3, 8, True), 2)),
 )
-CUTS_WIDE = ((MANY, Cut(Tile(16, 64, 128, 2, 4, True), 2)),)
+FP8_TILES_WIDE = ((MANY, Fp8Tile(Tile(16, 64, 128, 2, 4, True), 2)),)
 
 
-def cuts(dtype: torch.dtype) -> tuple[tuple[int, Cut], ...]:
-    return CUTS_WIDE if dtype == torch.float32 else CUTS_HALF
+def fp8_tiles(dtype: torch.dtype) -> tuple[tuple[int, Fp8Tile], ...]:
+    return FP8_TILES_WIDE if dtype == torch.float32 else FP8_TILES_HALF
 
 
-def cut_of(rows: int, dtype: torch.dtype) -> Cut:
+def fp8_tile_of(rows: int, dtype: torch.dtype) -> Fp8Tile:
     """For so many rows of `dtype`."""
-    return next(cut for most, cut in cuts(dtype) if rows <= most)
+    return next(fp8_tile for most, fp8_tile in fp8_tiles(dtype) if rows <= most)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _to_e4m3(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _add_dot(x_MK, w_NK, sums, SWAP: tl.constexpr, ASM: tl.constexpr):
+def _add_dot(x_MK, w_NK, sums, SWAP_AB: tl.constexpr, ASM: tl.constexpr):
     """sums + x @ w.T, x rounded as `quantized.round_rows` does; [BN, BM] if SWAP."""
     wide_MK = x_MK.to(tl.float32)
     size_M = tl.maximum(tl.max(tl.abs(wide_MK), axis=1), 1e-30)
@@ -84,7 +84,7 @@ def _add_dot(x_MK, w_NK, sums, SWAP: tl.constexpr, ASM: tl.constexpr):
     inverse_M = (0x7F000000 - power_M).to(tl.float32, bitcast=True) * 128.0
     x_MK = _to_e4m3(wide_MK * inverse_M[:, None], ASM)
     size_M = power_M.to(tl.float32, bitcast=True) * 0.0078125
-    if SWAP:
+    if SWAP_AB:
         sums += tl.dot(w_NK, tl.trans(x_MK)) * size_M[None, :]
     else:
         sums += tl.dot(x_MK, tl.trans(w_NK)) * size_M[:, None]
@@ -94,8 +94,8 @@ def _add_dot(x_MK, w_NK, sums, SWAP: tl.constexpr, ASM: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _scaled_product_kernel(
     x, weight, scale, bias, out, rows, outputs, inputs, segment,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs over `segment` inputs, of the second axis' programs each its own: out [S, T, N].
 
@@ -107,11 +107,11 @@ def _scaled_product_kernel(
     mask_m, mask_n = m < rows, n < outputs
     first = tl.program_id(1) * segment
     last = tl.minimum(first + segment, inputs)
-    begin_product(weight, n, first, rows, outputs, inputs, BM, EARLY, LINES)
+    begin_product(weight, n, first, rows, outputs, inputs, BM, PDL, LINES)
     # Past the end, the last output's weight is read and the result not stored.
     at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
-    sums = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    sums = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
     for start in range(first, last, BK):
         if EVEN:
             x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
@@ -119,10 +119,10 @@ def _scaled_product_kernel(
             within = (start + k < inputs)[None, :]
             x_MK = tl.load(at_x, mask=mask_m[:, None] & within, other=0.0)
             w_NK = tl.load(at_w, mask=within, other=0.0)
-        sums = _add_dot(x_MK, w_NK, sums, SWAP, ASM)
+        sums = _add_dot(x_MK, w_NK, sums, SWAP_AB, ASM)
         at_x += BK
         at_w += BK
-    if SWAP:
+    if SWAP_AB:
         sums = tl.trans(sums)
     sums *= tl.load(scale + n, mask=mask_n, other=0.0)[None, :]
     store_tile(out, sums, bias, m, n, rows, outputs, False, BIAS)
@@ -134,16 +134,16 @@ def product(
     scale_N: Tensor,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
-    cut: Cut | None = None,
+    fp8_tile: Fp8Tile | None = None,
 ) -> Tensor:
-    """x @ weight.T * scale + bias, any T: [T, N]. `cut` None: `cut_of`'s. The weight is dense, in e4m3."""
+    """x @ weight.T * scale + bias, any T: [T, N]. `fp8_tile` None: `fp8_tile_of`'s. The weight is dense, in e4m3."""
     x_TK = dense(x_TK)
     rows, (outputs, inputs) = x_TK.shape[0], weight_NK.shape
     if rows == 0:
         return x_TK.new_empty((0, outputs), dtype=out_dtype)
-    cut = cut or cut_of(rows, x_TK.dtype)
-    tile = cut.tile
-    parts, segment = cut.parts(rows, outputs, inputs, num_processors(x_TK.device))
+    fp8_tile = fp8_tile or fp8_tile_of(rows, x_TK.dtype)
+    tile = fp8_tile.tile
+    parts, segment = fp8_tile.parts(rows, outputs, inputs, num_processors(x_TK.device))
     sums_dtype, added_N = (torch.float32, None) if parts > 1 else (out_dtype, bias_N)
     sums_STN = torch.empty((parts, rows, outputs), dtype=sums_dtype, device=x_TK.device)
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
@@ -155,12 +155,12 @@ def product(
             BM=tile.rows,
             BN=tile.outputs,
             BK=tile.inputs,
-            SWAP=tile.swap,
+            SWAP_AB=tile.swap_ab,
             BIAS=added_N is not None,
             EVEN=inputs % tile.inputs == 0,
             ASM=x_TK.is_cuda and x_TK.dtype != torch.float32,
-            LINES=early_lines(tile, weight_NK, parts),
-            **early(x_TK),
+            LINES=prefetch_lines(tile, weight_NK, parts),
+            **pdl(x_TK),
             num_stages=min(tile.stages, shared_bytes(x_TK.device) // stage_bytes),
             num_warps=tile.warps,
         )

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
+from draftproof.kernels.gpu.pdl import begin
 
 HEADS_EACH = 8  # heads of a program
 
@@ -76,10 +76,10 @@ def _rope_store_kernel(
     qkv, positions, slots, cos_sin, q_norm, k_norm, v_norm, eps, q_out, k_cache, v_cache, table, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    V_NORM: tl.constexpr, HAS_V: tl.constexpr, EARLY: tl.constexpr,
+    V_NORM: tl.constexpr, HAS_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HB heads of one row; first come the programs of q, then k's, then v's if rows have one."""
-    begin(EARLY)
+    begin(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS + (KV_HEADS == 0), HB)
     x = qkv + row * (HEADS + KV_HEADS + HAS_V * KV_HEADS) * D
@@ -151,7 +151,7 @@ def rope_store(
             K_NORM=k_norm_D is not None,
             V_NORM=v_norm_D is not None,
             HAS_V=each == 2,
-            **early(qkv_TX),
+            **pdl(qkv_TX),
             num_warps=4,
         )
     return q_THD

@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on
+from draftproof.kernels.gpu.launch import dense, on, pdl
+from draftproof.kernels.gpu.pdl import begin
 from draftproof.kernels.rows import concat_torch
 
 BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["table", "index", "out"])
-def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A part of a row."""
-    begin(EARLY)
+    begin(PDL)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.maximum(tl.load(index + t), 0).to(tl.int64)
     tl.store(out + t * width + h, tl.load(table + v * width + h, mask=h < width), mask=h < width)
@@ -31,10 +31,10 @@ def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, EARLY: tl.cons
 
 @triton.jit(do_not_specialize=["rows"])
 def _pick_kernel(
-    a, b, c, d, e, index, out_a, out_b, out_c, out_d, out_e, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    a, b, c, d, e, index, out_a, out_b, out_c, out_d, out_e, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The same rows of five columns."""
-    begin(EARLY)
+    begin(PDL)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = t < rows
     v = tl.load(index + t, mask=here, other=0)
@@ -46,9 +46,9 @@ def _pick_kernel(
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["a", "b", "c", "out"])
-def _concat_kernel(a, b, c, out, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _concat_kernel(a, b, c, out, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A piece of every part's row."""
-    begin(EARLY)
+    begin(PDL)
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at, here = out + t * PARTS * width + h, h < width
     tl.store(at, tl.load(a + t * width + h, mask=here), mask=here)
@@ -65,7 +65,7 @@ def gather(table_VH: Tensor, index_T: Tensor) -> Tensor:
     if out_TH.numel():
         with on(table_VH):
             _gather_kernel[(rows, triton.cdiv(width, BLOCK))](
-                *(table_VH, index_T, out_TH, width), BLOCK=BLOCK, **early(table_VH)
+                *(table_VH, index_T, out_TH, width), BLOCK=BLOCK, **pdl(table_VH)
             )
     return out_TH
 
@@ -77,7 +77,7 @@ def pick(columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
     if len(index_T):
         with on(index_T):
             _pick_kernel[(triton.cdiv(len(index_T), BLOCK),)](
-                *map(dense, columns), index_T, *found, len(index_T), BLOCK=BLOCK, **early(index_T)
+                *map(dense, columns), index_T, *found, len(index_T), BLOCK=BLOCK, **pdl(index_T)
             )
     return found
 
@@ -92,6 +92,6 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
     out_TX = torch.empty((rows, width * len(parts)), dtype=a.dtype, device=a.device)
     with on(a):
         _concat_kernel[(rows, triton.cdiv(width, BLOCK))](
-            *(a, b, rest[0] if rest else b, out_TX, width), PARTS=len(parts), BLOCK=BLOCK, **early(a)
+            *(a, b, rest[0] if rest else b, out_TX, width), PARTS=len(parts), BLOCK=BLOCK, **pdl(a)
         )
     return out_TX

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import dense, early, on, power_of_two
+from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
+from draftproof.kernels.gpu.pdl import begin
 from draftproof.kernels.gpu.threshold import limits
 
 PIECE, BLOCK = 4096, 1024
@@ -57,10 +57,10 @@ def _gumbel(id_V, key_a, key_b):
 
 @triton.jit(do_not_specialize_on_alignment=["logits"])
 def _top_kernel(
-    logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr
+    logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The largest logit of each piece; +inf where one is no number."""
-    begin(EARLY)
+    begin(PDL)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + row * V + v, mask=v < V, other=-float("inf"))
@@ -73,10 +73,10 @@ def _top_kernel(
 def _draw_kernel(
     logits, tops, temperatures, limits, seeds, positions, ids, best_scores, best_ids,
     V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, POW: tl.constexpr,
-    MAPPED: tl.constexpr, EARLY: tl.constexpr,
+    MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best score of each piece and the lowest id that has it."""
-    begin(EARLY)
+    begin(PDL)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + row * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
@@ -105,10 +105,10 @@ def _draw_kernel(
 
 @triton.jit
 def _winner_kernel(
-    tops, best_scores, best_ids, tokens, PIECES: tl.constexpr, POW: tl.constexpr, EARLY: tl.constexpr
+    tops, best_scores, best_ids, tokens, PIECES: tl.constexpr, POW: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The row's token; -1 where its largest logit is no finite number."""
-    begin(EARLY)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, POW)
     inside = p < PIECES
@@ -141,7 +141,7 @@ def sample(
     tops, scores = logits_MV.new_empty(rows, pieces), logits_MV.new_empty(rows, pieces)
     ids = tokens_M.new_empty(rows, pieces)
     filters = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M)]
-    size, soon = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}, early(logits_MV)
+    size, soon = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}, pdl(logits_MV)
     with on(logits_MV):
         _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, **soon, num_warps=8)
         limits_M = limits(logits_MV, tops, filters, pieces, PIECE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.gpu import step_kernels
-from draftproof.kernels.gpu.launch import early, on, power_of_two
+from draftproof.kernels.gpu.launch import on, pdl, power_of_two
 from draftproof.kernels.step import Committed, DraftRows, Layout, PassRows, SlotState
 
 
@@ -85,7 +85,7 @@ class TritonStep:
     def draft_rows(
         self,
         layout: Layout,
-        cu_R1: Tensor,
+        query_start_loc_R1: Tensor,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_R: Tensor,
@@ -99,7 +99,7 @@ class TritonStep:
         N = context + R * (layout.anchor + layout.masks)
         sizes = [N, N, N, N, N, R * J, K * R, K * R, K * R]
         out = _out(sum(sizes), slots_R)
-        given = (cu_R1, tokens_T, positions_T, slots_R, live_R, next_R, k_R)
+        given = (query_start_loc_R1, tokens_T, positions_T, slots_R, live_R, next_R, k_R)
         _launch(
             step_kernels.draft_rows_kernel,
             (*(t.contiguous() for t in given), out),
@@ -157,4 +157,4 @@ def _launch(
 ) -> None:
     assert all(t.is_contiguous() for t in tensors)  # slot tensors are written in place
     with on(tensors[0]):
-        kernel[(programs,)](*tensors, *sizes, **constants, **early(tensors[0]), num_warps=num_warps)
+        kernel[(programs,)](*tensors, *sizes, **constants, **pdl(tensors[0]), num_warps=num_warps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.early import begin
+from draftproof.kernels.gpu.pdl import begin
 
 SIZES = [
     "columns",
@@ -56,10 +56,10 @@ POINTERS = [
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def fill_kernel(
     tokens, length, computed, draft_count, work, out, columns, rows, sampled, requests,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`PassRows`, field by field."""
-    begin(EARLY)
+    begin(PDL)
     r, i = tl.program_id(0), tl.arange(0, BLOCK)
     slot, own_rows = tl.load(work + r), tl.load(work + requests + r)
     own_sampled = tl.load(work + 2 * requests + r)
@@ -99,10 +99,10 @@ def fill_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def accept_kernel(
     tokens, slots, num, first, lengths, draft_count, samples, out, columns, requests, sampled, width,
-    WP: tl.constexpr, EARLY: tl.constexpr,
+    WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """tokens_RW, emitted_R. Without sampled rows nothing is read of `samples`, and nothing emitted."""
-    begin(EARLY)
+    begin(PDL)
     r, w = tl.program_id(0), tl.arange(0, WP)
     slot, length = tl.load(slots + r), tl.load(lengths + r)
     m = tl.minimum(tl.load(first + r) + w, sampled - 1)
@@ -120,10 +120,10 @@ def accept_kernel(
 def commit_kernel(
     tokens, length, computed, draft_count, limit, work, lengths, emitted_tokens, emitted, wanted, out,
     columns, requests, width,
-    WP: tl.constexpr, EARLY: tl.constexpr,
+    WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`Committed`, field by field; writes the slots' tokens, lengths, computed tokens and draft counts."""
-    begin(EARLY)
+    begin(PDL)
     r, w = tl.program_id(0), tl.arange(0, WP)
     slot, old_length = tl.load(work + r), tl.load(lengths + r)
     own_rows, own_sampled = tl.load(work + requests + r), tl.load(work + 2 * requests + r)
@@ -185,10 +185,10 @@ def _positions(positions, offset, inside, num_live, last, count, EXTRA: tl.const
 def draft_rows_kernel(
     cu, tokens, positions, slots, live, next_tokens, k, out, requests, rows, padded, mask_token, num_drafts,
     CONTEXT: tl.constexpr, SHIFT: tl.constexpr, ANCHOR: tl.constexpr, MASKS: tl.constexpr, J: tl.constexpr,
-    JP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    JP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`DraftRows`, field by field; `padded` is N."""
-    begin(EARLY)
+    begin(PDL)
     r, i = tl.program_id(0), tl.arange(0, BLOCK)
     EXTRA: tl.constexpr = ANCHOR + MASKS
     slot, next_token, wanted = tl.load(slots + r), tl.load(next_tokens + r), tl.load(k + r)
@@ -231,10 +231,10 @@ def draft_rows_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def store_drafts_kernel(
     tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size,
-    KP: tl.constexpr, EARLY: tl.constexpr,
+    KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """count_R, was cut so_R; writes the slots' tokens and draft counts."""
-    begin(EARLY)
+    begin(PDL)
     r, i = tl.program_id(0), tl.arange(0, KP)
     slot, inside = tl.load(slots + r), i < num_drafts
     claimed = tl.minimum(tl.minimum(tl.load(count + r), tl.load(k + r)), num_drafts)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.early import begin
-from draftproof.kernels.gpu.launch import early, power_of_two
+from draftproof.kernels.gpu.launch import pdl, power_of_two
+from draftproof.kernels.gpu.pdl import begin
 
 CANDIDATES = tl.constexpr(8192)  # also the columns of one step
 BINS = tl.constexpr(128)
@@ -110,10 +110,10 @@ def _piece(row, piece, top, temperature, V: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
 def counts_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses,
-    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each piece: how many tokens lie in each bin of distance, and their mass within min-p."""
-    begin(EARLY)
+    begin(PDL)
     m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
@@ -138,10 +138,10 @@ def _fitting(counts, m, before, PIECES: tl.constexpr, POW: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
 def aside_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, spare,
-    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The distances of the likeliest tokens of each piece, behind those of the pieces before it."""
-    begin(EARLY)
+    begin(PDL)
     m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     active, top, _ = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
@@ -155,10 +155,10 @@ def aside_kernel(
 @triton.jit(do_not_specialize_on_alignment=["logits", "temperatures", "top_ks", "top_ps", "min_ps"])
 def threshold_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses, spare, limits,
-    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, EARLY: tl.constexpr,
+    V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The bits of the largest |d| that stays, for each row: min-p, then top-k, then top-p over what is left."""
-    begin(EARLY)
+    begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
@@ -197,7 +197,7 @@ def limits(logits_MV: Tensor, tops: Tensor, filters: Sequence[Tensor], pieces: i
     spare = tops.new_empty(rows, CANDIDATES.value)
     out_M = tops.new_empty(rows, dtype=torch.int32)
     given = (logits_MV, tops, *filters)
-    size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces), **early(logits_MV)}
+    size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces), **pdl(logits_MV)}
     counts_kernel[(rows, pieces)](*given, counts, masses, **size, PIECE=piece, num_warps=8)
     aside_kernel[(rows, pieces)](*given, counts, spare, **size, PIECE=piece, num_warps=8)
     threshold_kernel[(rows,)](*given, counts, masses, spare, out_M, **size, num_warps=32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftproof.drafters.build import DraftBuild
+from draftproof.drafters.context import DraftContext
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights
 from draftproof.schema import read_json, section
@@ -22,68 +22,68 @@ _IGNORABLE = (
 )
 
 
-def check_vocabulary(given: DraftBuild, vocab_size: int) -> None:
+def check_vocabulary(ctx: DraftContext, vocab_size: int) -> None:
     """ValueError where draft and target count or spell their tokens differently."""
-    assert given.checkpoint is not None
-    if vocab_size != given.target.config.vocab_size:
+    assert ctx.checkpoint is not None
+    if vocab_size != ctx.target.config.vocab_size:
         raise ValueError(
-            f"{given.checkpoint.where}: vocab_size={vocab_size}, but the target's is "
-            f"{given.target.config.vocab_size}; the draft must share the target's tokenizer, so this one belongs to "
+            f"{ctx.checkpoint.where}: vocab_size={vocab_size}, but the target's is "
+            f"{ctx.target.config.vocab_size}; the draft must share the target's tokenizer, so this one belongs to "
             "another target"
         )
-    _check_tokenizers(given.checkpoint.directory, given.tokenizer_directory)
+    _check_tokenizers(ctx.checkpoint.directory, ctx.tokenizer_directory)
 
 
-def shares_vocabulary(given: DraftBuild, vocab_size: int) -> bool:
+def shares_vocabulary(ctx: DraftContext, vocab_size: int) -> bool:
     """Whether draft and target count and spell their tokens alike, as far as their files tell."""
-    assert given.checkpoint is not None
-    if vocab_size != given.target.config.vocab_size:
+    assert ctx.checkpoint is not None
+    if vocab_size != ctx.target.config.vocab_size:
         return False
-    draft_ids, target_ids = _vocabulary(given.checkpoint.directory), _vocabulary(given.tokenizer_directory)
+    draft_ids, target_ids = _vocabulary(ctx.checkpoint.directory), _vocabulary(ctx.tokenizer_directory)
     return draft_ids is None or target_ids is None or draft_ids == target_ids
 
 
-def check_hidden(given: DraftBuild, hidden_size: int, name: str = "hidden_size") -> None:
+def check_hidden(ctx: DraftContext, hidden_size: int, name: str = "hidden_size") -> None:
     """ValueError where a head that reads target states, or shares the target's tables, is of another width."""
-    assert given.checkpoint is not None
-    if hidden_size != given.target.config.hidden_size:
+    assert ctx.checkpoint is not None
+    if hidden_size != ctx.target.config.hidden_size:
         raise ValueError(
-            f"{given.checkpoint.where}: {name}={hidden_size}, but the target's is "
-            f"{given.target.config.hidden_size}; this draft head belongs to another target"
+            f"{ctx.checkpoint.where}: {name}={hidden_size}, but the target's is "
+            f"{ctx.target.config.hidden_size}; this draft head belongs to another target"
         )
 
 
-def check_leftovers(given: DraftBuild, prefixes: tuple[str, ...] = ("",)) -> None:
+def check_leftovers(ctx: DraftContext, prefixes: tuple[str, ...] = ("",)) -> None:
     """ValueError for a tensor of the head, its name beginning with one of `prefixes`, that found no place in it, such
     as a bias that the config denies."""
-    assert given.checkpoint is not None
-    if isinstance(given.checkpoint.weights, Weights):
-        given.checkpoint.weights.check_used(lambda name: name.startswith(prefixes), _IGNORABLE)
+    assert ctx.checkpoint is not None
+    if isinstance(ctx.checkpoint.weights, Weights):
+        ctx.checkpoint.weights.check_used(lambda name: name.startswith(prefixes), _IGNORABLE)
 
 
-def check_target(given: DraftBuild, layers: ModelConfig, taps: Sequence[int]) -> None:
+def check_target(ctx: DraftContext, layers: ModelConfig, taps: Sequence[int]) -> None:
     """ValueError where the head was made for another target, with both values."""
-    assert given.checkpoint is not None
-    where, target = given.checkpoint.where, given.target.config
-    check_vocabulary(given, layers.vocab_size)
-    _check_layers(given, taps)
-    shape = given.checkpoint.weights.shape("fc.weight", 2) if taps else None
+    assert ctx.checkpoint is not None
+    where, target = ctx.checkpoint.where, ctx.target.config
+    check_vocabulary(ctx, layers.vocab_size)
+    _check_layers(ctx, taps)
+    shape = ctx.checkpoint.weights.shape("fc.weight", 2) if taps else None
     if shape is not None and shape[1] != len(taps) * target.hidden_size:
         raise ValueError(
             f"{where}: fc.weight reads {shape[1]} features, but {len(taps)} tapped layers of the target's "
             f"hidden_size={target.hidden_size} are {len(taps) * target.hidden_size}; this draft head belongs to "
             "another target"
         )
-    own = all(name in given.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight"))
+    own = all(name in ctx.checkpoint.weights for name in ("embed_tokens.weight", "lm_head.weight"))
     if not (taps and own):
-        check_hidden(given, layers.hidden_size)
+        check_hidden(ctx, layers.hidden_size)
 
 
-def _check_layers(given: DraftBuild, taps: Sequence[int]) -> None:
+def _check_layers(ctx: DraftContext, taps: Sequence[int]) -> None:
     """ValueError where the head was made for a target of another number of layers, with the files' own ids."""
-    assert given.checkpoint is not None
-    where, shift = given.checkpoint.where, given.checkpoint.tap_shift
-    made_for, last = given.checkpoint.num_target_layers, given.target.config.num_layers
+    assert ctx.checkpoint is not None
+    where, shift = ctx.checkpoint.where, ctx.checkpoint.tap_shift
+    made_for, last = ctx.checkpoint.num_target_layers, ctx.target.config.num_layers
     if made_for not in (None, last):
         raise ValueError(
             f"{where}: num_target_layers={made_for}, but the target's num_hidden_layers is {last}; this draft head "
@@ -98,10 +98,10 @@ def _check_layers(given: DraftBuild, taps: Sequence[int]) -> None:
         )
 
 
-def checked_mask_token(given: DraftBuild, mask_token: int | None) -> int:
+def checked_mask_token(ctx: DraftContext, mask_token: int | None) -> int:
     """The id that mask rows carry; ValueError where there is none or the target has no such id."""
-    assert given.checkpoint is not None
-    where, vocab = given.checkpoint.where, given.target.config.vocab_size
+    assert ctx.checkpoint is not None
+    where, vocab = ctx.checkpoint.where, ctx.target.config.vocab_size
     if mask_token is None:
         raise ValueError(f"{where}: mask_token_id is missing; add the id that the head was trained with")
     if not 0 <= mask_token < vocab:
@@ -112,10 +112,10 @@ def checked_mask_token(given: DraftBuild, mask_token: int | None) -> int:
     return mask_token
 
 
-def check_num_drafts(given: DraftBuild, most: int, why: str) -> None:
+def check_num_drafts(ctx: DraftContext, most: int, why: str) -> None:
     """ValueError where the user asks for more drafts than the head has rows; in a chain the head gives what it can."""
-    speculative = given.config.speculative_config
-    asked = given.num_drafts if speculative is None or not speculative.drafters else 0
+    speculative = ctx.config.speculative_config
+    asked = ctx.num_drafts if speculative is None or not speculative.drafters else 0
     if asked > most:
         raise ValueError(
             f"speculative_config: num_speculative_tokens={asked}, but the draft head's {why} allows {most}; ask for at "

@@ -1,4 +1,4 @@
-"""Starting a kernel before the one ahead of it has ended: the device half. `launch.starts_early` says where.
+"""Starting a kernel before the one ahead of it has ended: the device half. `launch.has_pdl` says where.
 
 A kernel launched with `launch_pdl` may start while its predecessor runs, and must wait before it reads or writes
 anything that another kernel does. The predecessor is complete after the wait, and so is all before it.
@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
+def begin(PDL: tl.constexpr):
     """The first line of a kernel that starts early."""
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()

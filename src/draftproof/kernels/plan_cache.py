@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import products
-from draftproof.kernels.products import Form
+from draftproof.kernels.products import LinearFn
 
 PADDING = 1.5  # times the rows that there are
 ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
@@ -31,9 +31,9 @@ class ReportRow:
 
     shape: str
     rows: int
-    way: str
+    candidate: str
     microseconds: float
-    fastest_way: str
+    fastest_candidate: str
     fastest_microseconds: float
 
     @property
@@ -42,11 +42,11 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CandidateResult:
     """What is known of one way for a shape. `exact`: share of the buckets with the reference's bits; None: not asked,
     since a faster way had its certificate. `microseconds`: at each of `rows`."""
 
-    way: str
+    candidate: str
     exact: float | None
     rows: tuple[int, ...]
     microseconds: tuple[float, ...]
@@ -57,14 +57,14 @@ class Choice:
     """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
 
     `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
-    `verdicts`: of each way that was looked at, in which share of the buckets it is exact.
+    `results`: of each way that was looked at, in which share of the buckets it is exact.
     """
 
-    way: str
+    candidate: str
     buckets: tuple[int, ...]
     report: tuple[ReportRow, ...]
     by_bucket: tuple[str, ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
+    results: tuple[CandidateResult, ...] = ()
 
 
 class Store:
@@ -112,20 +112,21 @@ class Cache:
 def _choice(raw: dict[str, Any]) -> Choice:
     """Raises KeyError, TypeError or ValueError for anything that `Cache.write` does not write."""
     buckets = tuple(int(rows) for rows in raw["buckets"])
-    way = raw["way"]
-    if not isinstance(way, str) or any(rows < 1 for rows in buckets):
+    candidate = raw["candidate"]
+    if not isinstance(candidate, str) or any(rows < 1 for rows in buckets):
         raise ValueError("not a certificate")
     by_bucket = tuple(str(name) for name in raw.get("by_bucket", ()))
     if by_bucket and len(by_bucket) != len(buckets):
         raise ValueError("not a certificate")
-    verdicts = [
-        Verdict(v["way"], v["exact"], tuple(v["rows"]), tuple(v["microseconds"])) for v in raw["verdicts"]
+    results = [
+        CandidateResult(v["candidate"], v["exact"], tuple(v["rows"]), tuple(v["microseconds"]))
+        for v in raw["results"]
     ]
     report = tuple(ReportRow(**line) for line in raw["report"])
-    return Choice(way, buckets, report, by_bucket, tuple(verdicts))
+    return Choice(candidate, buckets, report, by_bucket, tuple(results))
 
 
-class BucketForm:
+class BucketLinear:
     """Calls, for each number of rows, the way of the bucket above it; more rows than the last are split.
 
     Ways exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
@@ -133,40 +134,40 @@ class BucketForm:
 
     def __init__(
         self,
-        forms: Mapping[str, Form],
+        linear_fns: Mapping[str, LinearFn],
         any_rows: Mapping[str, bool],
         buckets: Sequence[int],
         chosen: Sequence[str],
     ) -> None:
         certified = [
-            (b, forms[name], any_rows[name]) for b, name in zip(buckets, chosen, strict=True) if name
+            (b, linear_fns[name], any_rows[name]) for b, name in zip(buckets, chosen, strict=True) if name
         ]
         assert certified, "no bucket has a way"
         self._most = certified[-1][0]
         self._plan = [_entry(certified, rows) for rows in range(self._most + 1)]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return self._run(x_TK, apart=False)
+        return self._run(x_TK, partial_sums=False)
 
-    def apart(self, x_TK: Tensor) -> Tensor:
-        """See `products.apart`."""
-        return self._run(x_TK, apart=True)
+    def partial_sums(self, x_TK: Tensor) -> Tensor:
+        """See `products.partial_sums`."""
+        return self._run(x_TK, partial_sums=True)
 
-    def _run(self, x_TK: Tensor, *, apart: bool) -> Tensor:
+    def _run(self, x_TK: Tensor, *, partial_sums: bool) -> Tensor:
         rows = x_TK.shape[0]
         if rows > self._most:
             return torch.cat([self(part) for part in x_TK.split(self._most)])
-        bucket, form, any_rows = self._plan[rows]
+        bucket, linear_fn, any_rows = self._plan[rows]
         if rows > bucket and not any_rows:
             return torch.cat([self(part) for part in x_TK.split(bucket)])
         if any_rows or (bucket == rows and x_TK.is_contiguous() and x_TK.data_ptr() % ALIGNMENT == 0):
-            return (products.apart(form) if apart else form)(x_TK)
+            return (products.partial_sums(linear_fn) if partial_sums else linear_fn)(x_TK)
         buffer = x_TK.new_zeros(bucket, x_TK.shape[1])
         buffer[:rows] = x_TK
-        return form(buffer)[:rows]
+        return linear_fn(buffer)[:rows]
 
 
-def _entry(certified: Sequence[tuple[int, Form, bool]], rows: int) -> tuple[int, Form, bool]:
+def _entry(certified: Sequence[tuple[int, LinearFn, bool]], rows: int) -> tuple[int, LinearFn, bool]:
     """The bucket to fill `rows` up to; where that would waste half as many again, the one to split them by."""
     above = next(entry for entry in certified if entry[0] >= rows)
     below = [entry for entry in certified if 0 < entry[0] <= rows]

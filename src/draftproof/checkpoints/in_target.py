@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.drafters.build import DraftCheckpoint
-from draftproof.drafters.mtp import NativeMtpSettings
+from draftproof.drafters.context import DraftCheckpoint
+from draftproof.drafters.mtp import TargetMtpSettings
 from draftproof.models.config import ModelConfig, language_model, read_raw
 from draftproof.models.loading import Weights, WeightSource
 from draftproof.schema import whole
@@ -19,7 +19,7 @@ KEY = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ModuleNaming:
     """How a family writes its modules. `modules`: the list they are in; `after_layers`: it is the target's layers',
     and modules come after them; `names`: theirs of what surrounds the decoder layer, in the order of `_OURS`."""
 
@@ -30,14 +30,16 @@ class Form:
 
 
 _OURS = ("embed_norm", "hidden_norm", "fc", "norm")
-_DEEPSEEK = Form(modules="layers", after_layers=True, names=("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-_MIMO = Form(
+_DEEPSEEK = ModuleNaming(
+    modules="layers", after_layers=True, names=("enorm", "hnorm", "eh_proj", "shared_head.norm")
+)
+_MIMO = ModuleNaming(
     modules="mtp_layers",
     after_layers=False,
     names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     state_first=True,
 )
-FORMS: Mapping[str, Form] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
+NAMINGS: Mapping[str, ModuleNaming] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
 
 
@@ -51,11 +53,11 @@ def read(
     """
     raw, where = read_raw(directory, overrides)
     target = language_model(raw, where)
-    form = FORMS.get(target.model_type)
-    if form is None:
+    naming = NAMINGS.get(target.model_type)
+    if naming is None:
         raise ValueError(
             f"speculative_config: method='mtp' without model: {where} is of model_type={target.model_type!r}, and "
-            f"prediction modules are known of {', '.join(FORMS)}; give the module's folder as model"
+            f"prediction modules are known of {', '.join(NAMINGS)}; give the module's folder as model"
         )
     num = whole(raw, KEY, where, 0, default=0)
     if num < 1:
@@ -66,8 +68,8 @@ def read(
     return DraftCheckpoint(
         method="mtp",
         where=where,
-        settings=NativeMtpSettings(layers=_layer(target), num_modules=num, state_first=form.state_first),
-        weights=_modules(directory, form, target.num_layers, num) if weights is None else weights,
+        settings=TargetMtpSettings(layers=_layer(target), num_modules=num, state_first=naming.state_first),
+        weights=_modules(directory, naming, target.num_layers, num) if weights is None else weights,
         directory=directory,
         num_drafts=num if num > 1 else None,
     )
@@ -79,36 +81,36 @@ def _layer(target: ModelConfig) -> ModelConfig:
     return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], moe=moe)
 
 
-def _modules(directory: Path, form: Form, num_layers: int, num: int) -> Weights:
+def _modules(directory: Path, naming: ModuleNaming, num_layers: int, num: int) -> Weights:
     """The modules' tensors under our names; ValueError where a module is not there."""
     files = Weights.open(directory)
-    first = num_layers if form.after_layers else 0
-    module = re.compile(rf"(?:model\.)?{form.modules}\.(\d+)\.(.+)")
+    first = num_layers if naming.after_layers else 0
+    module = re.compile(rf"(?:model\.)?{naming.modules}\.(\d+)\.(.+)")
     theirs: dict[str, str] = {}
     for name in files.names():
         match = module.fullmatch(name)
         if match and int(match[1]) >= first and match[2] not in _COPIES:
-            theirs[f"modules.{int(match[1]) - first}.{_ours(match[2], form)}"] = name
+            theirs[f"modules.{int(match[1]) - first}.{_ours(match[2], naming)}"] = name
     found = {name.split(".")[1] for name in theirs}
     if len(found) != num:
         raise ValueError(
             f"{directory}: config.json says {KEY}={num}, but the files hold {len(found)} prediction modules "
-            f"({form.modules}.{first} and on); download the files that are missing, or leave out method='mtp': some "
+            f"({naming.modules}.{first} and on); download the files that are missing, or leave out method='mtp': some "
             "releases come without them"
         )
 
     def stored(name: str) -> str:
         _, number, rest = name.split(".", 2)
-        return theirs.get(name, f"model.{form.modules}.{first + int(number)}.{_theirs(rest, form)}")
+        return theirs.get(name, f"model.{naming.modules}.{first + int(number)}.{_theirs(rest, naming)}")
 
     return Weights(files.where, theirs, lambda name: files.read(theirs[name]), stored)
 
 
-def _ours(name: str, form: Form) -> str:
+def _ours(name: str, naming: ModuleNaming) -> str:
     stem, _, kind = name.rpartition(".")
-    return f"{_OURS[form.names.index(stem)]}.{kind}" if stem in form.names else f"layers.0.{name}"
+    return f"{_OURS[naming.names.index(stem)]}.{kind}" if stem in naming.names else f"layers.0.{name}"
 
 
-def _theirs(name: str, form: Form) -> str:
+def _theirs(name: str, naming: ModuleNaming) -> str:
     stem, _, kind = name.rpartition(".")
-    return f"{form.names[_OURS.index(stem)]}.{kind}" if stem in _OURS else name.removeprefix("layers.0.")
+    return f"{naming.names[_OURS.index(stem)]}.{kind}" if stem in _OURS else name.removeprefix("layers.0.")

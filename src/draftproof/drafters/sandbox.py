@@ -13,7 +13,7 @@ from draftproof.drafters.contained import describe
 
 
 @dataclass(slots=True)
-class Guarded:
+class ProposalResult:
     """A proposal of the right form; its ids and counts are still to be cut. `raised`: there is none, and every
     request's draft state is suspect."""
 
@@ -21,7 +21,7 @@ class Guarded:
     raised: bool = False
 
 
-class Guard:
+class DrafterSandbox:
     """Runs `propose`, counts faults, and gives up after `max_faults` of them.
 
     Drafters of ours see live buffers; a user's is a `UsersDrafter`, which gets copies, and before each call `refresh`
@@ -47,10 +47,10 @@ class Guard:
         self._max_faults = max_faults
         self._time_limit = time_limit
 
-    def propose(self, verified: Verified, num_drafts: int) -> Guarded:
+    def propose(self, verified: Verified, num_drafts: int) -> ProposalResult:
         """Never raises for the drafter's sake."""
         if self.off:
-            return Guarded(no_proposal(verified))
+            return ProposalResult(no_proposal(verified))
         start = time.perf_counter()
         try:
             self._refresh()
@@ -58,11 +58,11 @@ class Guard:
             proposal = Proposal(proposal.tokens_RK[:, :num_drafts], proposal.count_R)
         except Exception as error:
             self._count(describe(error))
-            return Guarded(no_proposal(verified), raised=True)
+            return ProposalResult(no_proposal(verified), raised=True)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
-        return Guarded(proposal)
+        return ProposalResult(proposal)
 
     def count_bad_ids(self, num_requests: int) -> None:
         """A round in which so many requests' drafts had to be cut at an id."""

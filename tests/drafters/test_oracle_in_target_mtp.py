@@ -73,7 +73,7 @@ class Rounds:
         verified = Verified(
             tokens_T=torch.tensor(tokens),
             positions_T=torch.tensor(positions),
-            cu_R1=torch.tensor(cu),
+            query_start_loc_R1=torch.tensor(cu),
             slots_R=torch.tensor([p.slot for p in parts]),
             live_R=torch.tensor([p.num_live for p in parts]),
             next_R=torch.tensor([self.text[p.start + p.num_live] for p in parts]),

@@ -12,7 +12,7 @@ import torch
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters.base import Drafter
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import Build
+from draftproof.models.layers import LayerBuilder
 from draftproof.models.loading import WeightSource, root_of
 
 S = TypeVar("S")
@@ -39,8 +39,8 @@ class DraftCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftBuild:
-    """Everything a method may want at start. `build` makes pieces from the checkpoint, exempt from exactness.
+class DraftContext:
+    """Everything a method may want at start. `builder` makes pieces from the checkpoint, exempt from exactness.
 
     `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest a text gets;
     `max_positions`: the positions that drafts beyond its end may take, too; `inner`: the drafter made of the config's
@@ -56,7 +56,7 @@ class DraftBuild:
     target: Decoder
     target_weights: WeightSource
     target_directory: Path
-    build: Build
+    builder: LayerBuilder
     max_model_len: int
     max_positions: int
     inner: Drafter | None = None
@@ -87,4 +87,4 @@ class DraftBuild:
 
     @property
     def device(self) -> torch.device:
-        return self.build.device
+        return self.builder.device
