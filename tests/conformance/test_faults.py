@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftproof import LLM, DraftSpec, Proposal, SamplingParams, Verified
+from draftproof import LLM, Drafter, DraftSpec, Proposal, SamplingParams, Verified
 from draftproof.bench.compare import compare
 from draftproof.drafters.sandbox import DrafterSandbox
 from tests.conformance import faulty
@@ -127,7 +127,7 @@ def _verified(k_R: list[int]) -> Verified:
     )
 
 
-class _Fixed:
+class _Fixed(Drafter):
     spec = DraftSpec()
 
     def __init__(self, tokens: list[list[int]], counts: list[int]) -> None:
@@ -141,6 +141,11 @@ def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
     sandbox = DrafterSandbox(_Fixed([[1]], [1]), vocab_size=10, max_faults=9, time_limit=0.0)
     assert sandbox.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
     assert sandbox.num_faults == 1
+
+
+def test_what_is_verified_has_its_old_name_for_one_version() -> None:
+    verified = _verified([1, 2])
+    assert verified.cu_R1 is verified.query_start_loc_R1
 
 
 def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(

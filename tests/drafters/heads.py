@@ -18,8 +18,9 @@ from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect, in_target
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
+from draftproof.drafters.base import DraftRuntime
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, DraftRuntime, HeadDrafter
+from draftproof.drafters.head import DraftHead, HeadDrafter
 from draftproof.drafters.modules import ModulesDrafter
 from draftproof.kernels import ops
 from draftproof.kernels.graphs import EAGER

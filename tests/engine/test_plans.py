@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftproof import LLM, Proposal, SamplingParams, Verified
-from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.base import Drafter, DraftSpec
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.head import HeadDrafter
 from tests.conformance.cases import CASES, REPEATS
@@ -83,7 +83,7 @@ def test_a_members_own_k_gives_the_first_of_its_drafts(name: str) -> None:
     assert chain.draft(tokens, 16) == alone.draft(tokens, 3) != []
 
 
-class Eager:
+class Eager(Drafter):
     """Proposes six tokens whatever was asked."""
 
     spec = DraftSpec()

@@ -111,8 +111,8 @@ def keys_of(llm: LLM) -> Tensor:
 
 
 def drafter_of(llm: LLM) -> Drafter | None:
-    guard = _runner(llm).guard
-    return None if guard is None else guard.drafter
+    sandbox = _runner(llm).sandbox
+    return None if sandbox is None else sandbox.drafter
 
 
 def runs_ahead(llm: LLM) -> bool:

@@ -5,14 +5,17 @@ Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from draftproof.cache.pool import KVShape
+from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.cache.pool import KVShape, PagedCache
+from draftproof.kernels.graphs import Graphs
+from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
 from draftproof.sampling.sampler import Draw as Draw
 
@@ -124,18 +127,40 @@ class RoundSize:
     itemsize: int = 2
 
 
-class Drafter(Protocol):
-    """Level 1: anything that proposes. `bind`, `admit` and `release` are optional, `cost` is asked of ours alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRuntime:
+    """What the engine lends a drafter at start: operators, and caches on the target's block table, the drafter's own
+    layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
+    device to wait for."""
 
-    bind(memory) at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare; admit(slot, tokens,
-    num_cached) when a request takes a slot; release(slot) when it leaves, finished or preempted.
-    """
+    ops: Ops
+    backend: AttentionBackend
+    cache: PagedCache
+    graphs: Graphs
+    host_looks: bool = False
+
+    def attention(self, rows: Rows) -> PagedAttention:
+        return PagedAttention(self.ops, self.backend, self.cache, rows)
+
+
+class Drafter:
+    """Level 1: anything that proposes. A user's class need not inherit from it, and may leave out all but `spec` and
+    `propose`; the package's own drafters do inherit."""
 
     spec: DraftSpec
 
+    def bind(self, runtime: DraftRuntime) -> None:
+        """Called at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare."""
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""
+
+    def release(self, slot: int) -> None:
+        """Called when a request leaves its slot, finished or preempted."""
+
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """num_drafts = max(k_R), may be 0: state is kept in step and nothing is proposed."""
-        ...
+        raise NotImplementedError
 
     def cost(self, size: RoundSize) -> Cost | None:
         """What a round reads and computes at least; nothing, for a drafter without weights. None: nobody knows."""
@@ -145,9 +170,3 @@ class Drafter(Protocol):
 def name_of(drafter: Drafter) -> str:
     """What messages call it: its own `name`, else its class."""
     return str(getattr(drafter, "name", type(drafter).__name__))
-
-
-def tell(drafter: Drafter | None, verb: str, *args: object) -> None:
-    """Call one of the optional verbs, where the drafter has it."""
-    if (method := getattr(drafter, verb, None)) is not None:
-        method(*args)

@@ -20,7 +20,6 @@ from draftproof.drafters.base import (
     Taps,
     Verified,
     name_of,
-    tell,
 )
 from draftproof.models.cost import Cost
 
@@ -52,15 +51,15 @@ class ChainDrafter(Drafter):
             spec, cache = drafter.spec, runtime.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
             part = PagedCache(layers, cache.block_table_SB)
-            tell(drafter, "bind", dataclasses.replace(runtime, cache=part))
+            drafter.bind(dataclasses.replace(runtime, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         for drafter in self._drafters:
-            tell(drafter, "admit", slot, tokens, num_cached)
+            drafter.admit(slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
-            tell(drafter, "release", slot)
+            drafter.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))

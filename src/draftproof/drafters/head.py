@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
-from draftproof.cache.pool import PagedCache
+from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import (
     Drafter,
+    DraftRuntime,
     DraftSpec,
     Draw,
     InputLayout,
@@ -23,8 +23,7 @@ from draftproof.drafters.base import (
     Verified,
     no_proposal,
 )
-from draftproof.kernels.graphs import EAGER, Graphs
-from draftproof.kernels.ops import Ops
+from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.step import DraftRows, Layout
 from draftproof.models.cost import Cost
 
@@ -70,20 +69,7 @@ class DraftHead(Protocol):
         return Cost()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRuntime:
-    """What the engine lends a drafter at start: operators, and caches on the target's block table, its own layers'
-    and then the borrowed ones. `host_looks`: reading a value on the host costs nothing, as no device has to be waited
-    for."""
-
-    ops: Ops
-    backend: AttentionBackend
-    cache: PagedCache
-    graphs: Graphs
-    host_looks: bool = False
-
-    def attention(self, rows: Rows) -> PagedAttention:
-        return PagedAttention(self.ops, self.backend, self.cache, rows)
+DraftMemory = DraftRuntime  # the old name, for one version
 
 
 class Unroll(Protocol):

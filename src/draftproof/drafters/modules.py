@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import Rows
-from draftproof.drafters.base import Drafter, DraftSpec, Draw, Proposal, RoundSize, Verified
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
-from draftproof.drafters.head import DraftRuntime, PassSize
+from draftproof.drafters.head import PassSize
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models import cost

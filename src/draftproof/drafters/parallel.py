@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
-from draftproof.drafters.base import Draw, InputLayout, RoundSize, Verified
-from draftproof.drafters.head import DraftHead, DraftRuntime, PassSize, Unroll, draft_rows, kernel_layout
+from draftproof.drafters.base import DraftRuntime, Draw, InputLayout, RoundSize, Verified
+from draftproof.drafters.head import DraftHead, PassSize, Unroll, draft_rows, kernel_layout
 from draftproof.kernels.ops import Gather
 from draftproof.kernels.step import DraftRows
 from draftproof.models.cost import Cost

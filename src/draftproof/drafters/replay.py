@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from draftproof.config import parse_options
-from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, RoundSize, Verified, tell
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, RoundSize, Verified
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.recordings import Recording, RecordingIndex, load, padded, token_noise
 from draftproof.kernels.transfer import upload
@@ -77,17 +77,20 @@ class ReplayDrafter(Drafter):
         self._span_S3 = torch.zeros((num_slots, 3), dtype=torch.int64, device=device)
 
     def bind(self, runtime: DraftRuntime) -> None:
-        tell(self._inner, "bind", runtime)
+        if self._inner is not None:
+            self._inner.bind(runtime)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         index = self._index.find(tokens)
         span = (0, 0, 0) if index is None else (index, *self._spans[index])
         self._span_S3[slot] = upload(span, self._span_S3.device)
-        tell(self._inner, "admit", slot, tokens, num_cached)
+        if self._inner is not None:
+            self._inner.admit(slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
         self._span_S3[slot] = 0
-        tell(self._inner, "release", slot)
+        if self._inner is not None:
+            self._inner.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """A function of the device's tensors alone: the host never looks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal, tell
+from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal
 from draftproof.drafters.contained import describe
 
 
@@ -70,12 +70,19 @@ class DrafterSandbox:
             f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {num_requests} requests"
         )
 
-    def call(self, name: str, *args: Any) -> None:
-        """One of the optional verbs (admit, release), guarded alike."""
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        """`Drafter.admit`; what it raises is counted."""
+        self._notify("admit", slot, tokens, num_cached)
+
+    def release(self, slot: int) -> None:
+        """`Drafter.release`; what it raises is counted."""
+        self._notify("release", slot)
+
+    def _notify(self, name: str, *args: Any) -> None:
         if self.off:
             return
         try:
-            tell(self.drafter, name, *args)
+            getattr(self.drafter, name)(*args)
         except Exception as error:
             self._count(f"{name}: {describe(error)}")
 

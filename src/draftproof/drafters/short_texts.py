@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.drafters.base import Drafter, DraftRuntime, Proposal, RoundSize, Verified, name_of, tell
+from draftproof.drafters.base import Drafter, DraftRuntime, Proposal, RoundSize, Verified, name_of
 from draftproof.models.cost import Cost
 
 
@@ -25,13 +25,13 @@ class ShortTexts(Drafter):
 
     def bind(self, runtime: DraftRuntime) -> None:
         self._host_looks = runtime.host_looks
-        tell(self._drafter, "bind", runtime)
+        self._drafter.bind(runtime)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        tell(self._drafter, "admit", slot, tokens, num_cached)
+        self._drafter.admit(slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
-        tell(self._drafter, "release", slot)
+        self._drafter.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         last_R = verified.query_start_loc_R1[:-1] + verified.live_R - 1

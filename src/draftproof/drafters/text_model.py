@@ -18,9 +18,9 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import allocate
-from draftproof.drafters.base import Drafter, DraftSpec, Proposal, RoundSize, Verified
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, RoundSize, Verified
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftRuntime, PassSize
+from draftproof.drafters.head import PassSize
 from draftproof.drafters.model_head import pass_cost
 from draftproof.drafters.retokenize import DraftIds, TargetText
 from draftproof.drafters.token_map import token_texts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, DraftRuntime, Draw, Proposal, RoundSize, Verified, tell
+from draftproof.drafters.base import Drafter, DraftRuntime, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.models.cost import Cost
 
@@ -24,7 +24,7 @@ class UsersDrafter(Drafter):
 
     def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
         """To be made inside `contained`: the user's `layout` is asked here, and never again."""
-        self.drafter: Drafter = drafter
+        self.drafter: Any = drafter
         self.name = name
         layout = drafter.spec.layout(num_drafts)
         self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
@@ -32,17 +32,17 @@ class UsersDrafter(Drafter):
     def bind(self, runtime: DraftRuntime) -> None:
         try:
             with contained():
-                tell(self.drafter, "bind", runtime)
+                self._call_if_there("bind", runtime)
         except DrafterError as error:
-            raise DrafterError(f"{self.name}.bind(memory) raised {error}") from error
+            raise DrafterError(f"{self.name}.bind(runtime) raised {error}") from error
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         with contained():
-            tell(self.drafter, "admit", slot, list(tokens), num_cached)
+            self._call_if_there("admit", slot, list(tokens), num_cached)
 
     def release(self, slot: int) -> None:
         with contained():
-            tell(self.drafter, "release", slot)
+            self._call_if_there("release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         given = _copy(verified)
@@ -57,6 +57,12 @@ class UsersDrafter(Drafter):
     def cost(self, size: RoundSize) -> Cost | None:
         """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
         return None if self.spec.kv else Cost()
+
+    def _call_if_there(self, name: str, *args: object) -> None:
+        """A method that a user's class may leave out."""
+        method = getattr(self.drafter, name, None)
+        if method is not None:
+            method(*args)
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:

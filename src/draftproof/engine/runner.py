@@ -181,17 +181,15 @@ class ModelRunner:
         for slot in step.released:
             self.state.release(slot)
             self.table.release(slot)
-            self._tell_drafter("release", slot)
+            if self.sandbox is not None:
+                self.sandbox.release(slot)
         for a in step.admitted:
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
             self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
-            self._tell_drafter("admit", a.slot, list(a.token_ids), a.num_computed)
+            if self.sandbox is not None:
+                self.sandbox.admit(a.slot, list(a.token_ids), a.num_computed)
         if step.fresh_blocks and self.draft_cache.layers:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
-
-    def _tell_drafter(self, verb: str, *args: object) -> None:
-        if self.sandbox is not None:
-            self.sandbox.call(verb, *args)
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         scheduled, shape = step.scheduled, self._padded(step)
