@@ -52,7 +52,7 @@ def test_every_fault_is_listed() -> None:
 
 
 def test_a_drafter_that_fails_at_start_is_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match=r"RaisesInBind.bind.memory. raised OSError: no such thing"):
+    with pytest.raises(ValueError, match=r"RaisesInBind.bind.runtime. raised OSError: no such thing"):
         LLM(speculative_config={"method": "tests.conformance.faulty.RaisesInBind"})
 
 
