@@ -46,13 +46,15 @@ class BlockRows:
 
 @dataclass(slots=True)
 class Rows:
-    """Where the rows of one flat pass sit. A padding row has position -1 and end 0."""
+    """The rows of one flat pass: their places. A padding row has position -1 and context length 0."""
 
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
-    context_lens_T: Tensor  # int64; position + 1 where attention is causal
+    context_lens_T: (
+        Tensor  # int64: leading positions that the row sees; position + 1 where attention is causal
+    )
     block: BlockRows | None = None
-    max_query_len: int = 0  # no slot has more neighbouring rows; 0 = not known. Speed only
+    max_query_len: int = 0  # most neighbouring rows of one slot; 0 = not known. Speed only
 
     @classmethod
     def causal(cls, positions_T: Tensor, slots_T: Tensor) -> Rows:
@@ -82,7 +84,7 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class PagedAttention:
-    """What a layer calls during one pass: store this pass's keys and values, then attend."""
+    """Attention as a layer calls it during one pass: store this pass's keys and values, then attend."""
 
     ops: Ops
     backend: AttentionBackend
@@ -92,7 +94,9 @@ class PagedAttention:
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
-        q_THD, rows, block = self.store(layer, qkv_TX, spec), self.rows, self.rows.block
+        q_THD = self.store(layer, qkv_TX, spec)
+        rows = self.rows
+        block = self.rows.block
         if block is None:
             return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
         if not spec.causal:
@@ -119,17 +123,28 @@ class PagedAttention:
 
     def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
-        rows, kv, table = self.rows, self.cache.layers[layer], self.cache.block_table_SB
+        rows = self.rows
+        kv = self.cache.layers[layer]
+        table = self.cache.block_table_SB
         none = kv.k[:, :0]
         q_THD = self.ops.rope_store(
-            *(q_TX, rows.positions_T, rows.slots_T, spec.cos_sin_PD, spec.q_norm_D, None),
-            *(spec.eps, none, none, table),
+            q_TX,
+            rows.positions_T,
+            rows.slots_T,
+            spec.cos_sin_PD,
+            spec.q_norm_D,
+            None,
+            spec.eps,
+            none,
+            none,
+            table,
         )
         return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
 
     def _staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
         """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
-        gather, (num_rows, *head) = self.ops.gather, q_THD.shape
+        gather = self.ops.gather
+        num_rows, *head = q_THD.shape
         outs = []
         for j, index_R in enumerate(rows_JR.unbind()):
             q_RX = gather(q_THD.view(num_rows, -1), index_R)
@@ -153,10 +168,11 @@ class PagedAttention:
         window: int,
         spec: AttentionSpec,
     ) -> Tensor:
-        """A backend may want to share work between calls whose rows are the same, which `kind` tells apart: from 0 on
-        they are one row of each block, -2 are rows that see their block's end, -1 all others."""
+        """One call of the backend. `kind` tells apart calls whose rows are the same, since a backend may share work
+        between those: from 0 on they are one row of each block, -2 rows that see their block's end, -1 all others."""
         if kind not in self._begun:
             begin = getattr(self.backend, "begin", lambda _: self.backend)
             self._begun[kind] = begin(1 if kind >= 0 else self.rows.max_query_len)
-        kv, table = self.cache.layers[layer], self.cache.block_table_SB
+        kv = self.cache.layers[layer]
+        table = self.cache.block_table_SB
         return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, context_lens_T, window, spec.scale)

@@ -1,4 +1,4 @@
-"""Attention over chunks of constant size, in torch, with the products to be chosen: two exact versions.
+"""Attention over chunks of constant size, in torch: two exact versions, which differ in their products.
 
 A row's keys are cut into chunks of CHUNK. The largest score of all is exact in any order; each chunk gives a sum of
 weights and a sum of weighted values; a tree over the chunks adds them, and since an absent chunk adds zeros, the tree
@@ -20,15 +20,15 @@ from torch import Tensor
 from draftproof.attention.gathered import CHUNK, attend_by_length
 from draftproof.kernels.sums import tree_sum
 
-QUERY_ROWS = 8  # of one product; fewer query heads are padded with zeros
-MAX_NUMBERS = 1 << 24  # of an intermediate result: how many rows share a call
+QUERY_ROWS = 8  # query heads of one product; fewer are padded with zeros
+MAX_NUMBERS = 1 << 24  # numbers of an intermediate result, which bound the rows that share a call
 
 
 def chunk_sum(x: Tensor, dim: int) -> Tensor:
     """Sum over chunks, neighbours first: ((x0 + x1) + (x2 + x3)) + ...; drops `dim`.
 
     Chunks that are absent count as zeros, so the number of chunks of the longest row changes nothing:
-    of 3 (x0 + x1) + x2, of 4 with a last one of zeros (x0 + x1) + (x2 + 0).
+    three give (x0 + x1) + x2, four with a last one of zeros (x0 + x1) + (x2 + 0).
     """
     while x.shape[dim] > 1:
         if x.shape[dim] % 2:
@@ -87,7 +87,7 @@ TREES = Products(scores=_tree_scores, values=_tree_values)
 
 @dataclass(frozen=True, slots=True)
 class ChunkedAttention:
-    """An `AttentionBackend`."""
+    """An `AttentionBackend` over chunks, with one of the two kinds of products."""
 
     products: Products
 
@@ -123,7 +123,7 @@ class ChunkedAttention:
         scores_TNCGL = self.products.scores(q_TNGD, k_TNCLD) * scale
         scores_TNCGL = scores_TNCGL.masked_fill(hidden_TCL[:, None, :, None, :], float("-inf"))
         top_TN1G1 = scores_TNCGL.amax((2, 4), keepdim=True)
-        weights_TNCGL = torch.exp(scores_TNCGL - top_TN1G1)  # of a hidden key exactly 0
+        weights_TNCGL = torch.exp(scores_TNCGL - top_TN1G1)  # a hidden key's is exactly 0
         total_TNG = chunk_sum(tree_sum(weights_TNCGL, -1), 2)
         summed_TNGD = chunk_sum(self.products.values(weights_TNCGL, v_TNCLD), 2)
         return (summed_TNGD / total_TNG.unsqueeze(-1)).reshape(q_THD.shape).to(q_THD.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftproof.kernels.exactness import Bits, Check
 from draftproof.kernels.sums import pieces_sum
 
-# Tokens of each slot: around chunks, and around lengths at which libraries change their way.
+# Tokens of each slot: around chunks, and around lengths at which libraries change their order of sums.
 CONTEXTS = (5, 64, 70, 192, 256, 330, 520, 1100)
 LIKE_A_PROMPT = 40  # rows of one slot that share a call: more than any version puts into one product
 VERIFIED = 6  # rows of each slot, the last of its context, as a verify pass has them
@@ -51,7 +51,8 @@ class _Data:
 
     def run(self, version: Any, rows_T: Tensor) -> Bits:
         """`version` as a layer calls it: told how many neighbouring rows a slot has at most, where it asks."""
-        slots_T, context_lens_T = self.slots_T[rows_T], self.context_lens_T[rows_T]
+        slots_T = self.slots_T[rows_T]
+        context_lens_T = self.context_lens_T[rows_T]
         begin = getattr(version, "begin", None)
         attend = version if begin is None else begin(_most_neighbours(slots_T))
         out_TX = attend(
@@ -142,16 +143,21 @@ def _num_rows() -> int:
 def _cancelling_scores(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, float]:
     """q = (a, a) and k = (b, -b), scattered alike over D, of very different sizes: q . k is what rounding leaves."""
     generator = torch.Generator().manual_seed(2)
-    dim, half = shape.head_dim, shape.head_dim // 2
+    dim = shape.head_dim
+    half = shape.head_dim // 2
     size = (len(CONTEXTS), max(CONTEXTS), shape.num_kv_heads)
     scale_D = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half,), generator=generator)
     order_D = torch.randperm(dim, generator=generator)
-    first_D, second_D = order_D[:half], order_D[half : 2 * half]
+    first_D = order_D[:half]
+    second_D = order_D[half : 2 * half]
     a_THD = torch.randn(_num_rows(), shape.num_heads, half, generator=generator) * scale_D
     b_SLND = torch.randn(*size, half, generator=generator)
-    q_THD, k_SLND = torch.zeros(_num_rows(), shape.num_heads, dim), torch.zeros(*size, dim)
-    q_THD[..., first_D], q_THD[..., second_D] = a_THD, a_THD
-    k_SLND[..., first_D], k_SLND[..., second_D] = b_SLND, -b_SLND
+    q_THD = torch.zeros(_num_rows(), shape.num_heads, dim)
+    k_SLND = torch.zeros(*size, dim)
+    q_THD[..., first_D] = a_THD
+    q_THD[..., second_D] = a_THD
+    k_SLND[..., first_D] = b_SLND
+    k_SLND[..., second_D] = -b_SLND
     return q_THD, k_SLND, torch.randn(*size, dim, generator=generator), SCORE_SCALE
 
 
@@ -166,7 +172,8 @@ def _cancelling_values(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, f
         order_L = length - seen + torch.randperm(seen, generator=generator)
         scale_L = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half, 1, 1), generator=generator)
         pairs_LND = torch.randn(half, *size[2:], generator=generator) * scale_L
-        v_LND[order_L[:half]], v_LND[order_L[half : 2 * half]] = pairs_LND, -pairs_LND
+        v_LND[order_L[:half]] = pairs_LND
+        v_LND[order_L[half : 2 * half]] = -pairs_LND
     q_THD = torch.zeros(_num_rows(), shape.num_heads, shape.head_dim)
     k_SLND = v_SLND if shape.shared else torch.randn(size, generator=generator)
     return q_THD, k_SLND, v_SLND, 1.0

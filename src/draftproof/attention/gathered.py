@@ -1,4 +1,4 @@
-"""Keys and values of each row's own context, copied out of the paged cache: what the versions in torch compute on.
+"""Copies of each row's keys and values out of the paged cache, which the versions in torch compute on.
 
 Shapes: T rows, N kv heads, L padded keys, B blocks per slot, D head size.
 """
@@ -36,7 +36,8 @@ def gather_keys(
     if window:
         seen_TL &= positions_L >= context_lens_T[:, None] - window
     columns_L = (positions_L // block_size).clamp(max=blocks_TB.shape[1] - 1)
-    blocks_TL, offsets_L = blocks_TB[:, columns_L].long(), positions_L % block_size
+    blocks_TL = blocks_TB[:, columns_L].long()
+    offsets_L = positions_L % block_size
 
     def visible(cache: Tensor) -> Tensor:
         vectors_TLND = cache[blocks_TL, :, offsets_L.expand_as(blocks_TL)]
@@ -57,7 +58,7 @@ def attend_by_length(
     context_lens_T: Tensor,
     window: int,
 ) -> Tensor:
-    """What an `AttentionBackend` returns, [T, num_heads * D], from calls of rows that have equally many padded keys.
+    """The result of an `AttentionBackend`, [T, num_heads * D], by calls of rows that have equally many padded keys.
 
     attend(q [T, num_heads, D], keys, values, seen as `gather_keys` gives them) -> [T, num_heads, D]; max_rows(L): how
     many rows may share a call, which bounds the gathered copy of the cache.

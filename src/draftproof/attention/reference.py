@@ -1,4 +1,4 @@
-"""Attention written for reading: one row at a time, in fp64. What every other backend is compared with.
+"""Attention written for reading: one row at a time, in fp64. Every other backend is compared with it.
 
 Shapes: T rows, N kv heads, G query heads per kv head, L visible keys, S slots, B blocks per slot, D head size.
 """

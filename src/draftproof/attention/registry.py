@@ -1,4 +1,4 @@
-"""The attention backends by name. One file a backend; a line here enrols it in the conformance tests."""
+"""The attention backends by name; a line here enrols one in the conformance tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
 from draftproof.schema import did_you_mean
 
-MOST_TRITON_DIM = 512  # of a head, and
-MOST_TRITON_TILE = 16384  # of all heads that share keys: what a program accumulates at least
+MOST_TRITON_DIM = 512  # head size
+MOST_TRITON_TILE = (
+    16384  # sizes of all query heads that share keys, together: what a program accumulates at least
+)
 
 
 @dataclass(frozen=True, slots=True)

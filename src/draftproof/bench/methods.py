@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftproof.bench import figures, workload
-from draftproof.bench.drive import Job, 
+from draftproof.bench.drive import ClientResult, Job
 from draftproof.bench.harness import PLAIN, Benchmark, Measured, Record, Variant
 from draftproof.checkpoints import detect
 from draftproof.frontend.llm import LLM
@@ -80,7 +80,7 @@ class Comparison(Benchmark):
                 self.measure(method, (PLAIN, method), self._batches, self._batch_size)
                 self.release([method])
 
-    def take(self, cell: object, variant: Variant, number: int, run: ) -> None:
+    def take(self, cell: object, variant: Variant, number: int, run: ClientResult) -> None:
         """ValueError for a question that cannot be served: there is nothing to compare."""
         for timing, output in zip(run.timings, run.outputs, strict=True):
             if output.error is not None:

@@ -1,4 +1,4 @@
-"""Elementwise functions: the gated activation of an MLP, and the soft cap on logits. Torch twins and compiled versions.
+"""The gated activation of an MLP, and the soft cap on logits: torch twins and compiled versions.
 
 Shapes: T rows, I intermediate width, M rows of logits, V vocabulary.
 """
@@ -61,7 +61,8 @@ class GateMulCompiled:
         gate_up_TI2 = gate_up_TI2.contiguous()
         rows, width = gate_up_TI2.shape
         out_TI = gate_up_TI2.new_empty(rows, width // 2)
-        out_at, threads = out_TI.data_ptr(), torch.get_num_threads()
+        out_at = out_TI.data_ptr()
+        threads = torch.get_num_threads()
         args = self._pack(gate_up_TI2.data_ptr(), out_at, rows, width // 2, code, self._gelu, threads)
         self._run(args, out_TI)
         return out_TI

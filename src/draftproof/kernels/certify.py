@@ -1,4 +1,4 @@
-"""Certificates: at which numbers of rows a way of multiplying gives a row the reference's bits.
+"""Certificates: at which numbers of rows a candidate gives a row the reference's bits.
 
 Random data hides a change of order: most sums round to the same number. Here every sum cancels, so what is left *is*
 the rounding of the partial sums, and any other order gives other bits. `prove_power` shows that it does.
@@ -19,11 +19,13 @@ from draftproof.kernels.products import Candidate, LinearFn
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
-WIDE, MAX_WIDE_ROWS = 1 << 15, 64  # outputs of a head, which sees the sampled rows only
+# outputs of a head, which sees the sampled rows only
+WIDE = 1 << 15
+MAX_WIDE_ROWS = 64
 SAMPLED_BUCKETS = (1, 2, 3, 5, 8, 10, 16, 24, 48, 64, 128)  # for versions that are exact by construction
 REFERENCE_ROWS = (8, 64)
 SEEDS = (11, 12)
-LARGE = 1 << 26  # weight elements from which on one seed has to do
+LARGE = 1 << 26  # elements of a weight; one so large is looked at with the first seed only
 SHIFT = 3  # rows are also checked from this one on, so that none keeps its place in the bucket
 SPREAD = 6  # inputs differ in size by up to 2^12, so that short sums round too
 MIN_POWER = 0.05  # share of the sums that a changed order must change; on random data it is 0.0002 in bf16
@@ -70,10 +72,14 @@ def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
     x_TK = torch.randn(rows, half, generator=generator) * scale_K
     weight_NK = torch.randn(min(shape.outputs, PERIOD), half, generator=generator)
     order_K = torch.randperm(shape.inputs, generator=generator)
-    first, second = order_K[:half], order_K[half : 2 * half]
-    x, weight = torch.zeros(rows, shape.inputs), torch.zeros(weight_NK.shape[0], shape.inputs)
-    x[:, first], x[:, second] = x_TK, x_TK
-    weight[:, first], weight[:, second] = weight_NK, -weight_NK
+    first = order_K[:half]
+    second = order_K[half : 2 * half]
+    x = torch.zeros(rows, shape.inputs)
+    weight = torch.zeros(weight_NK.shape[0], shape.inputs)
+    x[:, first] = x_TK
+    x[:, second] = x_TK
+    weight[:, first] = weight_NK
+    weight[:, second] = -weight_NK
     weight = weight.to(shape.dtype).repeat(-(-shape.outputs // PERIOD), 1)[: shape.outputs]
     return x.to(shape.dtype), weight.contiguous()
 
@@ -86,7 +92,8 @@ def prove_power(shape: Shape, seed: int) -> None:
     if shape.inputs < 16:
         return  # so short a sum may round alike in any order; there is nothing to split either
     x_TK, weight_NK = cancelling(REFERENCE_ROWS[0], dataclasses.replace(shape, outputs=PERIOD), seed)
-    x_TK, weight_NK = x_TK.float(), weight_NK.float()
+    x_TK = x_TK.float()
+    weight_NK = weight_NK.float()
     half = shape.inputs // 2
     whole = _in_order(x_TK, weight_NK)
     split = _in_order(x_TK[:, :half], weight_NK[:, :half]) + _in_order(x_TK[:, half:], weight_NK[:, half:])
@@ -115,7 +122,9 @@ class Reference:
     def __init__(
         self, shape: Shape, candidate: Candidate, buckets: Sequence[int], device: torch.device
     ) -> None:
-        self._shape, self._buckets, self._device = shape, tuple(buckets), device
+        self._shape = shape
+        self._buckets = tuple(buckets)
+        self._device = device
         seeds = SEEDS if shape.outputs * shape.inputs < LARGE else SEEDS[:1]
         for seed in seeds:
             prove_power(shape, seed)
@@ -165,7 +174,8 @@ class Reference:
         """[T, N] for each seed, `num_rows` rows a call; the last rows are filled up with zeros."""
         computed = []
         for x_TK, weight_NK in self._data:
-            linear_fn, missing = self._linear_fn(candidate, weight_NK), -len(x_TK) % num_rows
+            linear_fn = self._linear_fn(candidate, weight_NK)
+            missing = -len(x_TK) % num_rows
             padded_TK = torch.cat((x_TK, x_TK.new_zeros(missing, x_TK.shape[1])))
             computed.append(
                 torch.cat([linear_fn(part.clone()) for part in padded_TK.split(num_rows)])[: len(x_TK)]
@@ -179,7 +189,7 @@ class Reference:
 def certify(
     shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
-    """The certified buckets of each way, by name. The first way is the reference."""
+    """The certified buckets of each candidate, by name. The first candidate is the reference."""
     table = bucket_table(shape, max_rows, device)
     reference = Reference(shape, candidates[0], table, device)
     return {candidate.name: reference.certified(candidate) for candidate in candidates}

@@ -1,8 +1,8 @@
-"""Which way a CPU multiplies by weights of a shape: the fastest one that has the reference's bits.
+"""The planner of a CPU: for each weight shape the fastest candidate that has the reference's bits.
 
-Ways do not share a weight on a CPU (each packs it), so a shape has one. Ways are timed first; the fastest is certified,
-and timed again as its certificate lets it run, until the fastest of all is one that has its certificate. All that have
-one have the same bits, so the clock may decide.
+Candidates do not share a weight on a CPU (each packs it), so a shape has one. All are timed first; the fastest is
+certified, and timed again as its certificate lets it run, until the fastest of all is one that has its certificate.
+All that have one have the same bits, so the clock may decide.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -22,15 +22,14 @@ from draftproof.kernels.products import Candidate, LinearFn
 
 TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
 TIMING_BUDGET = 0.01  # seconds a measurement
-CLEARLY_SLOWER = (
-    1.15  # a busy machine's timings are rough: an earlier way keeps its place unless it is that much slower
-)
+# A busy machine's timings are rough: an earlier candidate keeps its place unless it is slower by this factor.
+CLEARLY_SLOWER = 1.15
 CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A way and what is known of it. `raw_us` as it is, `planned_us` behind its certificate, both by TIMED_ROWS."""
+    """A candidate and its times by TIMED_ROWS: `raw_us` as it is, `planned_us` behind its certificate."""
 
     candidate: Candidate
     raw_us: list[float]
@@ -51,7 +50,8 @@ def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = Fals
         _Trial(candidate, _times(_make(candidate, weight_NK, shape), x_TK, rows)) for candidate in candidates
     ]
     reference = Reference(shape, candidates[0], table, CPU)
-    usable, best = list(trials), None
+    usable = list(trials)
+    best = None
     while usable and best is None:
         likely = _fastest(usable, [c.us for c in trials])
         if likely.buckets is None:
@@ -83,8 +83,8 @@ def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -
 
 
 def fallbacks(reference: Candidate) -> list[Candidate]:
-    """What multiplies where no way has the reference's bits at this number of threads: the reference itself at one
-    thread, whose bits they are, then rows one by one."""
+    """Candidates for the case that none has the reference's bits at this number of threads: the reference itself at
+    one thread, whose bits they are, then rows one by one."""
     return [one_thread(reference), products.SLOW]
 
 
@@ -111,7 +111,7 @@ def _fallback(
     rows: Sequence[int],
     shape: Shape,
 ) -> _Trial:
-    """The first that is exact; the last has bits of its own, with which its rows agree."""
+    """The first fallback that is exact; the last one has bits of its own, with which its rows agree."""
     table = bucket_table(shape, 0, CPU)
     for other in fallbacks(candidate):
         found = _Trial(other, _times(_make(other, weight_NK, shape), x_TK, rows))

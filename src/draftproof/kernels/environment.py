@@ -1,4 +1,4 @@
-"""What certificates depend on beside the shape: processor or GPU, libraries, settings, threads, and the code itself."""
+"""The key of certificates beside the shape: processor or GPU, libraries, settings, threads, and the code itself."""
 
 from __future__ import annotations
 

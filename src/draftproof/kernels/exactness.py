@@ -23,9 +23,9 @@ from draftproof.kernels.plan_cache import Store
 Bits = tuple[Tensor, ...]  # outputs of an operator, rows first
 
 SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 33)  # numbers of rows, around the tiles of every kernel
-MANY_ROWS = 2111  # so many that work is split among threads
-LEAST_MANY = 64  # however wide they are
-MANY_NUMBERS = 1 << 21  # of an input, at most
+MANY_ROWS = 2111  # enough for work to be split among threads
+LEAST_MANY = 64  # rows of the largest call, however wide they are
+MANY_NUMBERS = 1 << 21  # elements of an input, at most
 THREADS = (1, 2, 3)  # beside the engine's own, so that the verdict is the machine's, not the setting's
 NUM_ROWS = 67
 
@@ -55,8 +55,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What wants a certificate. `operator`: its field in `Ops`, or "attention"; `key`: sizes and dtypes, of which
-    nothing is left out; `make`: the check, whose data is only needed where there is no certificate yet."""
+    """One operator at one shape, which wants a certificate. `operator`: its field in `Ops`, or "attention"; `key`: all
+    sizes and dtypes; `make`: the check, whose data is only needed where there is no certificate yet."""
 
     operator: str
     key: str
@@ -157,7 +157,8 @@ def _alone(check: Check, version: Any, rows_T: Tensor, num_threads: int = 1) -> 
 
 def _groups(check: Check) -> Iterator[Tensor]:
     """Rows that share a call, rows [T] each."""
-    count, device = check.num_rows, check.device
+    count = check.num_rows
+    device = check.device
     generator = torch.Generator().manual_seed(0)
     yield torch.arange(count, device=device)
     yield torch.arange(count, device=device).flip(0)

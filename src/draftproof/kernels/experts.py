@@ -36,11 +36,11 @@ class Routing:
 
 
 class ExpertOps(Protocol):
-    """One implementation of each operator."""
+    """One implementation of each of the three operators."""
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-        """fp32 scores before sigmoid or softmax, fp32 correction of the choice -> (experts int64 [T, K] ascending in
-        each row, weights fp32 [T, K])."""
+        """(experts int64 [T, K] ascending in each row, weights fp32 [T, K]) of fp32 scores before sigmoid or softmax;
+        bias_E: fp32 correction of the choice."""
         ...
 
     def group(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,13 +92,13 @@ class TorchExperts:
         return (total_TH if base_TH is None else total_TH + base_TH.float()).to(dtype)
 
     def _softmax(self, logits_TE: Tensor) -> Tensor:
-        """torch's own may choose its layout by the number of rows."""
+        """Softmax in a fixed order of sums; torch's own may choose its layout by the number of rows."""
         exps_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
         return exps_TE / row_sum(exps_TE)
 
 
 def _keep_groups(choice_TE: Tensor, routing: Routing) -> Tensor:
-    """-inf for the experts of all but the best groups."""
+    """`choice_TE` with -inf for the experts of all but the best groups."""
     inside_TGE = choice_TE.unflatten(1, (routing.groups, -1))
     best_TG2 = inside_TGE.sort(dim=-1, descending=True).values[..., :2]
     score_TG = best_TG2[..., 0] + best_TG2[..., 1]
@@ -128,17 +128,27 @@ class CompiledExperts:
         experts_TK = torch.empty((rows, routing.top_k), dtype=torch.int64)
         weights_TK = torch.empty((rows, routing.top_k), dtype=torch.float32)
         args = self._pack_route(
-            *(logits_TE.data_ptr(), 0 if bias_E is None else bias_E.data_ptr()),
-            *(experts_TK.data_ptr(), weights_TK.data_ptr(), rows, num_experts, routing.top_k),
-            *(routing.sigmoid, routing.normalize, routing.groups, routing.top_groups),
-            *(torch.get_num_threads(), routing.scale),
+            logits_TE.data_ptr(),
+            0 if bias_E is None else bias_E.data_ptr(),
+            experts_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            rows,
+            num_experts,
+            routing.top_k,
+            routing.sigmoid,
+            routing.normalize,
+            routing.groups,
+            routing.top_groups,
+            torch.get_num_threads(),
+            routing.scale,
         )
         self._route(args, experts_TK, weights_TK)
         return experts_TK, weights_TK
 
     def group(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertOps`."""
-        pairs, top_k = experts_TK.numel(), experts_TK.shape[1]
+        pairs = experts_TK.numel()
+        top_k = experts_TK.shape[1]
         source_P = torch.empty(pairs, dtype=torch.int64)
         place_TK = torch.empty_like(experts_TK)
         starts_E1 = torch.empty(num_experts + 1, dtype=torch.int64)
@@ -155,13 +165,22 @@ class CompiledExperts:
         if code is None or (base_TH is not None and base_TH.dtype != dtype):
             return TORCH_EXPERTS.combine(y_PH, place_TK, weights_TK, base_TH, dtype)
         assert y_PH.dtype == torch.float32
-        y_PH, base_TH = y_PH.contiguous(), None if base_TH is None else base_TH.contiguous()
-        (rows, top_k), width = place_TK.shape, y_PH.shape[1]
+        y_PH = y_PH.contiguous()
+        base_TH = None if base_TH is None else base_TH.contiguous()
+        rows, top_k = place_TK.shape
+        width = y_PH.shape[1]
         out_TH = torch.empty((rows, width), dtype=dtype)
         args = self._pack_combine(
-            *(y_PH.data_ptr(), place_TK.data_ptr(), weights_TK.data_ptr()),
-            *(0 if base_TH is None else base_TH.data_ptr(), out_TH.data_ptr()),
-            *(rows, top_k, width, code, torch.get_num_threads()),
+            y_PH.data_ptr(),
+            place_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            0 if base_TH is None else base_TH.data_ptr(),
+            out_TH.data_ptr(),
+            rows,
+            top_k,
+            width,
+            code,
+            torch.get_num_threads(),
         )
         self._combine(args, out_TH)
         return out_TH

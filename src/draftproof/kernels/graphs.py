@@ -41,18 +41,18 @@ _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided
 
 
 class Graphs(Protocol):
-    """A way of running again. Functions may themselves call `run`."""
+    """The service that runs a function again. Functions may themselves call `run`."""
 
     def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
-        """Get ready for `run`, at the price of calling the function; whether that was of use. Only what has been
-        prepared may change memory that it reads, since any other first run may call the function twice."""
+        """Record `function` now, which calls it. False if nothing was recorded. Only a function that was prepared may
+        change memory that it reads: any other first run may call the function twice."""
         ...
 
     def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
 
 
 class Eager:
-    """Calls the function."""
+    """The service that records nothing and calls the function."""
 
     def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
         return False
@@ -72,7 +72,7 @@ class _Entry:
 
 
 class Recorded:
-    """On a CPU with the compiled operators: their calls are written down once, and later run without Python.
+    """The service of a CPU with the compiled operators: their calls are recorded once, and later run without Python.
 
     A function that computes anything by other means than those operators is found out while it is recorded, and runs
     as it is from then on.
@@ -117,7 +117,7 @@ class Recorded:
 
 
 def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """(the graph of a call, which ran once as it is before, what it gave). `pool`: of a graph to share memory with."""
+    """(the graph of a call, which ran once as it is before, what it gave). `pool`: the memory pool it may share."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -137,14 +137,15 @@ class _Capture:
 
 
 class Captured:
-    """On a GPU: CUDA graphs, of what was prepared and of what comes back often. A function runs once as it is before
-    it is captured, which compiles its kernels; what it runs through this service becomes part of its graph."""
+    """The service of a GPU: CUDA graphs, for functions that were prepared and for those that come back often. A
+    function runs once as it is before it is captured, which compiles its kernels; what it runs through this service
+    becomes part of its graph."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Capture] = {}
         self._num_met: Counter[Key] = Counter()
         self._is_capturing = False
-        # By the first part of a key. A graph's scratch memory may be another's results if they share a pool.
+        # Memory pools by the first part of a key: graphs that share one may overwrite each other's results.
         self._pools: dict[Hashable, Any] = {}
 
     def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
@@ -177,7 +178,7 @@ class Captured:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every torch operator that computes."""
+    """Collects the names of torch operators that compute."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

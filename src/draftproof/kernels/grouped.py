@@ -1,7 +1,7 @@
 """Products over experts: rows sorted by expert, each group by a weight of its own.
 
-A form takes x [P, K] and starts [E + 1] (the rows of expert e are starts[e] to starts[e + 1]) and gives [P, N]. A
-row's bits depend on the row and its expert alone, however many rows each expert has.
+A grouped product takes x [P, K] and starts [E + 1] (the rows of expert e are starts[e] to starts[e + 1]) and gives
+[P, N]. A row's bits depend on the row and its expert alone, however many rows each expert has.
 Shapes: P rows sorted by expert, E experts, K inputs, N outputs.
 """
 
@@ -41,7 +41,8 @@ class PerExpert:
     """One product after the other, each as the planner certified it. The host looks at the lengths."""
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]], shape: Shape) -> None:
-        self._products, self._shape = products, shape
+        self._products = products
+        self._shape = shape
 
     def __call__(self, x_PK: Tensor, starts_E1: Tensor) -> Tensor:
         out_PN = x_PK.new_empty(x_PK.shape[0], self._shape.outputs, dtype=self._shape.out_dtype)
@@ -53,7 +54,7 @@ class PerExpert:
 
 
 class CompiledGroups:
-    """csrc/product.cpp over packed copies of the weights, exact by construction."""
+    """The grouped product in C++ (csrc/product.cpp), over packed copies of the weights; exact by construction."""
 
     def __init__(self, library: Library, num_experts: int, weights: Iterable[Tensor], shape: Shape) -> None:
         self._run, self._pack = library.packed("dp_grouped_product", "4P7q")
@@ -77,15 +78,20 @@ class CompiledGroups:
         rows = x_PK.shape[0]
         out_PN = torch.empty((rows, self._shape.outputs), dtype=self._shape.out_dtype)
         args = self._pack(
-            *(x_PK.data_ptr(), self._weights.data_ptr(), starts_E1.data_ptr(), out_PN.data_ptr()),
-            *(rows, *self._sizes, torch.get_num_threads()),
+            x_PK.data_ptr(),
+            self._weights.data_ptr(),
+            starts_E1.data_ptr(),
+            out_PN.data_ptr(),
+            rows,
+            *self._sizes,
+            torch.get_num_threads(),
         )
         self._run(args, out_PN)
         return out_PN
 
 
 def find(device: torch.device, shape: Shape, library: Library | None) -> Make | None:
-    """How to make the one form this machine has for `shape`; None: only one product at a time."""
+    """How to make the grouped product that this machine has for `shape`; None: only one product at a time."""
     if gpu.available(device):
         from draftproof.kernels.gpu.grouped import Groups
 

@@ -23,38 +23,41 @@ FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Librar
 class PackedLinear:
     """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`.
 
-    `weight_itemsize`: bytes of a weight as it is read, but for scales.
+    `weight_itemsize`: bytes of a weight element as it is read, scales not counted.
     """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.in_features, self.out_features = shape.inputs, shape.outputs
+        self.in_features = shape.inputs
+        self.out_features = shape.outputs
         self.weight_itemsize = shape.dtype.itemsize
         self._linear_fn: LinearFn | None = None
         self._partial_sums: LinearFn | None = None
 
     def use(self, linear_fn: LinearFn) -> None:
-        """Multiply by this form from now on."""
-        self._linear_fn, self._partial_sums = linear_fn, products.partial_sums(linear_fn)
+        """Multiply by this function from now on."""
+        self._linear_fn = linear_fn
+        self._partial_sums = products.partial_sums(linear_fn)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         assert self._linear_fn is not None, "LinearPlanner.certify() was not called after pack()"
         return self._linear_fn(x_TK)
 
     def partial_sums(self, x_TK: Tensor) -> Tensor:
-        """The same for `ops.AddRMSNorm`, which adds what may be in parts here: [T, N] or fp32 [S, T, N]."""
+        """The product for `ops.AddRMSNorm`, perhaps still as fp32 sums over segments of K: [T, N] or [S, T, N]."""
         assert self._partial_sums is not None, "LinearPlanner.certify() was not called after pack()"
         assert self.shape.out_dtype == self.shape.dtype, "the norm rounds to the dtype of the stream"
         return self._partial_sums(x_TK)
 
 
 class LinearPlanner:
-    """Packs weights, and finds for each shape the fastest way that gives a row the same bits in any batch.
+    """Packs weights, and finds for each shape the fastest candidate that gives a row the same bits in any batch.
 
-    One way is kept per weight, so a weight is in memory once. Certificates hold for the number of threads they were
-    made with; the reference runs at one thread, so they agree between processes. `exact=False`: no certificates, the
-    way expected to be fastest at whatever number of rows comes. `cache_dir` None: `native.default_cache_dir()`.
-    `thorough`: every way is certified, for a report; what the disk knows is not believed.
+    One candidate is kept per weight, so a weight is in memory once. Certificates hold for the number of threads they
+    were made with; the reference runs at one thread, so they agree between processes. `exact=False`: no certificates,
+    the candidate expected to be fastest at whatever number of rows comes. `cache_dir` None:
+    `native.default_cache_dir()`. `thorough`: every candidate is certified, for a report; what the disk knows is not
+    believed.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class LinearPlanner:
         self.exact = exact
         self._thorough = thorough
         self.max_rows = max_rows
-        self._device, self._library = device, library
-        self._progress, self._find_candidates = progress, find_candidates
+        self._device = device
+        self._library = library
+        self._progress = progress
+        self._find_candidates = find_candidates
         self._folder = cache_dir or native.default_cache_dir()
-        self.weight_bytes = 0  # of everything that was read for models whose products are packed here
+        self.weight_bytes = 0  # everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
         self._equal_groups: dict[int, grouped.EqualGroups] = {}
@@ -108,7 +113,7 @@ class LinearPlanner:
         else:
             if fp8:
                 weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)
-            # The first way is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
+            # The first candidate is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             candidate = self._candidates(shape)[-1 if gpu.available(self._device) else 0]
             linear_fn = candidate.make(weight_NK, bias_N, out_dtype)
             rounded = fp8 and not gpu.available(self._device)  # as a GPU would have them
@@ -138,13 +143,13 @@ class LinearPlanner:
         return grouped.PerExpert(each, shape)
 
     def equal_groups(self, num: int) -> grouped.EqualGroups:
-        """For `pack_experts`' products of `num` weights that all get the same number of rows."""
+        """Where each of `num` groups of equally many rows begins, for `pack_experts`' products."""
         if num not in self._equal_groups:
             self._equal_groups[num] = grouped.EqualGroups(num, self.max_rows, self._device)
         return self._equal_groups[num]
 
     def certify(self) -> None:
-        """Decide for every shape packed so far, from the disk cache where it knows, and pack the weights.
+        """Choose a candidate for every shape packed so far, from the disk cache where it knows, and pack the weights.
 
         Raises NoPowerError if the test data cannot see a changed order.
         """
@@ -168,7 +173,7 @@ class LinearPlanner:
 
     @property
     def choices(self) -> Mapping[Shape, Choice]:
-        """What was decided for each shape."""
+        """The decision for each shape."""
         return self._choices
 
     @property
@@ -177,14 +182,14 @@ class LinearPlanner:
         return self._grouped
 
     def report(self) -> list[ReportRow]:
-        """What was chosen and what exactness costs, a line per shape and number of rows timed."""
+        """The choice and what exactness costs, a line per shape and number of rows timed."""
         return [row for choice in self._choices.values() for row in choice.report]
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
         return self._find_candidates(self._device, shape.dtype, shape.out_dtype, self._library)
 
     def _can_follow(self, shape: Shape, choice: Choice | None) -> bool:
-        """Whether a choice read from disk makes sense here."""
+        """Whether a choice read from disk can be carried out here."""
         if choice is None:
             return False
         if choice.by_bucket:
@@ -209,7 +214,7 @@ class LinearPlanner:
         )
 
     def _choose(self, shape: Shape) -> Choice:
-        """Certify and time."""
+        """Certify and time the candidates of a shape."""
         candidates = self._candidates(shape)
         if gpu.available(self._device):
             from draftproof.kernels.gpu import planner
@@ -218,7 +223,7 @@ class LinearPlanner:
         return cpu_planner.plan(shape, candidates, thorough=self._thorough)
 
     def _choosable(self, shape: Shape) -> list[Candidate]:
-        """All that a choice may name."""
+        """The candidates that a choice may name, fallbacks included."""
         candidates = self._candidates(shape)
         if gpu.available(self._device):
             return [*candidates, products.SLOW]

@@ -22,13 +22,18 @@ Progress = Callable[[str, int, int], None]  # what is being done, steps done, st
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
-# -ffp-contract=off: a multiply-add is fused where the source says so and nowhere else, so bits do not hang on how the
-# compiler laid out a loop. The last two flags change no value; they let comparisons and square roots be vectorised.
+# -ffp-contract=off: a multiply-add is fused where the source says so and nowhere else, so bits do not depend on how
+# the compiler laid out a loop. The last two flags change no value; they let comparisons and square roots be vectorised.
 FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wno-psabi"),
-    *("-fno-math-errno", "-fno-trapping-math"),
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-Wno-psabi",
+    "-fno-math-errno",
+    "-fno-trapping-math",
 )
-# First that builds wins: not every compiler knows the machine, or has OpenMP.
+# The first that builds is used: not every compiler knows the machine, or has OpenMP.
 VARIANTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
@@ -92,7 +97,7 @@ class Library:
 
 
 class Recorder:
-    """Calls written down. `incomplete`: something else happened too."""
+    """Packed calls, written down as they are made. `incomplete`: calls of another kind were made too."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self.calls: list[tuple[str, int, bytes]] = []
@@ -108,7 +113,9 @@ class Program:
     """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
 
     def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
-        self._dll, self._calls, self._outputs = dll, calls, outputs
+        self._dll = dll
+        self._calls = calls
+        self._outputs = outputs
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._replay.restype = None

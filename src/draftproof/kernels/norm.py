@@ -79,8 +79,10 @@ class NormsCompiled:
         codes = DTYPE_CODES.get(x_TH.dtype), DTYPE_CODES.get(weight_H.dtype)
         if None in codes or residual_TH.dtype != x_TH.dtype or x_TH.dim() == 3:
             return add_rms_norm_torch(x_TH, residual_TH, weight_H, eps)
-        x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
-        out_TH, sum_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+        x_TH = x_TH.contiguous()
+        residual_TH = residual_TH.contiguous()
+        out_TH = torch.empty_like(x_TH)
+        sum_TH = torch.empty_like(x_TH)
         at = (t.data_ptr() for t in (x_TH, residual_TH, weight_H, out_TH, sum_TH))
         self._run(self._pack(*at, *x_TH.shape, *codes, torch.get_num_threads(), eps), out_TH, sum_TH)
         return out_TH, sum_TH

@@ -21,14 +21,13 @@ from draftproof.kernels.rope import rope_store_torch
 from draftproof.kernels.sample import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
-SAMPLED_ROWS = 10  # two of each kind of parameters
-LOGIT_ROWS = 32  # at least, of logits: few rows of many columns may round alike in two orders
+SAMPLED_ROWS = 10  # two for each kind of parameters
+LOGIT_ROWS = 32  # rows of logits, at least: few rows of many columns may round alike in two orders
 SHORT_SUM = 8  # numbers: a sum of fewer may round alike in any order
 SHORT_NORM = 16
-LARGE, SMALL = (
-    2.0**7,
-    2.0**-4,
-)  # of a norm's row: squares of the small ones are about one rounding of the large ones'
+# Elements of a norm's row: squares of the small ones are about one rounding of the large ones'.
+LARGE = 2.0**7
+SMALL = 2.0**-4
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -78,7 +77,7 @@ def _wrong_rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def _wrong_add_rms_norm(
     x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `_wrong_rms_norm`; parts are added beginning with the last."""
+    """`_wrong_rms_norm` after an addition; where x comes in parts, they are added beginning with the last."""
     if x.dim() == 3:
         order_S = torch.arange(len(x), device=x.device).roll(int(len(residual_TH) > 1))
         return add_rms_norm_torch(x[order_S], residual_TH, weight_H, eps)
@@ -96,7 +95,8 @@ def add_rms_norm_check(
     if num_parts:
         parts_STH = torch.randn(num_parts, *rows_TH.shape, generator=_generator(5)).to(device)
         parts_STH[1::2] = -parts_STH[0:-1:2] * (1 + 2.0**-12)
-        x, eps = parts_STH, 1e-6
+        x = parts_STH
+        eps = 1e-6
         residual_TH = residual_TH * 0
     weight_H = torch.randn(width, generator=_generator(4)).to(device, weight_dtype)
 
@@ -141,7 +141,8 @@ class _RopeData:
     eps: float
 
     def run(self, version: Any, rows_T: Tensor) -> Bits:
-        shape, device = self.shape, self.qkv_TX.device
+        shape = self.shape
+        device = self.qkv_TX.device
         num_blocks = -(-len(self.qkv_TX) // self.block_size)
         table_SB = torch.arange(1, num_blocks + 1, device=device, dtype=torch.int32).view(1, -1)
         size = (num_blocks + 1, shape.num_kv_heads, self.block_size, shape.head_dim)
@@ -160,7 +161,8 @@ class _RopeData:
             table_SB,
             self.norm_D if shape.v_norm else None,
         )
-        blocks_T, offsets_T = rows_T // self.block_size + 1, rows_T % self.block_size
+        blocks_T = rows_T // self.block_size + 1
+        offsets_T = rows_T % self.block_size
         stored = [cache[blocks_T, :, offsets_T] for cache in (k_cache, v_cache) if cache is not None]
         return (q_THD, *stored)
 
@@ -184,7 +186,8 @@ def rope_store_check(
     vectors, eps = norm_rows(num_rows * num_heads, shape.head_dim)
     normed = shape.q_norm or shape.k_norm or shape.v_norm
     if not normed:
-        vectors, eps = torch.randn(vectors.shape, generator=_generator(6)), 1e-6
+        vectors = torch.randn(vectors.shape, generator=_generator(6))
+        eps = 1e-6
     angles = torch.rand(num_rows, shape.rotary_dim // 2, generator=_generator(7)) * 6
     data = _RopeData(
         shape,
@@ -324,7 +327,8 @@ class _WrongExperts(TorchExperts):
         self, y_PH: Tensor, place_TK: Tensor, weights_TK: Tensor, base_TH: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         if len(place_TK) > 1:
-            place_TK, weights_TK = place_TK.flip(1), weights_TK.flip(1)
+            place_TK = place_TK.flip(1)
+            weights_TK = weights_TK.flip(1)
         return super().combine(y_PH, place_TK, weights_TK, base_TH, dtype)
 
     def _softmax(self, logits_TE: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The operators a target pass is made of, chosen once per process and handed on as an argument.
 
 Every operator is row-safe (law 2): a row's output depends in every bit on that row's inputs only, not on how many
-rows share the call, nor on the number of threads. Each has a plain torch twin and a compiled version with one
-signature, in a file of its own in this folder; `select` picks.
+rows share the call, nor on the number of threads. Each has a torch twin and a compiled version (csrc/) with one
+signature in a file of this folder, and a Triton version in gpu/; `select` picks.
 
 Shapes: T rows, H width, I intermediate, V vocabulary, S slots or parts of a sum, B blocks per slot, D head size, M
 logits rows.
@@ -167,8 +167,8 @@ def select(device: torch.device, library: native.Library | None) -> Ops:
 
 
 def versions(device: torch.device, library: native.Library | None) -> dict[str, Ops]:
-    """All that run on `device`, in order of speed. A GPU has none to fall back to: torch's reductions and sorts choose
-    their layout from the number of rows there."""
+    """The operators that run on `device`, by name, in order of speed. A GPU has none to fall back to: torch's
+    reductions and sorts choose their layout from the number of rows there."""
     if gpu.available(device):
         return {"triton": triton_ops()}
     if device.type != "cpu" or library is None:

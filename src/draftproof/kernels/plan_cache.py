@@ -1,4 +1,4 @@
-"""What the planner decided for the products of a shape, where it is kept between starts, and the form that obeys it.
+"""What the planner decided for the products of a shape, its copy on disk, and the function that obeys it.
 
 Shapes: T rows, K inputs.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from draftproof.kernels import products
 from draftproof.kernels.products import LinearFn
 
-PADDING = 1.5  # times the rows that there are
+PADDING = 1.5  # rows of a bucket for each row that there is, at most
 ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
 
 
@@ -43,8 +43,8 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """What is known of one way for a shape. `exact`: share of the buckets with the reference's bits; None: not asked,
-    since a faster way had its certificate. `microseconds`: at each of `rows`."""
+    """What is known of one candidate for a shape. `exact`: share of the buckets with the reference's bits; None: not
+    asked, since a faster candidate had its certificate. `microseconds`: at each of `rows`."""
 
     candidate: str
     exact: float | None
@@ -54,10 +54,10 @@ class CandidateResult:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What certification decided for a shape: the way, and the numbers of rows it may be called at (none: any).
+    """What certification decided for a shape: the candidate, and the numbers of rows it may be called at (none: any).
 
-    `by_bucket`: the way of each bucket instead, where ways share the weight (a GPU); "" where a bucket has none.
-    `results`: of each way that was looked at, in which share of the buckets it is exact.
+    `by_bucket`: the candidate of each bucket instead, where candidates share the weight (a GPU); "" where a bucket has
+    none. `results`: what was found out about each candidate that was looked at.
     """
 
     candidate: str
@@ -127,9 +127,10 @@ def _choice(raw: dict[str, Any]) -> Choice:
 
 
 class BucketLinear:
-    """Calls, for each number of rows, the way of the bucket above it; more rows than the last are split.
+    """A product that calls, for each number of rows, the candidate of the bucket above it; more rows than the last are
+    split.
 
-    Ways exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
+    Candidates exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class BucketLinear:
         certified = [
             (b, linear_fns[name], any_rows[name]) for b, name in zip(buckets, chosen, strict=True) if name
         ]
-        assert certified, "no bucket has a way"
+        assert certified, "no bucket has a candidate"
         self._most = certified[-1][0]
         self._plan = [_entry(certified, rows) for rows in range(self._most + 1)]
 
@@ -168,7 +169,7 @@ class BucketLinear:
 
 
 def _entry(certified: Sequence[tuple[int, LinearFn, bool]], rows: int) -> tuple[int, LinearFn, bool]:
-    """The bucket to fill `rows` up to; where that would waste half as many again, the one to split them by."""
+    """The bucket that `rows` are padded to; where padding would add more than half, the one they are split by."""
     above = next(entry for entry in certified if entry[0] >= rows)
     below = [entry for entry in certified if 0 < entry[0] <= rows]
     return above if above[2] or above[0] <= PADDING * rows or not below else below[-1]

@@ -1,7 +1,8 @@
-"""The ways to multiply rows by a weight: compiled, oneDNN packed, torch's plain product, and a slow exact one.
+"""The candidates for multiplying rows by a weight: compiled, oneDNN packed, torch's plain product, and a slow exact
+one.
 
-A way makes a form of a weight: a function x [T, K] -> [T, N]. Which way may be called at which number of rows is for
-`certify.py` to find out and for `linear.py` to obey.
+A candidate makes of a weight a `LinearFn`: x [T, K] -> [T, N]. `certify.py` finds out which candidate may be called at
+which number of rows, and `linear.py` obeys.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -33,7 +34,7 @@ PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`make(weight_NK, bias_N, out_dtype)` gives a form.
+    """A way to multiply: `make(weight_NK, bias_N, out_dtype)` gives the function.
 
     `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
     """
@@ -46,7 +47,7 @@ class Candidate:
 def candidates(
     device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, library: Library | None
 ) -> list[Candidate]:
-    """What this machine can do for weights of `dtype`, in a fixed order: the first is the reference."""
+    """The candidates that this machine has for weights of `dtype`, in a fixed order: the first is the reference."""
     if gpu.available(device):
         from draftproof.kernels.gpu import linear
 
@@ -69,7 +70,7 @@ SLOW = Candidate("row by row", lambda w, b, out: _RowByRow(w, b, out), any_rows=
 
 
 class CompiledLinear:
-    """csrc/product.cpp over a packed copy of the weight."""
+    """The product in C++ (csrc/product.cpp), over a packed copy of the weight."""
 
     def __init__(
         self, library: Library, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
@@ -88,7 +89,9 @@ class CompiledLinear:
         self._weight_at = self._weight.data_ptr()
         self._bias_at = 0 if self._bias_N is None else self._bias_N.data_ptr()
         self._shape = (outputs, inputs, code, DTYPE_CODES[out_dtype])
-        self._outputs, self._dtype, self._out_dtype = outputs, weight_NK.dtype, out_dtype
+        self._outputs = outputs
+        self._dtype = weight_NK.dtype
+        self._out_dtype = out_dtype
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         assert x_TK.dtype == self._dtype
@@ -136,10 +139,12 @@ def _plain(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
 
 
 class _RowByRow:
-    """A row at a time, through operators that are row-safe whatever the library: for when nothing else certifies."""
+    """The product a row at a time, by operators that are row-safe whatever the library: where nothing else
+    certifies."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
-        self._weight_NK, self._out_dtype = weight_NK, out_dtype
+        self._weight_NK = weight_NK
+        self._out_dtype = out_dtype
         self._bias_N = None if bias_N is None else bias_N.float()
 
     def __call__(self, x_TK: Tensor) -> Tensor:

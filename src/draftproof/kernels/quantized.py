@@ -16,8 +16,8 @@ from draftproof.kernels import gpu
 from draftproof.kernels.products import LinearFn
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 has
-STEP = 128  # inputs of a row that have a scale of their own
+LARGEST = 448.0  # the largest number of e4m3
+STEP = 128  # inputs of a row that share a scale
 
 
 def is_kept(device: torch.device) -> bool:
@@ -36,13 +36,13 @@ def quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_NK: Tensor, scale_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` left of the weight."""
+    """The weight that `quantize` left, in `dtype`."""
     return (weight_NK.float() * scale_N[:, None]).to(dtype)
 
 
 def round_rows(x_TK: Tensor, step: int = STEP) -> Tensor:
-    """What e4m3 leaves of the rows, in their dtype. Each `step` inputs have a scale, the power of two that makes the
-    largest 128 or more: it loses no digit, whatever way it is computed."""
+    """The rows rounded to e4m3, in their dtype. Each `step` inputs have a scale, the power of two that makes the
+    largest 128 or more: it loses no digit, however it is computed."""
     inputs = x_TK.shape[1]
     x_TGS = F.pad(x_TK.float(), (0, -inputs % step)).unflatten(1, (-1, step))
     power_TG1 = x_TGS.abs().amax(dim=2, keepdim=True).clamp(min=1e-30).view(torch.int32) & 0x7F800000
@@ -60,7 +60,7 @@ def product_torch(
 
 
 def with_rounded_rows(linear_fn: LinearFn) -> LinearFn:
-    """`linear_fn` as a GPU would have it."""
+    """`linear_fn` on rows rounded as a GPU would round them."""
     return lambda x_TK: linear_fn(round_rows(x_TK))
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """On a CPU what can be had without swapping."""
+    """Bytes that are free: of the GPU's memory, or on a CPU what can be had without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")

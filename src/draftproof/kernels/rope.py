@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.kernels.native import DTYPE_CODES, Library
 from draftproof.kernels.norm import normalize
 
-MAX_HEAD_DIM = 1024  # of the compiled version, as in common.h
+MAX_HEAD_DIM = 1024  # the compiled version's limit, as in common.h
 
 
 def rope_store_torch(
@@ -41,7 +41,8 @@ def rope_store_torch(
         v_TND = normalize(v_TND.float(), v_norm_D, eps)
 
     kept = live_T.nonzero().squeeze(1)
-    positions, slots = positions_T[kept], slots_T[kept]
+    positions = positions_T[kept]
+    slots = slots_T[kept]
     blocks = block_table_SB[slots, positions // block_size].long()
     offsets = positions % block_size
     k_cache[blocks, :, offsets] = k_TND[kept].to(k_cache.dtype)
@@ -56,8 +57,10 @@ def _norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: 
     if norm_D is not None:
         x_TND = normalize(x_TND, norm_D, eps)
     half = cos_sin_T1R.shape[-1] // 2
-    cos, sin = cos_sin_T1R[..., :half], cos_sin_T1R[..., half:]
-    low, high = x_TND[..., :half], x_TND[..., half : 2 * half]
+    cos = cos_sin_T1R[..., :half]
+    sin = cos_sin_T1R[..., half:]
+    low = x_TND[..., :half]
+    high = x_TND[..., half : 2 * half]
     rotated = (low * cos - high * sin, high * cos + low * sin, x_TND[..., 2 * half :])
     return torch.cat(rotated, dim=-1)
 
@@ -82,13 +85,21 @@ class RopeStoreCompiled:
         block_table_SB: Tensor,
         v_norm_D: Tensor | None = None,
     ) -> Tensor:
-        code, cache_code = DTYPE_CODES.get(qkv_TX.dtype), DTYPE_CODES.get(k_cache.dtype)
-        norm_code = _norm_code(q_norm_D, k_norm_D, v_norm_D)
+        codes = _dtype_codes(qkv_TX, k_cache, (q_norm_D, k_norm_D, v_norm_D))
         _, num_kv_heads, block_size, head_dim = k_cache.shape
-        if code is None or cache_code is None or norm_code is None or head_dim > MAX_HEAD_DIM:
+        if codes is None or head_dim > MAX_HEAD_DIM:
             return rope_store_torch(
-                *(qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D),
-                *(eps, k_cache, v_cache, block_table_SB, v_norm_D),
+                qkv_TX,
+                positions_T,
+                slots_T,
+                cos_sin_PD,
+                q_norm_D,
+                k_norm_D,
+                eps,
+                k_cache,
+                v_cache,
+                block_table_SB,
+                v_norm_D,
             )
         assert positions_T.dtype == slots_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, width = qkv_TX.shape
@@ -96,19 +107,39 @@ class RopeStoreCompiled:
         q_THD = qkv_TX.new_empty(rows, num_heads, head_dim)
         norms_at = (0 if norm_D is None else norm_D.data_ptr() for norm_D in (q_norm_D, k_norm_D, v_norm_D))
         args = self._pack(
-            *(qkv_TX.data_ptr(), positions_T.data_ptr(), slots_T.data_ptr(), cos_sin_PD.data_ptr()),
+            qkv_TX.data_ptr(),
+            positions_T.data_ptr(),
+            slots_T.data_ptr(),
+            cos_sin_PD.data_ptr(),
             *norms_at,
-            *(q_THD.data_ptr(), k_cache.data_ptr(), 0 if v_cache is None else v_cache.data_ptr()),
-            *(block_table_SB.data_ptr(), rows, num_heads, num_kv_heads, head_dim, cos_sin_PD.shape[1]),
-            *(block_size, block_table_SB.shape[1], code, cache_code, norm_code),
-            *(torch.get_num_threads(), eps),
+            q_THD.data_ptr(),
+            k_cache.data_ptr(),
+            0 if v_cache is None else v_cache.data_ptr(),
+            block_table_SB.data_ptr(),
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            cos_sin_PD.shape[1],
+            block_size,
+            block_table_SB.shape[1],
+            *codes,
+            torch.get_num_threads(),
+            eps,
         )
         self._run(args, q_THD)
         return q_THD
 
 
-def _norm_code(*given: Tensor | None) -> int | None:
-    """The one dtype code of the norms' weights (0 where there are none); None if the library does not know it."""
-    norms = [norm for norm in given if norm is not None]
-    codes = {DTYPE_CODES.get(norm.dtype) for norm in norms}
-    return codes.pop() if len(codes) == 1 else (None if codes else 0)
+def _dtype_codes(
+    qkv_TX: Tensor, k_cache: Tensor, norms: tuple[Tensor | None, ...]
+) -> tuple[int, int, int] | None:
+    """Dtype codes of rows, cache and the norms' weights (0 where there are none); None where the library does not know
+    one, or weights differ in theirs."""
+    code = DTYPE_CODES.get(qkv_TX.dtype)
+    cache_code = DTYPE_CODES.get(k_cache.dtype)
+    norm_codes = {DTYPE_CODES.get(norm_D.dtype) for norm_D in norms if norm_D is not None} or {0}
+    norm_code = norm_codes.pop() if len(norm_codes) == 1 else None
+    if code is None or cache_code is None or norm_code is None:
+        return None
+    return code, cache_code, norm_code

@@ -30,7 +30,8 @@ def concat_torch(parts: Sequence[Tensor]) -> Tensor:
 
 def swap_torch(x_AX: Tensor, num: int) -> Tensor:
     """[A, num * W] -> [num * A, W]: the first part of every row, then the second of every row, and so on."""
-    rows, width = len(x_AX), x_AX.shape[1] // num
+    rows = len(x_AX)
+    width = x_AX.shape[1] // num
     return x_AX.view(rows, num, width).transpose(0, 1).contiguous().view(num * rows, width)
 
 
@@ -41,7 +42,8 @@ class GatherCompiled:
         self._run, self._pack = library.packed("dp_gather", "3P2q")
 
     def __call__(self, table_VH: Tensor, index_T: Tensor) -> Tensor:
-        table_VH, index_T = table_VH.contiguous(), index_T.contiguous()
+        table_VH = table_VH.contiguous()
+        index_T = index_T.contiguous()
         out_TH = table_VH.new_empty(len(index_T), table_VH.shape[1])
         row_bytes = table_VH.shape[1] * table_VH.element_size()
         self._run(
@@ -58,9 +60,11 @@ class ConcatCompiled:
         self._run, self._pack = library.packed("dp_place", "2P3q")
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        rows, size = len(parts[0]), parts[0].element_size()
+        rows = len(parts[0])
+        size = parts[0].element_size()
         out = parts[0].new_empty(rows, sum(part.shape[1] for part in parts))
-        at, out_bytes = out.data_ptr(), out.shape[1] * size
+        at = out.data_ptr()
+        out_bytes = out.shape[1] * size
         for part in parts:
             part = part.contiguous()
             part_bytes = part.shape[1] * size
@@ -77,7 +81,8 @@ class SwapCompiled:
 
     def __call__(self, x_AX: Tensor, num: int) -> Tensor:
         x_AX = x_AX.contiguous()
-        rows, width = len(x_AX), x_AX.shape[1] // num
+        rows = len(x_AX)
+        width = x_AX.shape[1] // num
         assert width * num == x_AX.shape[1]
         out = x_AX.new_empty(num * rows, width)
         part_bytes = width * x_AX.element_size()

@@ -127,9 +127,13 @@ class SampleCompiled:
         rows, width = logits_MV.shape
         tokens_M = seeds_M.new_empty(rows)
         args = self._pack(
-            *(logits_MV.data_ptr(), *[x.data_ptr() for x in columns]),
-            *(0 if ids_V is None else ids_V.data_ptr(), tokens_M.data_ptr()),
-            *(rows, width, torch.get_num_threads()),
+            logits_MV.data_ptr(),
+            *[x.data_ptr() for x in columns],
+            0 if ids_V is None else ids_V.data_ptr(),
+            tokens_M.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
         )
         self._run(args, tokens_M)
         return tokens_M

@@ -60,7 +60,7 @@ class DraftRows(NamedTuple):
     read_RJ: Tensor  # rows whose outputs become drafts
     drawn_KR: Tensor  # position of each draft; -1 where it is not wanted
     positions_KR: (
-        Tensor  # of the row that draft k is read from; -1 where it is not wanted. Row 0 is among the N
+        Tensor  # position of the row that draft k is read from (row 0 is among the N); -1 where not wanted
     )
     context_lens_KR: Tensor  # positions + 1
 
@@ -78,13 +78,13 @@ class Layout:
 
 
 class StepOps(Protocol):
-    """One implementation of the four."""
+    """One implementation of the five operators of a step."""
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         """Rows of a pass; work_3R: slot, rows and sampled rows of each request; the numbers are their sums.
 
         Example: request 0 decodes with 2 drafts (3 rows, all sampled), request 1 computes 4 prompt rows (none
-        sampled): cu 0 3 7, sampled rows 0 1 2, first 0 3.
+        sampled): query starts 0 3 7, sampled rows 0 1 2, first 0 3.
         """
         ...
 
@@ -133,8 +133,8 @@ class StepOps(Protocol):
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        """Context rows, then the anchor, then masks; what is left of a request's share is padding, and all of it
-        where no row is live.
+        """The rows of a draft pass: context rows, then the anchor, then masks. The rest of a request's share is
+        padding, and all of it where no row is live.
 
         Example: one request verified [s5 d6 d7 d8]@5..8 and kept s5 d6 (live 2), next r7. With context all:
           shift=1                 d6@5/h5  r7@6/h6  pad  pad                    read row of r7
@@ -152,12 +152,13 @@ class StepOps(Protocol):
         k_R: Tensor,
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """Put drafts behind the known tokens, cut at k_R and at the first id that is none: (count_R, was cut so_R)."""
+        """Put drafts behind the known tokens, cut at k_R and at the first id outside the vocabulary: (count_R, 1 where
+        an id cut them)."""
         ...
 
 
 class TorchStep:
-    """Plain torch."""
+    """`StepOps` in torch: the twin."""
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         slots_R, rows_R, num_R = work_3R
@@ -246,7 +247,9 @@ class TorchStep:
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        device, num_extra, R = tokens_T.device, layout.anchor + layout.masks, len(slots_R)
+        device = tokens_T.device
+        num_extra = layout.anchor + layout.masks
+        R = len(slots_R)
         share_R = (
             query_start_loc_R1.diff() if layout.context == 2 else torch.full_like(slots_R, layout.context)
         )
@@ -310,7 +313,7 @@ class TorchStep:
 
 
 def _owners(count_R: Tensor, total: int) -> Tensor:
-    """counts 3 0 2 -> 0 0 0 2 2."""
+    """Index of the request that each of `total` rows belongs to: counts 3 0 2 give 0 0 0 2 2."""
     index_R = torch.arange(len(count_R), device=count_R.device)
     return index_R.repeat_interleave(count_R, output_size=total)
 

@@ -1,4 +1,4 @@
-"""A step's bookkeeping in C++: it makes these calls once, and forty small torch operators would cost more than a layer.
+"""A step's bookkeeping in C++: forty small torch operators a step would cost more than a layer.
 
 Shapes as in kernels/step.py, where each call is described.
 """
@@ -24,7 +24,9 @@ class CompiledStep:
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         num_requests = work_3R.shape[1]
-        T, M, R = num_rows, num_sampled, num_requests
+        T = num_rows
+        M = num_sampled
+        R = num_requests
         sizes = [T, T, T, T, M, M, M, R + 1, R, R, R]
         out = torch.empty(sum(sizes), dtype=torch.int64)
         pointers = [
@@ -63,7 +65,8 @@ class CompiledStep:
     ) -> Committed:
         R, width = tokens_RW.shape
         out = torch.empty(4 * R, dtype=torch.int64)
-        tokens_RW, emitted_R = tokens_RW.contiguous(), emitted_R.contiguous()
+        tokens_RW = tokens_RW.contiguous()
+        emitted_R = emitted_R.contiguous()
         tensors = (*state, work_3R, rows.lengths_R, tokens_RW, emitted_R, wanted_R, out)
         self._commit(self._pack_commit(*(t.data_ptr() for t in tensors), state.tokens_SL.shape[1], R, width))
         return Committed(*out.split(R))
@@ -80,7 +83,9 @@ class CompiledStep:
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        R, T, J = len(slots_R), len(tokens_T), layout.num_read
+        R = len(slots_R)
+        T = len(tokens_T)
+        J = layout.num_read
         context = T if layout.context == 2 else R * layout.context
         N = context + R * (layout.anchor + layout.masks)
         K = num_drafts
@@ -89,7 +94,16 @@ class CompiledStep:
         tensors = (query_start_loc_R1, tokens_T, positions_T, slots_R, live_R, next_R, k_R, out)
         args = self._pack_draft_rows(
             *(t.data_ptr() for t in tensors),
-            *(R, T, N, layout.context, layout.shift, layout.anchor, layout.masks, J, layout.mask_token, K),
+            R,
+            T,
+            N,
+            layout.context,
+            layout.shift,
+            layout.anchor,
+            layout.masks,
+            J,
+            layout.mask_token,
+            K,
         )
         self._draft_rows(args)
         views = list(out.split(sizes))
@@ -108,7 +122,8 @@ class CompiledStep:
     ) -> tuple[Tensor, Tensor]:
         R, K = tokens_RK.shape
         out = torch.empty(2 * R, dtype=torch.int64)
-        tokens_RK, count_R = tokens_RK.contiguous(), count_R.contiguous()
+        tokens_RK = tokens_RK.contiguous()
+        count_R = count_R.contiguous()
         tensors = (
             state.tokens_SL,
             state.length_S,

@@ -9,7 +9,7 @@ from torch import Tensor
 def tree_sum(x: Tensor, dim: int) -> Tensor:
     """Sum over `dim` by halving: pairs (0, n/2), (1, n/2 + 1), ..., zeros up to a power of two; drops `dim`.
 
-    Of 3: (x0 + x2) + (x1 + 0). More zeros behind change nothing: of 5 to 8 numbers the tree is that of 8.
+    Three numbers: (x0 + x2) + (x1 + 0). More zeros behind change nothing: 5 to 8 numbers have the tree of 8.
     """
     size = x.shape[dim]
     width = 1 << max(size - 1, 0).bit_length()
@@ -24,9 +24,9 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def pieces_sum(x: Tensor, dim: int, num_pieces: int) -> Tensor:
-    """Sum over `dim` as the sum of so many trees, one for each piece: another order for each number of pieces.
+    """Sum over `dim` as the sum of `num_pieces` trees: another order for each number of pieces.
 
-    Of 4 numbers, in 1 piece (x0 + x2) + (x1 + x3), in 2 pieces (x0 + x1) + (x2 + x3).
+    Four numbers: in 1 piece (x0 + x2) + (x1 + x3), in 2 pieces (x0 + x1) + (x2 + x3).
     """
     first, *others = (tree_sum(piece, dim) for piece in x.tensor_split(num_pieces, dim) if piece.shape[dim])
     for other in others:

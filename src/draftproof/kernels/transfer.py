@@ -1,4 +1,4 @@
-"""Between host and device without either waiting for the other. On a CPU both are the same memory."""
+"""Copies between host and device that neither waits for. On a CPU both are the same memory."""
 
 from __future__ import annotations
 

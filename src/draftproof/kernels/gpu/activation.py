@@ -42,7 +42,8 @@ def _soft_cap_kernel(logits, out, cap, V: tl.constexpr, BLOCK: tl.constexpr):
     u = tl.math.div_rn(
         tl.load(logits + row * V + v, mask=inside, other=0.0), tl.zeros_like(v).to(tl.float32) + cap
     )
-    size, square = tl.abs(u), u * u
+    size = tl.abs(u)
+    square = u * u
     terms = -5.70498872745e-3 * square + 2.06390887954e-2
     terms = terms * square - 5.37397155531e-2
     terms = terms * square + 1.33314422036e-1

@@ -16,25 +16,24 @@ import torch
 import triton
 from torch import Tensor
 
-from draftproof.kernels.gpu.attention_kernels import loop_kernel, split_kernel, tiles_kernel
-from draftproof.kernels.gpu.attention_sum import combine_kernel
+from draftproof.kernels.gpu.attention_kernels import combine_kernel, loop_kernel, split_kernel, tiles_kernel
 from draftproof.kernels.gpu.launch import dense, num_processors, on, pdl, power_of_two, shared_bytes
 
-SCRATCH_BYTES = 512 << 20  # of chunks' results; where they would take more, chunks are not dealt out
-MANY_SUMS = 1024  # rows times heads; where there are more, a program adds up whole vectors
-SPARE_TILES = 16  # that the loop kernel has programs for, beyond those of one long request; there may be more
-TILE_NUMBERS = 1 << 14  # of a tile's queries, that registers hold: 128 of size 128, 32 of size 512
+SCRATCH_BYTES = 512 << 20  # memory for chunks' results; where they would take more, chunks are not dealt out
+MANY_SUMS = 1024  # rows times heads; where there are more, a program adds whole vectors
+SPARE_TILES = 16  # programs of the loop kernel beyond the tiles of one long request; there may be more tiles
+TILE_NUMBERS = 1 << 14  # numbers of a tile's queries that registers hold: 128 of size 128, 32 of size 512
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How one kind of pass is cut and compiled. No bit depends on it."""
+    """How the kernels are launched for one kind of pass. No bit depends on it."""
 
     most: int = 32  # rows times heads of a tile
     num_warps: int = 4
     num_stages: int = 5
     registers: int | None = None  # a thread, where vectors are narrow; None: as many as it takes
-    runs: int = 2  # a multiprocessor, which chunks are put together into
+    runs: int = 2  # split-KV work units a multiprocessor; a run is one or several chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Tiling:
     split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
 
     def launch_config(self, rows: int, alike: bool) -> LaunchConfig:
-        """alike: no two rows are of one request."""
+        """The launch of a pass of `rows` rows; `alike`: no two of them are of one request."""
         if rows >= self.prompt_rows:
             return self.prompt
         return self.decode if alike and rows > 32 else self.some
@@ -75,14 +74,14 @@ class _Shape:
     tile: int  # rows times heads
     alike: bool  # a tile has one row
     per_tile: int  # rows
-    tiles: int  # that so many rows make, but for a few more where requests end within one
+    tiles: int  # tiles of so many rows; a few more where requests end within one
     launch_config: LaunchConfig
     chunk: int
     chunks: int  # bound
     step: int
     split: bool
     itemsize: int
-    shared_bytes: int  # of the device, a program
+    shared_bytes: int  # shared memory that a program may have on the device
 
     @property
     def group2(self) -> int:
@@ -144,7 +143,8 @@ class AttentionPass:
             return out_TX
         assert all(x.is_contiguous() for x in (k_cache, v_cache, block_table_SB, slots_T, context_lens_T))
         shape = self._shape(q_THD, k_cache, block_table_SB, window)
-        q_THD, scale = dense(q_THD), scale * math.log2(math.e)
+        q_THD = dense(q_THD)
+        scale = scale * math.log2(math.e)
         inputs = (q_THD, k_cache, v_cache, block_table_SB, slots_T, context_lens_T)
         with on(q_THD):
             plan = self._plan(shape, slots_T, context_lens_T)
@@ -166,7 +166,8 @@ class AttentionPass:
         tile = max(min(power_of_two(together * group2), most), group2, 16)
         per_tile = 1 if together == 1 else tile // group2
         chunks = triton.cdiv(block_table_SB.shape[1] * block_size, self._tiling.chunk)
-        scratch, num_slots = rows * heads * chunks * (dim + 2) * 4, len(block_table_SB)
+        scratch = rows * heads * chunks * (dim + 2) * 4
+        num_slots = len(block_table_SB)
         return _Shape(
             rows=rows,
             heads=heads,
@@ -195,7 +196,11 @@ class AttentionPass:
         if plan is None:
             plan = slots_T.new_empty(3 * shape.rows + 4 + self._tiling.split_rows, dtype=torch.int32)
             tiles_kernel[(1,)](
-                *(slots_T, context_lens_T, plan, shape.rows, shape.window),
+                slots_T,
+                context_lens_T,
+                plan,
+                shape.rows,
+                shape.window,
                 CHUNK=shape.chunk,
                 ROWS=shape.per_tile,
                 WINDOWED=bool(shape.window),
@@ -209,21 +214,32 @@ class AttentionPass:
         return plan
 
     def _num_runs(self, shape: _Shape, device: torch.device) -> int:
-        """That chunks are put together into, of all tiles; a head has a program for each."""
+        """Number of split-KV work units per KV head."""
         return max(1, shape.launch_config.runs * num_processors(device) // shape.kv_heads)
 
     def _split(
         self, shape: _Shape, inputs: tuple[Tensor, ...], plan: Tensor, out_TX: Tensor, scale: float
     ) -> None:
-        q, width, context_lens_T = inputs[0], inputs[3].shape[1], inputs[5]
+        q = inputs[0]
+        width = inputs[3].shape[1]
+        context_lens_T = inputs[5]
         size = (shape.rows, shape.heads, shape.chunks)
         acc = torch.empty(*size, shape.dim, dtype=torch.float32, device=q.device)
         ml = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
         # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
         most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
         split_kernel[(most * shape.kv_heads,)](
-            *(*inputs[:4], context_lens_T, plan, acc, ml, out_TX),
-            *(shape.rows, width, shape.chunks, shape.window, scale),
+            *inputs[:4],
+            context_lens_T,
+            plan,
+            acc,
+            ml,
+            out_TX,
+            shape.rows,
+            width,
+            shape.chunks,
+            shape.window,
+            scale,
             **self._tile_constants(shape),
             TILES=self._tiling.split_rows,
             **pdl(q),
@@ -231,7 +247,13 @@ class AttentionPass:
         whole = shape.padded_dim
         part = whole if shape.rows * shape.heads > MANY_SUMS else min(whole, 32)
         combine_kernel[(shape.rows, shape.heads, whole // part)](
-            *(acc, ml, context_lens_T, plan, out_TX, shape.chunks, shape.window),
+            acc,
+            ml,
+            context_lens_T,
+            plan,
+            out_TX,
+            shape.chunks,
+            shape.window,
             ALIKE=shape.alike,
             enable_fp_fusion=False,
             HEADS=shape.heads,
@@ -248,17 +270,23 @@ class AttentionPass:
     ) -> None:
         least = 2 * num_processors(out_TX.device) // shape.kv_heads
         loop_kernel[(min(max(shape.tiles + SPARE_TILES, least), shape.rows), shape.kv_heads)](
-            *(*inputs, plan, out_TX, inputs[3].shape[1], shape.window, scale),
+            *inputs,
+            plan,
+            out_TX,
+            inputs[3].shape[1],
+            shape.window,
+            scale,
             **self._tile_constants(shape),
             **pdl(out_TX),
         )
 
     def _pipeline(self, shape: _Shape) -> dict[str, int]:
-        """Buffers of keys and values, as far as four sevenths of the shared memory go, and registers."""
+        """Pipeline stages (as many buffers of keys and values as fit into 4/7 of the shared memory), and registers."""
         # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
         fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
         most = 1 + fitting * (1 if shape.tile >= 64 else 2)
-        narrow, registers = shape.itemsize == 2 and shape.dim <= 128, shape.launch_config.registers
+        narrow = shape.itemsize == 2 and shape.dim <= 128
+        registers = shape.launch_config.registers
         return {
             "num_stages": max(2, min(shape.launch_config.num_stages, most)),
             **({"maxnreg": registers} if narrow and registers is not None else {}),

@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention. How they play together is told in `attention.py`.
+"""The Triton kernels of paged attention; `attention.py` tells how they work together.
 
 The maximum that a softmax is shifted by is rounded up to an integer (scores are in units of log 2): then every
 rescaling is by a power of two and exact, so a row's sum over chunks rounds alike in whatever kernel it is formed.
@@ -12,11 +12,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.kernels.gpu.attention_sum import added, divided, num_chunks, power, shifted
 from draftproof.kernels.gpu.pdl import begin
 
 FAR = tl.constexpr(1 << 30)  # past every position
 ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
+# chunks that the combine kernel loads at once
+MANY_CHUNKS = tl.constexpr(16)
+FEW_CHUNKS = tl.constexpr(8)
+
+
+@triton.jit
+def _power(x):
+    """2 to the integer `x` <= 0, exactly; 0 below the normal numbers."""
+    return ((tl.maximum(x, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _shifted(m, m_C):
+    """The maximum with one more chunk, what the sums so far are scaled by, and what the chunk's are.
+
+    Maxima are integers, so that scaling rounds nothing but what falls below the normal numbers. That depends on the
+    order of steps too: every kernel adds chunks one by one, by `_added`.
+    """
+    m_new = tl.maximum(m, m_C)
+    return m_new, _power(m - m_new), _power(m_C - m_new)
+
+
+@triton.jit
+def _added(x, old, x_C, new):
+    """x * old + x_C * new, where the second product is not rounded."""
+    return tl.fma(x_C, new, x * old)
+
+
+@triton.jit
+def _divided(acc, total, is_live):
+    """The values' mean by weight; zero where nothing is seen. What is no number or infinite becomes NaN: which of them
+    it was would tell how keys were grouped."""
+    y = tl.math.div_rn(acc, tl.where(is_live, total, 1.0))
+    y = tl.where(tl.abs(y) < float("inf"), y, float("nan"))
+    return tl.where(is_live, y, 0.0)
+
+
+@triton.jit
+def _num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
+    """Number of chunks of which a row sees some key."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(end - window, 0) // CHUNK
+    return (end + CHUNK - 1) // CHUNK - first
 
 
 @triton.jit
@@ -39,8 +82,10 @@ def tiles_kernel(
     carried, tiles = 0, 0
     for base in range(0, rows, BLOCK):
         t = base + tl.arange(0, BLOCK)
-        inside, follows = t < rows, (t < rows) & (t > 0)
-        slot, end = tl.load(slots + t, mask=inside, other=-1), tl.load(ends + t, mask=inside, other=0)
+        inside = t < rows
+        follows = (t < rows) & (t > 0)
+        slot = tl.load(slots + t, mask=inside, other=-1)
+        end = tl.load(ends + t, mask=inside, other=0)
         slot_before = tl.load(slots + t - 1, mask=follows, other=-2)
         end_before = tl.load(ends + t - 1, mask=follows, other=0)
         breaks = (slot != slot_before) | (end == 0) | (end_before == 0)
@@ -78,10 +123,12 @@ def _load_tile(
     q, ends, first, count, head, window, M: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP2: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Of `count` rows from `first` on: (q_MD, row of each tile row, head of each, whether it is one, its end, its first
-    key)."""
+    """The tile of `count` rows from `first` on: (q_MD, row of each tile row, head of each, whether it is one, its end,
+    its first key)."""
     m = tl.arange(0, M)
-    r, g, d = m // GROUP2, m % GROUP2, tl.arange(0, DP)
+    r = m // GROUP2
+    g = m % GROUP2
+    d = tl.arange(0, DP)
     valid_M = (r < count) & (g < GROUP)
     t_M = (first + r).to(tl.int64)
     head_M = head * GROUP + g
@@ -106,13 +153,13 @@ def _softmax(s_MN, m_M, l_MO, acc_MD):
     """Shift to the new maximum: (weights, maximum, and the sums so far rescaled)."""
     m_new = tl.maximum(m_M, tl.ceil(tl.max(s_MN, axis=1)))
     p_MN = tl.exp2(s_MN - tl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
-    a_M = power(m_M - m_new)
+    a_M = _power(m_M - m_new)
     return p_MN, m_new, l_MO * a_M[:, None], acc_MD * a_M[:, None]
 
 
 @triton.jit
 def _nothing(M: tl.constexpr, DP: tl.constexpr):
-    """Of no keys: (maximum_M, sum [M, ONES], weighted values_MD)."""
+    """The state of a sum over no keys: (maximum_M, sum [M, ONES], weighted values_MD)."""
     return (
         tl.full((M,), -float("inf"), tl.float32),
         tl.zeros((M, ONES), tl.float32),
@@ -122,7 +169,7 @@ def _nothing(M: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _is_broken(x):
-    """Where it is no number, or infinite."""
+    """Whether x is no number, or infinite."""
     return ~(tl.abs(x.to(tl.float32)) < float("inf"))
 
 
@@ -132,21 +179,24 @@ def _step(
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
     ALIKE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Step j, of keys j*N..j*N+N-1; `is_partial`: some row does not see all of them.
+    """One step of attention, over keys j*N..j*N+N-1; `is_partial`: some row does not see all of them.
 
     The last result tells whether a value that some row does not see may be broken: its weight of 0 would not silence
     it. CAREFUL: such a value is taken out, and makes those who see it no number.
     """
-    n, d = j * N + tl.arange(0, N), tl.arange(0, DP)
+    n = j * N + tl.arange(0, N)
+    d = tl.arange(0, DP)
     # Keys that no row sees are read as the nearest that one does, which costs less than a mask, and get a weight of 0.
     read_N = tl.maximum(tl.minimum(n, limit - 1), bottom)
     at_ND = _keys(row_table, read_N, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
     if D == DP:
-        k_ND, v_ND = tl.load(k + at_ND), tl.load(v + at_ND)
+        k_ND = tl.load(k + at_ND)
+        v_ND = tl.load(v + at_ND)
     else:
         k_ND = tl.load(k + at_ND, mask=(d < D)[None, :], other=0.0)
         v_ND = tl.load(v + at_ND, mask=(d < D)[None, :], other=0.0)
-    k_ND, v_ND = k_ND.to(q_MD.dtype), v_ND.to(q_MD.dtype)
+    k_ND = k_ND.to(q_MD.dtype)
+    v_ND = v_ND.to(q_MD.dtype)
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
     is_broken = 0
     if is_partial:
@@ -175,23 +225,25 @@ def _close(
     chunk, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
     CHUNK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk is through: to memory with it, or on top of those before it.
+    """Close a chunk: its sums go to memory (STORE), or are added to those of the chunks before it.
 
     A row that met a broken value becomes NaN as a whole, through its sum of weights.
     """
-    start, d = chunk * CHUNK, tl.arange(0, DP)
+    start = chunk * CHUNK
+    d = tl.arange(0, DP)
     seen_M = (start < end_M) & (start + CHUNK > low_M)
     met_M = tl.max(_is_broken(acc_C).to(tl.int32), axis=1) > 0
     l_C = tl.where(met_M[:, None], float("nan"), l_C)
     if STORE:
-        seen_M, at_M = seen_M & valid_M, at_M + chunk
+        seen_M = seen_M & valid_M
+        at_M = at_M + chunk
         tl.store(ml_out + at_M * 2, m_C, mask=seen_M)
         tl.store(ml_out + at_M * 2 + 1, tl.max(l_C, axis=1), mask=seen_M)
         tl.store(acc_out + at_M[:, None] * D + d[None, :], acc_C, mask=seen_M[:, None] & (d < D)[None, :])
         return m_M, l_MO, acc_MD
-    m_new, old_M, new_M = shifted(m_M, m_C)
-    l_MO = tl.where(seen_M[:, None], added(l_MO, old_M[:, None], l_C, new_M[:, None]), l_MO)
-    acc_MD = tl.where(seen_M[:, None], added(acc_MD, old_M[:, None], acc_C, new_M[:, None]), acc_MD)
+    m_new, old_M, new_M = _shifted(m_M, m_C)
+    l_MO = tl.where(seen_M[:, None], _added(l_MO, old_M[:, None], l_C, new_M[:, None]), l_MO)
+    acc_MD = tl.where(seen_M[:, None], _added(acc_MD, old_M[:, None], acc_C, new_M[:, None]), acc_MD)
     return tl.where(seen_M, m_new, m_M), l_MO, acc_MD
 
 
@@ -202,11 +254,10 @@ def _advance(
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     N: tl.constexpr, ALIKE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """`_step`, and the chunk put on top of those before it if it is through. met_M: rows that met a broken value.
+    """`_step`, then the chunk is added to those before it if this was its last. met_M: rows that met a broken value.
 
-    Where a branch touches what a matrix product adds to, the compiler lets no product run beside anything else. So a
-    chunk that is not through is added as well, times zero, and a new one's first step multiplies by zero what is left
-    of the last.
+    Writing an accumulator under a branch serialises the matrix products, so the merge is branch-free: an unfinished
+    chunk is added with weight 0, and a new chunk's first step multiplies what is left of the last by 0.
     """
     m_C, l_C, acc_C, broken = _step(
         q_MD, k, v, row_table, head, j, is_partial, end_M, low_M, bottom, limit, scale,
@@ -215,10 +266,13 @@ def _advance(
     ends = ((j + 1) % (CHUNK // N) == 0) | (j + 1 == after)
     if ends:
         met_M |= tl.max(_is_broken(acc_C).to(tl.int32), axis=1)
-    m_new, old_M, new_M = shifted(m_M, m_C)
-    old_M, new_M = tl.where(ends, old_M, 1.0)[:, None], tl.where(ends, new_M, 0.0)[:, None]
-    l_MO, acc_MD = added(l_MO, old_M, l_C, new_M), added(acc_MD, old_M, acc_C, new_M)
-    m_M, m_C = tl.where(ends, m_new, m_M), tl.where(ends, -float("inf"), m_C)
+    m_new, old_M, new_M = _shifted(m_M, m_C)
+    old_M = tl.where(ends, old_M, 1.0)[:, None]
+    new_M = tl.where(ends, new_M, 0.0)[:, None]
+    l_MO = _added(l_MO, old_M, l_C, new_M)
+    acc_MD = _added(acc_MD, old_M, acc_C, new_M)
+    m_M = tl.where(ends, m_new, m_M)
+    m_C = tl.where(ends, -float("inf"), m_C)
     return m_C, l_C, acc_C, m_M, l_MO, acc_MD, is_broken | broken, met_M
 
 
@@ -229,7 +283,7 @@ def _stream(
     WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """`_run`, and whether it must be done again with CAREFUL.
+    """The results of `_run`, and whether it must be done again with CAREFUL.
 
     One loop goes through all chunks, so that keys are on their way while a chunk is closed.
     """
@@ -237,9 +291,13 @@ def _stream(
     STAGES: tl.constexpr = 1 if CAREFUL else None
     m_M, l_MO, acc_MD = _nothing(M, DP)
     m_C, l_C, acc_C = _nothing(M, DP)
-    limit, bottom, is_broken = tl.max(end_M, axis=0), 0, 0
+    limit = tl.max(end_M, axis=0)
+    bottom = 0
+    is_broken = 0
     after = tl.minimum(last * STEPS, (limit + N - 1) // N)
-    j0, j1 = first * STEPS, 0  # steps from j1 to j2 are seen whole by every row
+    # steps from j1 to j2 are seen whole by every row
+    j0 = first * STEPS
+    j1 = 0
     j2 = tl.min(tl.where(valid_M, end_M, FAR), axis=0) // N
     if WINDOWED:
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
@@ -279,7 +337,7 @@ def _run(
     M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Chunks first..last-1 for a tile, each from nothing: their sum, or (STORE) each to memory.
+    """Attention of a tile over chunks first..last-1, each from nothing: their sum, or (STORE) each to memory.
 
     ALIKE: all rows of the tile see the same keys. Steps that no row sees would leave every sum as it is.
     """
@@ -298,9 +356,10 @@ def _run(
 
 @triton.jit
 def _finish(out, at_M, l_MO, acc_MD, end_M, valid_M, D: tl.constexpr, DP: tl.constexpr):
-    """The sum of all chunks, divided; zero for a padding row."""
-    d, live_M = tl.arange(0, DP), end_M > 0
-    y_MD = divided(acc_MD, tl.max(l_MO, axis=1)[:, None], live_M[:, None])
+    """Store a tile's result: the weighted values by their sum of weights, zero for a padding row."""
+    d = tl.arange(0, DP)
+    live_M = end_M > 0
+    y_MD = _divided(acc_MD, tl.max(l_MO, axis=1)[:, None], live_M[:, None])
     tl.store(
         out + at_M[:, None] + d[None, :],
         y_MD.to(out.dtype.element_ty),
@@ -318,31 +377,40 @@ def split_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A run of chunks of a tile and head; each chunk's result goes to memory, but a row whose only run it is gets
-    finished here. Programs past the last run do nothing.
+    """Attention of a tile and head over a run of chunks; each chunk's result goes to memory, but a row whose only run
+    this is gets finished here. Programs past the last run do nothing.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
     begin(PDL)
-    tiles, total, each, i = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2), tl.arange(0, TILES)
+    tiles = tl.load(plan)
+    total = tl.load(plan + 1)
+    each = tl.load(plan + 2)
+    i = tl.arange(0, TILES)
     # Read all of the plan at once, the unused end too: what waits for a load should not be another load.
-    first_I, after_I = tl.load(plan + 3 + i).to(tl.int64), tl.load(plan + 4 + i)
-    before_I, slot_I = tl.load(plan + 4 + rows + i), tl.load(plan + 4 + 2 * rows + i).to(tl.int64)
-    work, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    first_I = tl.load(plan + 3 + i).to(tl.int64)
+    after_I = tl.load(plan + 4 + i)
+    before_I = tl.load(plan + 4 + rows + i)
+    slot_I = tl.load(plan + 4 + 2 * rows + i).to(tl.int64)
+    work = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
     if work >= total:
         return
-    # In one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 runs before.
+    # Packed into one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 runs
+    # before.
     packed_I = i.to(tl.int64) << 56 | first_I << 48 | (after_I - first_I) << 40 | slot_I << 24 | before_I
     packed = tl.max(tl.where((i < tiles) & (before_I <= work), packed_I, 0), axis=0)
-    first, count = (packed >> 48 & 255).to(tl.int32), (packed >> 40 & 255).to(tl.int32)
-    slot, chunk = packed >> 24 & 65535, (work - (packed & 0xFFFFFF).to(tl.int32)) * each
+    first = (packed >> 48 & 255).to(tl.int32)
+    count = (packed >> 40 & 255).to(tl.int32)
+    slot = packed >> 24 & 65535
+    chunk = (work - (packed & 0xFFFFFF).to(tl.int32)) * each
     q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
         q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
     )
     if WINDOWED:
         chunk += tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
     if ALIKE:  # noqa: SIM102  known when compiling
-        if num_chunks(tl.max(end_M, axis=0), window, CHUNK, WINDOWED) <= each:
+        if _num_chunks(tl.max(end_M, axis=0), window, CHUNK, WINDOWED) <= each:
             _, l_MO, acc_MD = _run(
                 q_MD, k, v, table + slot * width, head, chunk, chunk + each, end_M, low_M, valid_M, scale,
                 acc_out, ml_out, t_M,
@@ -367,20 +435,23 @@ def loop_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile and head, all its chunks: the same chunks, added in the same order, as `split_kernel` has them added.
+    """Attention of a tile and head over all its chunks, added in the order in which `combine_kernel` adds them.
 
     Programs are as many as the tiles of few requests; those of many are dealt out among them.
     """
     begin(PDL)
-    head, tiles = tl.program_id(1), tl.load(plan)
+    head = tl.program_id(1)
+    tiles = tl.load(plan)
     for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = tiles - 1 - i  # a prompt's last tiles see most keys
         first = tl.load(plan + 3 + tile)
-        slot, count = tl.load(slots + first), tl.load(plan + 4 + tile) - first
+        slot = tl.load(slots + first)
+        count = tl.load(plan + 4 + tile) - first
         q_MD, t_M, head_M, valid_M, end_M, low_M = _load_tile(
             q, ends, first, count, head, window, M, HEADS, GROUP, GROUP2, D, DP, WINDOWED
         )
-        first, last = 0, (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
+        first = 0
+        last = (tl.max(end_M, axis=0) + CHUNK - 1) // CHUNK
         if WINDOWED:
             first = tl.min(tl.where(valid_M, low_M, FAR), axis=0) // CHUNK
         _, l_MO, acc_MD = _run(
@@ -389,3 +460,51 @@ def loop_kernel(
             M, KV_HEADS, BLOCK_SIZE, D, DP, WINDOWED, CHUNK, N, ALIKE, False,
         )  # fmt: skip
         _finish(out, (t_M * HEADS + head_M) * D, l_MO, acc_MD, end_M, valid_M, D, DP)
+
+
+@triton.jit(do_not_specialize=["chunks", "window"], do_not_specialize_on_alignment=["ends", "plan"])
+def combine_kernel(
+    acc, ml, ends, plan, out, chunks, window,
+    HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
+    ALIKE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add the chunks of a row and head, first to last, in PART dimensions. A padding row (end 0) becomes zero, a row
+    that is finished stays."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    end = tl.load(ends + row).to(tl.int32)
+    d = tl.program_id(2) * PART + tl.arange(0, PART)
+    last = (end + CHUNK - 1) // CHUNK
+    first = last - _num_chunks(end, window, CHUNK, WINDOWED)
+    if ALIKE:  # noqa: SIM102  known when compiling
+        if (end > 0) & (last - first <= tl.load(plan + 2)):
+            return
+    at = (row * HEADS + head) * chunks
+    m = -float("inf")
+    total = 0.0
+    total_D = tl.zeros((PART,), tl.float32)
+    # Many loads at once; then fewer and guarded: 38 chunks are twice 16, and 6 of 8.
+    middle = first + (last - first) // MANY_CHUNKS * MANY_CHUNKS
+    for base in range(first, middle, MANY_CHUNKS):
+        for j in tl.static_range(MANY_CHUNKS):
+            c = at + base + j
+            m_C = tl.load(ml + c * 2)
+            l_C = tl.load(ml + c * 2 + 1)
+            acc_D = tl.load(acc + c * D + d, mask=d < D, other=0.0)
+            m, old, new = _shifted(m, m_C)
+            total = _added(total, old, l_C, new)
+            total_D = _added(total_D, old, acc_D, new)
+    for base in range(middle, last, FEW_CHUNKS):
+        for j in tl.static_range(FEW_CHUNKS):
+            c = at + base + j
+            here = base + j < last
+            m_C = tl.load(ml + c * 2, mask=here, other=-float("inf"))
+            l_C = tl.load(ml + c * 2 + 1, mask=here, other=0.0)
+            acc_D = tl.load(acc + c * D + d, mask=here & (d < D), other=0.0)
+            m_new, old, new = _shifted(m, m_C)
+            m = tl.where(here, m_new, m)
+            total = tl.where(here, _added(total, old, l_C, new), total)
+            total_D = tl.where(here, _added(total_D, old, acc_D, new), total_D)
+    y_D = _divided(total_D, total, end > 0)
+    tl.store(out + (row * HEADS + head) * D + d, y_D.to(out.dtype.element_ty), mask=d < D)

@@ -15,7 +15,7 @@ from draftproof.kernels.experts import TINY, Routing
 from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
 from draftproof.kernels.gpu.pdl import begin
 
-PAIRS = 1024  # that one step of sorting looks at
+PAIRS = 1024  # pairs that one step of sorting looks at
 BLOCK = 1024  # columns of one program of `combine`
 
 
@@ -28,7 +28,7 @@ def _first_best(x, left, number, NONE: tl.constexpr):
 
 @triton.jit
 def _keep_groups(choice, e, inside, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr):
-    """The experts of the groups whose two best add up to most."""
+    """Which experts belong to the TOP groups whose two best add up to most."""
     group_E = e // (E // GROUPS)
     sums_E = tl.full(choice.shape, -float("inf"), tl.float32)
     for g in range(GROUPS):
@@ -36,7 +36,8 @@ def _keep_groups(choice, e, inside, E: tl.constexpr, GROUPS: tl.constexpr, TOP: 
         best, at = _first_best(choice, own, e, E)
         second = tl.max(tl.where(own & (e != at), choice, -float("inf")), axis=0)
         sums_E = tl.where(group_E == g, best + second, sums_E)
-    left, kept = inside, e < 0
+    left = inside
+    kept = e < 0
     for _ in range(TOP):
         _best, g = _first_best(sums_E, left, group_E, GROUPS)
         kept = kept | (left & (group_E == g))
@@ -50,7 +51,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, TINY: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. EXPERTS: the power of two at or above E."""
+    """The experts and weights of one row. EXPERTS: the power of two at or above E."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -86,7 +87,7 @@ def _group_kernel(
     experts, source, place, starts, pairs, E: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert: counts the pairs of those before it, then numbers its own."""
+    """The rows of one expert: count the pairs of the experts before it, then number its own."""
     begin(PDL)
     expert = tl.program_id(0)
     before = tl.zeros((PAIRS,), tl.int32)
@@ -137,7 +138,10 @@ class TritonExperts:
         if rows:
             with on(logits_TE):
                 _route_kernel[(rows,)](
-                    *(logits_TE, logits_TE if bias_E is None else dense(bias_E), experts_TK, weights_TK),
+                    logits_TE,
+                    logits_TE if bias_E is None else dense(bias_E),
+                    experts_TK,
+                    weights_TK,
                     E=num_experts,
                     EXPERTS=power_of_two(num_experts),
                     TOP_K=routing.top_k,
@@ -155,12 +159,18 @@ class TritonExperts:
 
     def group(self, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `ExpertOps`."""
-        experts_TK, pairs = dense(experts_TK), experts_TK.numel()
-        source_P, place_TK = experts_TK.new_empty(pairs), torch.empty_like(experts_TK)
+        pairs = experts_TK.numel()
+        experts_TK = dense(experts_TK)
+        source_P = experts_TK.new_empty(pairs)
+        place_TK = torch.empty_like(experts_TK)
         starts_E1 = experts_TK.new_empty(num_experts + 1)
         with on(experts_TK):
             _group_kernel[(num_experts,)](
-                *(experts_TK, source_P, place_TK, starts_E1, pairs),
+                experts_TK,
+                source_P,
+                place_TK,
+                starts_E1,
+                pairs,
                 E=num_experts,
                 TOP_K=experts_TK.shape[1],
                 PAIRS=PAIRS,
@@ -173,13 +183,19 @@ class TritonExperts:
         self, y_PH: Tensor, place_TK: Tensor, weights_TK: Tensor, base_TH: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """See `ExpertOps`."""
-        y_PH, (rows, top_k), width = dense(y_PH), place_TK.shape, y_PH.shape[1]
+        rows, top_k = place_TK.shape
+        width = y_PH.shape[1]
+        y_PH = dense(y_PH)
         assert y_PH.dtype == torch.float32
         out_TH = y_PH.new_empty(rows, width, dtype=dtype)
         if rows:
             with on(y_PH):
                 _combine_kernel[(rows, triton.cdiv(width, BLOCK))](
-                    *(y_PH, place_TK, weights_TK, y_PH if base_TH is None else dense(base_TH), out_TH),
+                    y_PH,
+                    place_TK,
+                    weights_TK,
+                    y_PH if base_TH is None else dense(base_TH),
+                    out_TH,
                     H=width,
                     TOP_K=top_k,
                     BASE=base_TH is not None,

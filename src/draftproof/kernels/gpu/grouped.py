@@ -19,7 +19,7 @@ from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
 from draftproof.kernels.gpu.linear import Tile
 from draftproof.kernels.gpu.pdl import begin
 
-# By the rows that an expert has on average; not tuned.
+# Tiles by the rows that an expert has on average; not tuned.
 TILES_HALF = (Tile(16, 64, 128, 5, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 8))
 TILES_WIDE = (Tile(16, 32, 64, 3, 4), Tile(64, 64, 16, 3, 4))
 
@@ -32,7 +32,8 @@ def _grouped_kernel(
     """A tile of one expert's rows and of outputs. EVEN: K is a multiple of BK. The last programs may find no work."""
     begin(PDL)
     tiles_n = tl.cdiv(outputs, BN)
-    number, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    number = tl.program_id(0) // tiles_n
+    tile_n = tl.program_id(0) % tiles_n
     e = tl.arange(0, EXPERTS)
     first_E = tl.load(starts + e, mask=e < E, other=0).to(tl.int32)
     end_E = tl.load(starts + e + 1, mask=e < E, other=0).to(tl.int32)
@@ -43,15 +44,18 @@ def _grouped_kernel(
         first = tl.sum(tl.where(e == expert, first_E, 0), axis=0)
         end = tl.sum(tl.where(e == expert, end_E, 0), axis=0)
         m = first + (number - skipped) * BM + tl.arange(0, BM)
-        n, k = tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-        mask_m, mask_n = m < end, n < outputs
+        n = tile_n * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        mask_m = m < end
+        mask_n = n < outputs
         row_w = expert.to(tl.int64) * outputs + tl.minimum(n, outputs - 1)
         at_x = x + m.to(tl.int64)[:, None] * inputs + k[None, :]
         at_w = weights + (row_w * inputs)[:, None] + k[None, :]
         sums = tl.zeros((BM, BN), tl.float32)
         for start in range(0, inputs, BK):
             if EVEN:
-                x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
+                x_MK = tl.load(at_x, mask=mask_m[:, None], other=0.0)
+                w_NK = tl.load(at_w)
             else:
                 x_MK = tl.load(at_x, mask=mask_m[:, None] & (start + k < inputs)[None, :], other=0.0)
                 w_NK = tl.load(at_w, mask=(start + k < inputs)[None, :], other=0.0)
@@ -63,16 +67,20 @@ def _grouped_kernel(
 
 
 class Groups:
-    """x [P, K] and starts [E + 1] -> [P, N]. The grid has room for any lengths: P decides it alone."""
+    """The grouped product: x [P, K], starts [E + 1] -> [P, N]. The grid has room for any lengths: P alone decides
+    it."""
 
     def __init__(self, num_experts: int, weights: Iterable[Tensor], shape: Shape) -> None:
-        self._shape, self._weights = shape, _stacked(num_experts, weights)
+        self._shape = shape
+        self._weights = _stacked(num_experts, weights)
         tiles = TILES_WIDE if shape.dtype == torch.float32 else TILES_HALF
         device = self._weights.device
         self._tiles = [tile for tile in tiles if tile.fits(shape.dtype, device)]
 
     def __call__(self, x_PK: Tensor, starts_E1: Tensor) -> Tensor:
-        x_PK, shape, num_experts = dense(x_PK), self._shape, len(self._weights)
+        x_PK = dense(x_PK)
+        shape = self._shape
+        num_experts = len(self._weights)
         rows = x_PK.shape[0]
         out_PN = x_PK.new_empty(rows, shape.outputs, dtype=shape.out_dtype)
         if rows == 0:
@@ -83,7 +91,12 @@ class Groups:
         tiles_m = triton.cdiv(rows, tile.rows) + most_active  # an expert's last tile may be cut short
         with on(x_PK):
             _grouped_kernel[(tiles_m * triton.cdiv(shape.outputs, tile.outputs),)](
-                *(x_PK, self._weights, dense(starts_E1), out_PN, shape.outputs, shape.inputs),
+                x_PK,
+                self._weights,
+                dense(starts_E1),
+                out_PN,
+                shape.outputs,
+                shape.inputs,
                 E=num_experts,
                 EXPERTS=power_of_two(num_experts),
                 BM=tile.rows,
@@ -98,7 +111,7 @@ class Groups:
 
 
 def _stacked(num_experts: int, weights: Iterable[Tensor]) -> Tensor:
-    """[E, N, K], filled one by one: the originals need not all be there at once."""
+    """The weights as one tensor [E, N, K], filled one by one: the originals need not all be there at once."""
     stacked: Tensor | None = None
     count = 0
     for count, weight_NK in enumerate(weights, start=1):

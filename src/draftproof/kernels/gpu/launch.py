@@ -1,4 +1,4 @@
-"""What every kernel's caller needs: inputs whose layout never changes the compiled code, and the current device."""
+"""Helpers of every kernel's caller: inputs whose layout never changes the compiled code, and the current device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ALIGNMENT = 16  # bytes; triton compiles other code, with other reduction orders
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` itself if contiguous and aligned, else a copy: a row's bits must not hang on where it lies in memory."""
+    """`x` itself if contiguous and aligned, else a copy: a row's bits must not depend on where it lies in memory."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def on(x: Tensor) -> AbstractContextManager[object]:
-    """Makes x's device current: triton launches on the current one."""
+    """A context in which x's device is current: triton launches on the current one."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
@@ -33,7 +33,7 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have."""
+    """Shared memory that one program may have, in bytes."""
     if device.type != "cuda":
         return 1 << 20
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10))
@@ -46,17 +46,17 @@ def power_of_two(n: int) -> int:
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start before the one ahead of it in the stream has ended, and wait for it inside."""
+    """Whether the device has PDL: a kernel may start before the one ahead of it has ended, and wait for it inside."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has an engine that copies a tile of a matrix to shared memory; the interpreter has."""
+    """Whether the device has TMA, which copies a tile of a matrix to shared memory; the interpreter has it."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl(x: Tensor) -> dict[str, bool]:
-    """Arguments of a kernel that may start early."""
+    """Launch arguments of a kernel that uses PDL where x's device has it."""
     yes = has_pdl(x.device)
     return {"PDL": yes, "launch_pdl": yes}

@@ -1,4 +1,4 @@
-"""Products on a GPU: an ordered Triton kernel in many tiles, and cuBLAS, as ways for the exact planner.
+"""Products on a GPU: an ordered Triton kernel in many tiles, and cuBLAS, as candidates for the exact planner.
 
 The kernel adds over K in order in fp32, so every tile is expected to give the same bits; the planner certifies each
 all the same. A long K with few outputs is cut into segments, as many as the weight's shape says and never the batch:
@@ -37,15 +37,16 @@ from draftproof.kernels.products import Candidate, LinearFn
 
 SWIZZLE = tl.constexpr(8)  # row tiles that share a visit to the weight
 LINE = 128  # bytes
-PREFETCH_BYTES = 4 << 20  # of the weight, that all programs together fetch before the input is ready
-MOST_LINES = 64  # of a row
-# So many of a K that is at least so long, with at most so many outputs and no more than K.
+PREFETCH_BYTES = 4 << 20  # what all programs together fetch of the weight before the input is ready
+MOST_LINES = 64  # cache lines that a program fetches of one row of the weight
+# K >= LONG with N <= min(K, NARROW) is summed in SEGMENTS fixed segments.
 SEGMENTS, LONG, NARROW = 4, 4096, 8192
-SEGMENT_UNIT = 512  # inputs, that a segment is a multiple of
+SEGMENT_UNIT = 512  # a segment is a multiple of so many inputs
 
 
 def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """That the sums over K are made of. With 96 rows a [4096, 14336] weight would keep 32 programs busy, now 128."""
+    """Number of K segments for this weight shape; 1 means unsplit. At 96 rows a [4096, 14336] weight keeps 128 programs
+    busy instead of 32."""
     whole = inputs % (SEGMENTS * SEGMENT_UNIT) == 0 and dtype.itemsize == 2
     return SEGMENTS if whole and inputs >= LONG and outputs <= min(inputs, NARROW) else 1
 
@@ -73,63 +74,85 @@ class Tile:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Rows of the first product and of the second: 96 is 64 and 32, 64 is 64 and 0."""
+        """Rows of the first product and of the tail's: 96 is 64 and 32, 64 is 64 and 0."""
         first = power_of_two(self.rows + 1) // 2
         return first, self.rows - first
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the device has the engine, and room for the buffers in shared memory."""
+        """Whether the device has what the tile needs: TMA, and room for the buffers in shared memory."""
         if self.tma and not has_tma(device):
             return False
         step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
         return step * self.stages <= shared_bytes(device)
 
     def suits(self, rows: int, segments: int) -> bool:
-        """Whether it is worth a try at so many rows: neither mostly empty nor mostly passes over the weight."""
+        """Whether the tile is worth a try at `rows` rows: neither mostly empty nor mostly passes over the weight."""
         least = 0 if self.rows == 16 else self.rows // 2
         if self.parts and segments == 1:
             return False
         return rows > least and (rows <= self.rows or self.rows >= 64)
 
 
-# The first of each is the reference; the others were the fastest of some shape on an H200. Each takes its time at the
+# The first of each is the reference; the others were the fastest for some shape on an H200. Each takes its time at the
 # first start on a machine.
 TILES_HALF = (
-    *(
-        Tile(16, 32, 256, 4, 4),
-        Tile(16, 32, 256, 6, 4),
-        Tile(16, 64, 128, 5, 4),
-        Tile(16, 64, 128, 5, 4, True),
-    ),
-    *(Tile(16, 64, 256, 3, 4, True), Tile(16, 64, 256, 5, 4, True), Tile(16, 128, 128, 4, 4, True)),
-    *(Tile(32, 32, 256, 6, 4), Tile(32, 64, 128, 5, 4, True), Tile(32, 128, 128, 4, 4, True)),
-    *(Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 4)),
-    *(Tile(16, 128, 128, 4, 4, True, True), Tile(32, 128, 128, 4, 4, True, True)),
+    Tile(16, 32, 256, 4, 4),
+    Tile(16, 32, 256, 6, 4),
+    Tile(16, 64, 128, 5, 4),
+    Tile(16, 64, 128, 5, 4, True),
+    Tile(16, 64, 256, 3, 4, True),
+    Tile(16, 64, 256, 5, 4, True),
+    Tile(16, 128, 128, 4, 4, True),
+    Tile(32, 32, 256, 6, 4),
+    Tile(32, 64, 128, 5, 4, True),
+    Tile(32, 128, 128, 4, 4, True),
+    Tile(64, 32, 256, 4, 4),
+    Tile(64, 64, 128, 4, 4),
+    Tile(64, 128, 64, 4, 4),
+    Tile(16, 128, 128, 4, 4, True, True),
+    Tile(32, 128, 128, 4, 4, True, True),
     Tile(64, 128, 64, 5, 4, True, True),
 )
 TILES_TMA = (
-    *(Tile(16, 64, 256, 5, 4, True, tma=True), Tile(64, 64, 128, 6, 4, True, tma=True)),
-    *(Tile(64, 128, 64, 4, 4, True, tma=True), Tile(128, 128, 64, 4, 8, tma=True)),
-    *(Tile(128, 256, 64, 4, 8, tma=True), Tile(128, 256, 64, 4, 8, True, tma=True)),
-    *(Tile(64, 128, 128, 4, 8, True, True, True), Tile(128, 128, 64, 6, 8, False, True, True)),
-    *(Tile(96, 64, 128, 5, 4, True, tma=True), Tile(96, 128, 64, 4, 4, True, tma=True)),
-    *(Tile(96, 128, 128, 4, 4, True, tma=True), Tile(96, 128, 128, 4, 8, True, True, True)),
+    Tile(16, 64, 256, 5, 4, True, tma=True),
+    Tile(64, 64, 128, 6, 4, True, tma=True),
+    Tile(64, 128, 64, 4, 4, True, tma=True),
+    Tile(128, 128, 64, 4, 8, tma=True),
+    Tile(128, 256, 64, 4, 8, tma=True),
+    Tile(128, 256, 64, 4, 8, True, tma=True),
+    Tile(64, 128, 128, 4, 8, True, True, True),
+    Tile(128, 128, 64, 6, 8, False, True, True),
+    Tile(96, 64, 128, 5, 4, True, tma=True),
+    Tile(96, 128, 64, 4, 4, True, tma=True),
+    Tile(96, 128, 128, 4, 4, True, tma=True),
+    Tile(96, 128, 128, 4, 8, True, True, True),
 )
-TILES_OLDER = (  # for processors that have no such engine, or less shared memory
-    *(Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 5, 4), Tile(128, 128, 64, 3, 8), Tile(128, 128, 64, 4, 8)),
-    *(Tile(128, 256, 64, 4, 8), Tile(64, 128, 64, 4, 4, False, True), Tile(128, 128, 64, 4, 8, False, True)),
+TILES_OLDER = (  # for devices without TMA, or with less shared memory
+    Tile(32, 32, 128, 4, 4),
+    Tile(64, 32, 128, 5, 4),
+    Tile(128, 128, 64, 3, 8),
+    Tile(128, 128, 64, 4, 8),
+    Tile(128, 256, 64, 4, 8),
+    Tile(64, 128, 64, 4, 4, False, True),
+    Tile(128, 128, 64, 4, 8, False, True),
 )
 TILES_WIDE = (
-    *(Tile(16, 32, 64, 3, 4), Tile(16, 64, 32, 3, 4), Tile(16, 16, 128, 3, 4), Tile(32, 32, 32, 3, 4)),
-    *(Tile(64, 64, 16, 3, 4), Tile(64, 128, 16, 3, 8)),
+    Tile(16, 32, 64, 3, 4),
+    Tile(16, 64, 32, 3, 4),
+    Tile(16, 16, 128, 3, 4),
+    Tile(32, 32, 32, 3, 4),
+    Tile(64, 64, 16, 3, 4),
+    Tile(64, 128, 16, 3, 8),
 )
 
 
 @triton.jit
 def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constexpr):
     """(row tile, output tile) of this program. SWIZZLE row tiles share a visit to the weight."""
-    tiles_n, tiles_m = tl.cdiv(outputs, BN), tl.cdiv(rows, BM)
-    group, within = tl.program_id(0) // (SWIZZLE * tiles_n), tl.program_id(0) % (SWIZZLE * tiles_n)
+    tiles_n = tl.cdiv(outputs, BN)
+    tiles_m = tl.cdiv(rows, BM)
+    group = tl.program_id(0) // (SWIZZLE * tiles_n)
+    within = tl.program_id(0) % (SWIZZLE * tiles_n)
     height = tl.minimum(tiles_m - group * SWIZZLE, SWIZZLE)
     return group * SWIZZLE + within % height, within // height
 
@@ -138,8 +161,8 @@ def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constex
 def begin_product(
     weight, n, k, rows, outputs, inputs, BM: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr
 ):  # fmt: skip
-    """`begin`, but what does not depend on the kernel ahead is fetched meanwhile, if once: LINES cache lines of these
-    rows of the weight, from input k on, to the L2 cache."""
+    """`begin`, which uses the wait: LINES cache lines of these rows of the weight, from input k on, are fetched to the
+    L2 cache, unless several row tiles would fetch the same ones."""
     if PDL:
         gdc_launch_dependents()
         if rows <= BM:
@@ -164,6 +187,14 @@ def store_tile(out, sums, bias, m, n, rows, outputs, SWAP_AB: tl.constexpr, BIAS
     tl.store(at_out, sums.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
+@triton.jit
+def _span(segment, inputs, SEGMENTED: tl.constexpr):
+    """(first input, end) of this program: all of K if SEGMENTED, else the segment of the second axis."""
+    if SEGMENTED:
+        return 0, inputs
+    return tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
     x, weight, x_tiles, tail_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
@@ -173,22 +204,23 @@ def _product_kernel(
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
     EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, and a segment is `segment` inputs of it.
-    COPIED: tiles come by descriptors, zeros past the end; else those are not looked at. MORE: rows that follow the BM,
-    whose product takes the same tile of the weight; with COPIED and SWAP alone.
+    TMA: tiles come by descriptors, zeros past the end; else those are not looked at. TAIL_ROWS: rows that follow the
+    BM, whose product takes the same tile of the weight; with TMA and SWAP_AB only.
     """
     tile_m, tile_n = place(rows, outputs, BM + TAIL_ROWS, BN, SWIZZLE)
-    first_m, n, k = tile_m * (BM + TAIL_ROWS), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    first_m = tile_m * (BM + TAIL_ROWS)
+    n = tile_n * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
     m = first_m + tl.arange(0, BM)
-    first, last = 0, inputs
-    if not SEGMENTED:
-        first, last = tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
+    first, last = _span(segment, inputs, SEGMENTED)
     begin_product(weight, n, first, rows, outputs, inputs, BM + TAIL_ROWS, PDL, LINES)
     # An output past the end reads the last one: what it computes is not stored. Rows are masked: where few are, all of
     # the others would ask for one line of memory at once.
     at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
     nothing = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
-    sums, total = nothing, nothing
+    sums = nothing
+    total = nothing
     if TAIL_ROWS:
         tail = tl.zeros((BN, TAIL_ROWS), tl.float32)
         tail_total = tail
@@ -230,7 +262,7 @@ def _sum_kernel(
     parts, bias, out, size, outputs,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """parts [S, T, N], added first to last."""
+    """The total of parts [S, T, N], added first to last, plus the bias: BLOCK elements of it."""
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -242,13 +274,18 @@ def _sum_kernel(
 
 
 def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Parts [S, T, N] and the bias, added first to last: [T, N]."""
+    """The total of parts [S, T, N], added first to last, plus the bias: [T, N]."""
     segments, rows, outputs = parts_STN.shape
     out_TN = torch.empty((rows, outputs), dtype=out_dtype, device=parts_STN.device)
-    size, block = rows * outputs, 512
+    size = rows * outputs
+    block = 512
     with on(out_TN):
         _sum_kernel[(triton.cdiv(size, block),)](
-            *(parts_STN, out_TN if bias_N is None else bias_N, out_TN, size, outputs),
+            parts_STN,
+            out_TN if bias_N is None else bias_N,
+            out_TN,
+            size,
+            outputs,
             SEGMENTS=segments,
             BIAS=bias_N is not None,
             BLOCK=block,
@@ -258,7 +295,7 @@ def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) 
 
 
 def prefetch_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
-    """Cache lines that a program fetches early of each row of its part of the weight; a power of two.
+    """Cache lines that a program fetches ahead of each row of its part of the weight; a power of two.
 
     [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 8
     lines are 4 MiB.
@@ -271,10 +308,12 @@ def prefetch_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
 
 
 class SplitKLinear:
-    """x [T, K] -> [T, N] by a product that leaves the sums of segments apart, fp32 [S, T, N]."""
+    """x [T, K] -> [T, N], by a product that gives the sums of segments, fp32 [S, T, N], and one that adds them."""
 
     def __init__(self, product: LinearFn, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
-        self._product, self._bias_N, self._out_dtype = product, bias_N, out_dtype
+        self._product = product
+        self._bias_N = bias_N
+        self._out_dtype = out_dtype
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_parts(self._product(x_TK), self._bias_N, self._out_dtype)
@@ -285,12 +324,14 @@ class SplitKLinear:
 
 
 class OrderedLinear:
-    """x [T, K] -> [T, N] through one tile, any T; [S, T, N] if the tile leaves segments apart."""
+    """x [T, K] -> [T, N] through one tile, any T; [S, T, N] if the tile has a program for each segment."""
 
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         outputs, inputs = weight_NK.shape
-        self._weight_NK, self._bias_N, self._out_dtype = dense(weight_NK), bias_N, out_dtype
-        # the engine wants rows that start at multiples of 16 bytes
+        self._weight_NK = dense(weight_NK)
+        self._bias_N = bias_N
+        self._out_dtype = out_dtype
+        # TMA wants rows that start at multiples of 16 bytes
         tma = tile.tma and inputs * weight_NK.itemsize % ALIGNMENT == 0
         self._tile = replace(tile, rows=tile.rows if tma else tile.pieces[0], tma=tma)
         self._segments = num_segments(outputs, inputs, weight_NK.dtype)
@@ -308,18 +349,29 @@ class OrderedLinear:
         return out
 
     def _run(self, x_TK: Tensor, out: Tensor) -> None:
-        tile, weight, bias_N, rows = self._tile, self._weight_NK, self._bias_N, x_TK.shape[0]
+        tile = self._tile
+        weight = self._weight_NK
+        bias_N = self._bias_N
+        rows = x_TK.shape[0]
         outputs, inputs = weight.shape
         programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-        segmented, (first, tail) = self._segments > self._parts, tile.pieces
+        segmented = self._segments > self._parts
+        first, tail = tile.pieces
         tiles: tuple[object, ...] = (x_TK, x_TK, weight)
         if tile.tma:
             sizes = ((x_TK, first), (x_TK, tail), (weight, tile.outputs))
             tiles = tuple(_tiles(x_RK, size, tile.inputs) if size else x_RK for x_RK, size in sizes)
         with on(x_TK):
             _product_kernel[(programs, self._parts)](
-                *(x_TK, weight, *tiles, weight if bias_N is None else bias_N, out),
-                *(rows, outputs, inputs, inputs // (self._segments if segmented else self._parts)),
+                x_TK,
+                weight,
+                *tiles,
+                weight if bias_N is None else bias_N,
+                out,
+                rows,
+                outputs,
+                inputs,
+                inputs // (self._segments if segmented else self._parts),
                 BM=first,
                 TAIL_ROWS=tail,
                 BN=tile.outputs,
@@ -337,7 +389,7 @@ class OrderedLinear:
 
 
 def _tiles(x_RK: Tensor, rows: int, inputs: int) -> TensorDescriptor:
-    """For the engine that copies tiles of `rows` by `inputs`."""
+    """The TMA descriptor of tiles of `rows` by `inputs`."""
     return TensorDescriptor(x_RK, [*x_RK.shape], [x_RK.shape[1], 1], [rows, inputs])
 
 
@@ -366,14 +418,14 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def suits(candidate: str, shape: Shape, rows: int) -> bool:
-    """Whether the way of that name is worth a try at so many rows."""
+    """Whether the candidate of that name is worth a try at `rows` rows."""
     segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
     tile = next((tile for tile in tiles(shape.dtype) if tile.name == candidate), None)
     return tile is None or tile.suits(rows, segments)
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
-    """The reference first, cuBLAS last."""
+    """The candidates of this device: the reference first, cuBLAS last."""
     # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

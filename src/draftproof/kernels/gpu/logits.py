@@ -24,7 +24,8 @@ def _finite(x):
 
 @triton.jit
 def _pieces_kernel(logits, tops, sums, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr):
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
     v = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + row * V + v, mask=v < V, other=-float("inf"))
     top = tl.max(x, axis=0)
@@ -54,7 +55,8 @@ def log_normalizer(logits_MV: Tensor) -> Tensor:
     if rows == 0:
         return out_M
     pieces = triton.cdiv(width, PIECE)
-    tops, sums = logits_MV.new_empty(rows, pieces), logits_MV.new_empty(rows, pieces)
+    tops = logits_MV.new_empty(rows, pieces)
+    sums = logits_MV.new_empty(rows, pieces)
     with on(logits_MV):
         _pieces_kernel[(rows, pieces)](
             logits_MV, tops, sums, V=width, PIECES=pieces, PIECE=PIECE, num_warps=8

@@ -22,7 +22,8 @@ def _norm_kernel(
     x, residual, weight, out, total, eps, rows,
     H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: that x [PARTS, T, H] is the sum of; 0: x is whole."""
+    """The norm of one row, and with ADD its sum with the residual. PARTS: x is [PARTS, T, H], to be added first to
+    last; 0: x is [T, H]."""
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
@@ -56,8 +57,10 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.AddRMSNorm`."""
-    x_TH, residual_TH = dense(x_TH), dense(residual_TH)
-    out_TH, total_TH = torch.empty_like(residual_TH), torch.empty_like(residual_TH)
+    x_TH = dense(x_TH)
+    residual_TH = dense(residual_TH)
+    out_TH = torch.empty_like(residual_TH)
+    total_TH = torch.empty_like(residual_TH)
     _launch(x_TH, residual_TH, weight_H, out_TH, total_TH, eps)
     return out_TH, total_TH
 
@@ -68,12 +71,18 @@ def _launch(
     rows, width = out_TH.shape
     if rows == 0:
         return
-    block, weight_dense_H = power_of_two(width), dense(weight_H)
-    # A copy is made by the kernel ahead.
+    block = power_of_two(width)
+    weight_dense_H = dense(weight_H)
+    # A copy of the weight is made by the kernel ahead, so it must be waited for.
     soon = pdl(x_TH) if weight_dense_H is weight_H else {"PDL": False}
     with on(x_TH):
         _norm_kernel[(rows,)](
-            *(x_TH, x_TH if residual_TH is None else residual_TH, weight_dense_H, out_TH, total_TH, eps),
+            x_TH,
+            x_TH if residual_TH is None else residual_TH,
+            weight_dense_H,
+            out_TH,
+            total_TH,
+            eps,
             rows=rows,
             H=width,
             BLOCK=block,

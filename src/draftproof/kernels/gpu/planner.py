@@ -1,4 +1,4 @@
-"""Which way runs at which number of rows on a GPU. Ways share the weight, so each bucket of rows may have its own.
+"""The planner of a GPU: candidates share the weight there, so each bucket of rows may have its own.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -21,20 +21,22 @@ from draftproof.kernels.plan_cache import BucketLinear, CandidateResult, Choice,
 from draftproof.kernels.products import Candidate, LinearFn
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
-COLD_BYTES = 512 << 20  # weights a timing goes through, so that none is in the cache when its turn comes
+COLD_BYTES = 512 << 20  # weights that a timing goes through, so that none is in the cache when its turn comes
 REPLAYS = 10
-CLOSE, ROUNDS = 1.1, 5  # ways within this factor of the fastest are timed so often again
-WIDE, MOST_WIDE_ROWS = 1 << 15, 512  # outputs of heads, whose results for a whole prompt would take gigabytes
-SWITCH = 1.02  # a way must be this much faster than the one of the bucket below to take its place
+CLOSE, ROUNDS = 1.1, 5  # candidates within this factor of the fastest are timed this many times again
+# outputs of heads, whose results for a whole prompt would take gigabytes
+WIDE = 1 << 15
+MOST_WIDE_ROWS = 512
+SWITCH = 1.02  # a candidate must be faster by this factor than the one of the bucket below to take its place
 
 
 def times(
     shape: Shape, candidates: Sequence[Candidate], device: torch.device, rows: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Microseconds of each way at each number of rows, weights not in the cache; infinite where it is not tried.
+    """Microseconds of each candidate at each number of rows, weights not in the cache; infinite where it is not tried.
 
-    As in a pass: after each product comes a small operator, which some ways may begin before and some may not. Where a
-    product may come in parts it is the norm that adds them up.
+    After each product comes a small operator, as in a pass: some candidates let it begin before they end and some do
+    not. Where a product may leave partial sums it is the norm that adds them.
     """
     whole = (
         linear.num_segments(shape.outputs, shape.inputs, shape.dtype) == 1 or shape.out_dtype != shape.dtype
@@ -78,7 +80,7 @@ def _pair(linear_fn: LinearFn, x_TK: Tensor, follow: Callable[[Tensor], object])
 
 
 def _follower(x_TK: Tensor, stream_TN: Tensor | None) -> Callable[[Tensor], object]:
-    """What runs after a product: the norm that adds it to the stream, or any small operator."""
+    """The operator that runs after a product: the norm that adds it to the stream, or any small one."""
     if stream_TN is None:
         ones_K = torch.ones_like(x_TK[0])
         return lambda _: rms_norm(x_TK, ones_K, 1e-6)
@@ -99,7 +101,7 @@ def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
 
 
 class TimedGraph:
-    """Calls in one CUDA graph: what the device needs for them, without the host."""
+    """Calls in one CUDA graph, so that the device alone is timed."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], pool: Any = None) -> None:
         self._num_calls = len(calls)
@@ -110,7 +112,8 @@ class TimedGraph:
         """Least time of one call."""
         best = float("inf")
         for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             self._graph.replay()
             end.record()
@@ -120,10 +123,13 @@ class TimedGraph:
 
 
 def choose(
-    candidates: Sequence[Candidate], certified: Mapping[str, tuple[int, ...]], microseconds: Mapping[str, Sequence[float]],
-    rows: Sequence[int], buckets: Sequence[int],
-) -> tuple[str, ...]:  # fmt: skip
-    """The fastest certified way of each bucket, "" where there is none. `microseconds` are at `rows`."""
+    candidates: Sequence[Candidate],
+    certified: Mapping[str, tuple[int, ...]],
+    microseconds: Mapping[str, Sequence[float]],
+    rows: Sequence[int],
+    buckets: Sequence[int],
+) -> tuple[str, ...]:
+    """The fastest certified candidate of each bucket, "" where there is none. `microseconds` are at `rows`."""
     chosen: list[str] = []
     for bucket in buckets:
         timed = next((i for i, t in enumerate(rows) if t >= bucket), len(rows) - 1)
@@ -137,7 +143,7 @@ def choose(
 
 
 def plan(shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: torch.device) -> Choice:
-    """The certified way of each bucket of rows; the report says what would be the fastest without certificates."""
+    """The certified candidate of each bucket of rows; the report names the fastest without certificates beside it."""
     max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
     buckets = certify.bucket_table(shape, max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]

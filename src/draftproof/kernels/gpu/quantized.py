@@ -1,7 +1,7 @@
 """The product with fp8 weights: rows rounded to fp8 as well, so that the matrix unit takes the bytes as they lie in
 shared memory. Bytes widened in registers would be no faster than a weight in bf16.
 
-For drafters, which are exempt from exactness: no certificates, and a cut picked by the number of rows.
+For drafters, which are exempt from exactness: no certificates, and a tile picked by the number of rows.
 Shapes: T rows, K inputs, N outputs, S parts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,13 +19,13 @@ from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.launch import dense, num_processors, on, pdl, shared_bytes
 from draftproof.kernels.gpu.linear import Tile, begin_product, place, prefetch_lines, store_tile
 
-LEAST_STEPS = 8  # of a part
+LEAST_STEPS = 8  # steps over K of a part, at least
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tile:
-    """One compiled form of the kernel. Rows have a scale for each of them and of the tile's `inputs`. `programs`: K is
-    cut for so many a multiprocessor at most, and a second kernel adds; 0: never."""
+    """One compiled variant of the kernel. Each row has a scale for every `inputs` of the tile. `programs`: K is split
+    into parts as long as that leaves at most so many programs a multiprocessor, and a second kernel adds; 0: never."""
 
     tile: Tile
     programs: int = 0
@@ -35,15 +35,16 @@ class Fp8Tile:
         return f"{self.tile.name.removeprefix('triton ')} p{self.programs}"
 
     def parts(self, rows: int, outputs: int, inputs: int, processors: int) -> tuple[int, int]:
-        """(how many, the inputs of each but perhaps the last, a multiple of the tile's)."""
-        steps, tile = triton.cdiv(inputs, self.tile.inputs), self.tile
+        """(number of parts of K, inputs of each but perhaps the last: a multiple of the tile's)."""
+        steps = triton.cdiv(inputs, self.tile.inputs)
+        tile = self.tile
         tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
         wanted = min(self.programs * processors // tiles, steps // LEAST_STEPS)
         each = triton.cdiv(steps, max(wanted, 1))
         return triton.cdiv(steps, each), each * self.tile.inputs
 
 
-# (up to so many rows, cut). The best on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in
+# (most rows, tile). The best on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in
 # steps of `quantized.STEP` inputs.
 MANY = 1 << 62
 FP8_TILES_HALF = (
@@ -59,14 +60,14 @@ def fp8_tiles(dtype: torch.dtype) -> tuple[tuple[int, Fp8Tile], ...]:
 
 
 def fp8_tile_of(rows: int, dtype: torch.dtype) -> Fp8Tile:
-    """For so many rows of `dtype`."""
+    """The tile for `rows` rows of `dtype`."""
     return next(fp8_tile for most, fp8_tile in fp8_tiles(dtype) if rows <= most)
 
 
 @triton.jit
 def _to_e4m3(x, ASM: tl.constexpr):
-    """fp32 below 256, rounded. ASM: by the processor. The interpreter's conversion only cuts off, so it gets numbers
-    that e4m3 has."""
+    """fp32 numbers below 256, rounded to e4m3. ASM: by the processor. The interpreter's conversion only cuts off, so it
+    gets numbers that e4m3 has."""
     if not ASM:
         bits = x.to(tl.int32, bitcast=True)
         kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -103,8 +104,11 @@ def _scaled_product_kernel(
     processor rounds.
     """
     tile_m, tile_n = place(rows, outputs, BM, BN, 1 << 16)  # all row tiles share a visit to the weight
-    m, n, k = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    mask_m, mask_n = m < rows, n < outputs
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    mask_m = m < rows
+    mask_n = n < outputs
     first = tl.program_id(1) * segment
     last = tl.minimum(first + segment, inputs)
     begin_product(weight, n, first, rows, outputs, inputs, BM, PDL, LINES)
@@ -114,7 +118,8 @@ def _scaled_product_kernel(
     sums = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
     for start in range(first, last, BK):
         if EVEN:
-            x_MK, w_NK = tl.load(at_x, mask=mask_m[:, None], other=0.0), tl.load(at_w)
+            x_MK = tl.load(at_x, mask=mask_m[:, None], other=0.0)
+            w_NK = tl.load(at_w)
         else:
             within = (start + k < inputs)[None, :]
             x_MK = tl.load(at_x, mask=mask_m[:, None] & within, other=0.0)
@@ -138,7 +143,8 @@ def product(
 ) -> Tensor:
     """x @ weight.T * scale + bias, any T: [T, N]. `fp8_tile` None: `fp8_tile_of`'s. The weight is dense, in e4m3."""
     x_TK = dense(x_TK)
-    rows, (outputs, inputs) = x_TK.shape[0], weight_NK.shape
+    rows = x_TK.shape[0]
+    outputs, inputs = weight_NK.shape
     if rows == 0:
         return x_TK.new_empty((0, outputs), dtype=out_dtype)
     fp8_tile = fp8_tile or fp8_tile_of(rows, x_TK.dtype)
@@ -150,8 +156,15 @@ def product(
     stage_bytes = (tile.rows * x_TK.element_size() + tile.outputs) * tile.inputs
     with on(x_TK):
         _scaled_product_kernel[(programs, parts)](
-            *(x_TK, weight_NK, scale_N),
-            *(scale_N if added_N is None else added_N, sums_STN, rows, outputs, inputs, segment),
+            x_TK,
+            weight_NK,
+            scale_N,
+            scale_N if added_N is None else added_N,
+            sums_STN,
+            rows,
+            outputs,
+            inputs,
+            segment,
             BM=tile.rows,
             BN=tile.outputs,
             BK=tile.inputs,

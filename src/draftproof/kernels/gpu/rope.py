@@ -1,4 +1,4 @@
-"""Norm and rotation of q and k and the write of k and v to the paged cache, in Triton: a few heads of a row a program.
+"""Norm and rotation of q and k, and the write of k and v to the paged cache, in Triton: a few heads of a row a program.
 
 Shapes: T rows, N heads (q, k and v together), D head size, P positions of the table, S slots, B blocks per slot.
 """
@@ -20,8 +20,11 @@ HEADS_EACH = 8  # heads of a program
 def _parts(
     x, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr
 ):
-    """Offsets and masks of `count` heads from `x` on: each pair's first element and what does not rotate."""
-    h, i, j = tl.arange(0, HB)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST)[None, :]
+    """Offsets and masks of `count` heads from `x` on: each pair's first element, and the elements that do not
+    rotate."""
+    h = tl.arange(0, HB)[:, None]
+    i = tl.arange(0, PAIRS)[None, :]
+    j = tl.arange(0, REST)[None, :]
     return x + h * D + i, (h < count) & (i < HALF), x + h * D + 2 * HALF + j, (h < count) & (j < D - 2 * HALF)
 
 
@@ -29,8 +32,10 @@ def _parts(
 def _normed(x, norm, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
             HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
     """The three parts of `count` heads, fp32, normed or not: the pairs' first and second elements, and what is left."""
-    i, j = tl.arange(0, PAIRS), tl.arange(0, REST)
-    pair, rest = i < HALF, j < D - 2 * HALF
+    i = tl.arange(0, PAIRS)
+    j = tl.arange(0, REST)
+    pair = i < HALF
+    rest = j < D - 2 * HALF
     at, mask, at_rest, mask_rest = _parts(x, count, D, HALF, PAIRS, REST, HB)
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +52,7 @@ def _normed(x, norm, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.
 @triton.jit
 def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
              REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """`_normed`, and then rotated."""
+    """The parts of `_normed`, rotated."""
     low, high, tail = _normed(x, norm, eps, count, D, HALF, PAIRS, REST, HB, NORM)
     i = tl.arange(0, PAIRS)
     pair = i < HALF
@@ -59,8 +64,10 @@ def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, 
 @triton.jit
 def _store(out, stride, low, high, tail, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
            REST: tl.constexpr, HB: tl.constexpr):  # fmt: skip
-    """Heads lie `stride` elements apart."""
-    h, i, j = tl.arange(0, HB)[:, None], tl.arange(0, PAIRS)[None, :], tl.arange(0, REST)[None, :]
+    """Store the three parts of `count` heads, which lie `stride` elements apart."""
+    h = tl.arange(0, HB)[:, None]
+    i = tl.arange(0, PAIRS)[None, :]
+    j = tl.arange(0, REST)[None, :]
     dtype = out.dtype.element_ty
     pair = (h < count) & (i < HALF)
     tl.store(out + h * stride + i, low.to(dtype), mask=pair)
@@ -78,10 +85,12 @@ def _rope_store_kernel(
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     V_NORM: tl.constexpr, HAS_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HB heads of one row; first come the programs of q, then k's, then v's if rows have one."""
+    """Norm, rotate and store HB heads of one row; first come the programs of q, then k's, then v's if there are any."""
     begin(PDL)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    q_parts, kv_parts = tl.cdiv(HEADS, HB), tl.cdiv(KV_HEADS + (KV_HEADS == 0), HB)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    q_parts = tl.cdiv(HEADS, HB)
+    kv_parts = tl.cdiv(KV_HEADS + (KV_HEADS == 0), HB)
     x = qkv + row * (HEADS + KV_HEADS + HAS_V * KV_HEADS) * D
     position = tl.load(positions + row)
     angles = cos_sin + tl.maximum(position, 0) * 2 * HALF
@@ -91,7 +100,9 @@ def _rope_store_kernel(
             x + head * D, q_norm, angles, eps, HEADS - head, D, HALF, PAIRS, REST, HB, Q_NORM
         )
         live = position >= 0
-        low, high, tail = tl.where(live, low, 0.0), tl.where(live, high, 0.0), tl.where(live, tail, 0.0)
+        low = tl.where(live, low, 0.0)
+        high = tl.where(live, high, 0.0)
+        tail = tl.where(live, tail, 0.0)
         _store(q_out + (row * HEADS + head) * D, D, low, high, tail, HEADS - head, D, HALF, PAIRS, REST, HB)
     elif position >= 0:
         slot = tl.load(slots + row)
@@ -125,7 +136,8 @@ def rope_store(
     """See `ops.RopeStore`."""
     _, kv_heads, block_size, dim = k_cache.shape
     each = 1 if v_cache is None else 2
-    rows, heads = qkv_TX.shape[0], qkv_TX.shape[1] // dim - each * kv_heads
+    rows = qkv_TX.shape[0]
+    heads = qkv_TX.shape[1] // dim - each * kv_heads
     q_THD = qkv_TX.new_empty(rows, heads, dim)
     if rows == 0:
         return q_THD
@@ -136,9 +148,17 @@ def rope_store(
     with on(qkv_TX):
         parts = triton.cdiv(heads, HEADS_EACH) + each * triton.cdiv(kv_heads, HEADS_EACH)
         _rope_store_kernel[(rows, parts)](
-            *(qkv_TX, positions_T.contiguous(), slots_T.contiguous(), dense(cos_sin_PD)),
+            qkv_TX,
+            positions_T.contiguous(),
+            slots_T.contiguous(),
+            dense(cos_sin_PD),
             *(qkv_TX if norm_D is None else dense(norm_D) for norm_D in (q_norm_D, k_norm_D, v_norm_D)),
-            *(eps, q_THD, k_cache, v_cache, block_table_SB, block_table_SB.shape[1]),
+            eps,
+            q_THD,
+            k_cache,
+            v_cache,
+            block_table_SB,
+            block_table_SB.shape[1],
             HEADS=heads,
             KV_HEADS=kv_heads,
             D=dim,

@@ -1,4 +1,4 @@
-"""Moving rows on a GPU. torch's own operators are as exact, but neither start early nor let others do.
+"""Moving rows on a GPU. torch's own operators are as exact, but do not use PDL.
 
 Shapes: T rows, V rows of a table, H width.
 """
@@ -22,9 +22,10 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["table", "index", "out"])
 def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A part of a row."""
+    """Copy BLOCK columns of one row."""
     begin(PDL)
-    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.maximum(tl.load(index + t), 0).to(tl.int64)
     tl.store(out + t * width + h, tl.load(table + v * width + h, mask=h < width), mask=h < width)
 
@@ -33,7 +34,7 @@ def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, PDL: tl.conste
 def _pick_kernel(
     a, b, c, d, e, index, out_a, out_b, out_c, out_d, out_e, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The same rows of five columns."""
+    """Copy BLOCK rows of each of five columns."""
     begin(PDL)
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = t < rows
@@ -47,10 +48,12 @@ def _pick_kernel(
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["a", "b", "c", "out"])
 def _concat_kernel(a, b, c, out, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A piece of every part's row."""
+    """Copy BLOCK columns of one row of each part."""
     begin(PDL)
-    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, here = out + t * PARTS * width + h, h < width
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = out + t * PARTS * width + h
+    here = h < width
     tl.store(at, tl.load(a + t * width + h, mask=here), mask=here)
     tl.store(at + width, tl.load(b + t * width + h, mask=here), mask=here)
     if PARTS == 3:
@@ -59,13 +62,15 @@ def _concat_kernel(a, b, c, out, width, PARTS: tl.constexpr, BLOCK: tl.constexpr
 
 def gather(table_VH: Tensor, index_T: Tensor) -> Tensor:
     """`rows.gather_torch`."""
-    table_VH, index_T = table_VH.contiguous(), index_T.contiguous()
-    rows, width = len(index_T), table_VH.shape[1]
+    table_VH = table_VH.contiguous()
+    index_T = index_T.contiguous()
+    rows = len(index_T)
+    width = table_VH.shape[1]
     out_TH = table_VH.new_empty(rows, width)
     if out_TH.numel():
         with on(table_VH):
             _gather_kernel[(rows, triton.cdiv(width, BLOCK))](
-                *(table_VH, index_T, out_TH, width), BLOCK=BLOCK, **pdl(table_VH)
+                table_VH, index_T, out_TH, width, BLOCK=BLOCK, **pdl(table_VH)
             )
     return out_TH
 
@@ -92,6 +97,6 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
     out_TX = torch.empty((rows, width * len(parts)), dtype=a.dtype, device=a.device)
     with on(a):
         _concat_kernel[(rows, triton.cdiv(width, BLOCK))](
-            *(a, b, rest[0] if rest else b, out_TX, width), PARTS=len(parts), BLOCK=BLOCK, **pdl(a)
+            a, b, rest[0] if rest else b, out_TX, width, PARTS=len(parts), BLOCK=BLOCK, **pdl(a)
         )
     return out_TX

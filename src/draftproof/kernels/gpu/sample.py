@@ -37,7 +37,7 @@ def _mix(word):
 
 @triton.jit
 def _key(seed, position, START: tl.constexpr):
-    """One lane of a row's key, as `noise.absorb` makes it of (seed, seed >> 32, position)."""
+    """One lane of a row's key: `noise.absorb` of (seed, seed >> 32, position)."""
     step = tl.full((), 0x9E3779B9, tl.uint32)
     state = _mix(seed.to(tl.uint32) ^ tl.full((), START, tl.uint32))
     state = _mix((state + step) ^ (seed >> 32).to(tl.uint32))
@@ -61,7 +61,8 @@ def _top_kernel(
 ):  # fmt: skip
     """The largest logit of each piece; +inf where one is no number."""
     begin(PDL)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
     v = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(logits + row * V + v, mask=v < V, other=-float("inf"))
     broken = tl.max((x != x).to(tl.int32), axis=0)
@@ -77,12 +78,16 @@ def _draw_kernel(
 ):  # fmt: skip
     """The best score of each piece and the lowest id that has it."""
     begin(PDL)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + row * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
-    temperature, limit = tl.load(temperatures + row), tl.load(limits + row)
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
-    key_a, key_b = _key(seed, position, 0x9E3779B9), _key(seed, position, 0x85EBCA77)
+    temperature = tl.load(temperatures + row)
+    limit = tl.load(limits + row)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    key_a = _key(seed, position, 0x9E3779B9)
+    key_b = _key(seed, position, 0x85EBCA77)
     best_V = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id_V = tl.full((BLOCK,), NOBODY, tl.int64)
     for start in range(0, PIECE, BLOCK):
@@ -97,7 +102,8 @@ def _draw_kernel(
             kept = tl.abs(d_V).to(tl.int32, bitcast=True) <= limit
             score_V = tl.where(kept, d_V + _gumbel(id_V, key_a, key_b), -float("inf"))
         wins = (score_V > best_V) | ((score_V == best_V) & (id_V < best_id_V) & (v < V))
-        best_V, best_id_V = tl.where(wins, score_V, best_V), tl.where(wins, id_V, best_id_V)
+        best_V = tl.where(wins, score_V, best_V)
+        best_id_V = tl.where(wins, id_V, best_id_V)
     best = tl.max(best_V, axis=0)
     tl.store(best_scores + row * PIECES + piece, best)
     tl.store(best_ids + row * PIECES + piece, tl.min(tl.where(best_V == best, best_id_V, NOBODY), axis=0))
@@ -138,17 +144,25 @@ def sample(
         return tokens_M
     logits_MV = dense(logits_MV.float())
     pieces = triton.cdiv(width, PIECE)
-    tops, scores = logits_MV.new_empty(rows, pieces), logits_MV.new_empty(rows, pieces)
+    tops = logits_MV.new_empty(rows, pieces)
+    scores = logits_MV.new_empty(rows, pieces)
     ids = tokens_M.new_empty(rows, pieces)
     filters = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M)]
-    size, soon = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}, pdl(logits_MV)
+    size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}
+    soon = pdl(logits_MV)
     with on(logits_MV):
         _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, **soon, num_warps=8)
         limits_M = limits(logits_MV, tops, filters, pieces, PIECE)
         _draw_kernel[(rows, pieces)](
-            *(logits_MV, tops, filters[0], limits_M, seeds_M.contiguous()),
-            *(positions_M.long().contiguous(), seeds_M if ids_V is None else ids_V.long().contiguous()),
-            *(scores, ids),
+            logits_MV,
+            tops,
+            filters[0],
+            limits_M,
+            seeds_M.contiguous(),
+            positions_M.long().contiguous(),
+            seeds_M if ids_V is None else ids_V.long().contiguous(),
+            scores,
+            ids,
             **size,
             **soon,
             PIECE=PIECE,

@@ -24,7 +24,9 @@ class TritonStep:
     block: int = 512
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
-        T, M, R = num_rows, num_sampled, work_3R.shape[1]
+        T = num_rows
+        M = num_sampled
+        R = work_3R.shape[1]
         sizes = [T, T, T, T, M, M, M, R + 1, R, R, R]
         out = _out(sum(sizes), work_3R)
         _launch(
@@ -94,7 +96,10 @@ class TritonStep:
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        R, T, J, K = len(slots_R), len(tokens_T), layout.num_read, num_drafts
+        R = len(slots_R)
+        T = len(tokens_T)
+        J = layout.num_read
+        K = num_drafts
         context = T if layout.context == 2 else R * layout.context
         N = context + R * (layout.anchor + layout.masks)
         sizes = [N, N, N, N, N, R * J, K * R, K * R, K * R]

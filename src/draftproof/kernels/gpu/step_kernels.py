@@ -24,31 +24,27 @@ SIZES = [
     "padded",
 ]
 POINTERS = [
-    *(
-        "tokens",
-        "length",
-        "computed",
-        "draft_count",
-        "limit",
-        "work",
-        "out",
-        "slots",
-        "num",
-        "first",
-        "samples",
-    ),
-    *(
-        "lengths",
-        "emitted",
-        "emitted_tokens",
-        "wanted",
-        "cu",
-        "positions",
-        "live",
-        "next_tokens",
-        "k",
-        "drafts",
-    ),
+    "tokens",
+    "length",
+    "computed",
+    "draft_count",
+    "limit",
+    "work",
+    "out",
+    "slots",
+    "num",
+    "first",
+    "samples",
+    "lengths",
+    "emitted",
+    "emitted_tokens",
+    "wanted",
+    "query_starts",
+    "positions",
+    "live",
+    "next_tokens",
+    "k",
+    "drafts",
     "count",
 ]
 
@@ -58,17 +54,21 @@ def fill_kernel(
     tokens, length, computed, draft_count, work, out, columns, rows, sampled, requests,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`PassRows`, field by field."""
+    """Write `PassRows`, field by field."""
     begin(PDL)
-    r, i = tl.program_id(0), tl.arange(0, BLOCK)
-    slot, own_rows = tl.load(work + r), tl.load(work + requests + r)
+    r = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(work + r)
+    own_rows = tl.load(work + requests + r)
     own_sampled = tl.load(work + 2 * requests + r)
-    row_sum, sampled_sum = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    row_sum = tl.zeros((BLOCK,), tl.int64)
+    sampled_sum = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, r, BLOCK):
         before = start + i < r
         row_sum += tl.load(work + requests + start + i, mask=before, other=0)
         sampled_sum += tl.load(work + 2 * requests + start + i, mask=before, other=0)
-    first_row, first = tl.sum(row_sum, axis=0), tl.sum(sampled_sum, axis=0)
+    first_row = tl.sum(row_sum, axis=0)
+    first = tl.sum(sampled_sum, axis=0)
 
     per_sample = out + 4 * rows
     per_request = per_sample + 3 * sampled
@@ -81,16 +81,20 @@ def fill_kernel(
     drafted = tl.minimum(tl.load(draft_count + slot), tl.maximum(own_sampled - 1, 0))
     tl.store(per_request + 2 * requests + r, drafted)
 
-    first_position, not_sampled = tl.load(computed + slot), own_rows - own_sampled
+    first_position = tl.load(computed + slot)
+    not_sampled = own_rows - own_sampled
     for start in range(0, own_rows, BLOCK):
         offset = start + i
-        inside, position, row = offset < own_rows, first_position + offset, first_row + offset
+        inside = offset < own_rows
+        position = first_position + offset
+        row = first_row + offset
         token = tl.load(tokens + slot * columns + position, mask=inside, other=0)
         tl.store(out + row, token.to(tl.int64), mask=inside)
         tl.store(out + rows + row, position, mask=inside)
         tl.store(out + 2 * rows + row, position + 1, mask=inside)
         tl.store(out + 3 * rows + row, slot, mask=inside)
-        is_sampled, m = inside & (offset >= not_sampled), first + offset - not_sampled
+        is_sampled = inside & (offset >= not_sampled)
+        m = first + offset - not_sampled
         tl.store(per_sample + m, row, mask=is_sampled)
         tl.store(per_sample + sampled + m, slot, mask=is_sampled)
         tl.store(per_sample + 2 * sampled + m, position + 1, mask=is_sampled)
@@ -101,10 +105,12 @@ def accept_kernel(
     tokens, slots, num, first, lengths, draft_count, samples, out, columns, requests, sampled, width,
     WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """tokens_RW, emitted_R. Without sampled rows nothing is read of `samples`, and nothing emitted."""
+    """Write tokens_RW, emitted_R. Without sampled rows `samples` is not read, and nothing is emitted."""
     begin(PDL)
-    r, w = tl.program_id(0), tl.arange(0, WP)
-    slot, length = tl.load(slots + r), tl.load(lengths + r)
+    r = tl.program_id(0)
+    w = tl.arange(0, WP)
+    slot = tl.load(slots + r)
+    length = tl.load(lengths + r)
     m = tl.minimum(tl.load(first + r) + w, sampled - 1)
     sample_W = tl.load(samples + m, mask=sampled > 0, other=-1)
     is_draft = (w < width - 1) & (w < tl.load(draft_count + r)) & (sampled > 0)
@@ -122,12 +128,16 @@ def commit_kernel(
     columns, requests, width,
     WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`Committed`, field by field; writes the slots' tokens, lengths, computed tokens and draft counts."""
+    """Write `Committed`, field by field, and the slots' tokens, lengths, computed tokens and draft counts."""
     begin(PDL)
-    r, w = tl.program_id(0), tl.arange(0, WP)
-    slot, old_length = tl.load(work + r), tl.load(lengths + r)
-    own_rows, own_sampled = tl.load(work + requests + r), tl.load(work + 2 * requests + r)
-    most, num_emitted = tl.load(limit + slot), tl.load(emitted + r)
+    r = tl.program_id(0)
+    w = tl.arange(0, WP)
+    slot = tl.load(work + r)
+    old_length = tl.load(lengths + r)
+    own_rows = tl.load(work + requests + r)
+    own_sampled = tl.load(work + 2 * requests + r)
+    most = tl.load(limit + slot)
+    num_emitted = tl.load(emitted + r)
     is_open = old_length < most
     new_length = tl.where(is_open, old_length + num_emitted, old_length)
     live = tl.where(own_sampled > 0, own_rows - own_sampled + num_emitted, own_rows)
@@ -156,16 +166,16 @@ def commit_kernel(
 
 
 @triton.jit
-def _start(cu, r, EXTRA: tl.constexpr, CONTEXT: tl.constexpr):
+def _start(query_starts, r, EXTRA: tl.constexpr, CONTEXT: tl.constexpr):
     """The first draft row of request `r`: each has a share of its context rows and EXTRA more."""
-    return tl.load(cu + r) + r * EXTRA if CONTEXT == 2 else (r * (CONTEXT + EXTRA)).to(tl.int64)
+    return tl.load(query_starts + r) + r * EXTRA if CONTEXT == 2 else (r * (CONTEXT + EXTRA)).to(tl.int64)
 
 
 @triton.jit
-def _fed(cu, live, r, CONTEXT: tl.constexpr):
-    """Of request `r`: how many rows live, the last of them (else its first row), how many are context."""
+def _fed(query_starts, live, r, CONTEXT: tl.constexpr):
+    """(live rows of request `r`, the last of them or else its first row, context rows)."""
     num_live = tl.load(live + r)
-    last = tl.load(cu + r) + tl.maximum(num_live - 1, 0)
+    last = tl.load(query_starts + r) + tl.maximum(num_live - 1, 0)
     return num_live, last, num_live if CONTEXT == 2 else tl.minimum(num_live, CONTEXT)
 
 
@@ -183,23 +193,28 @@ def _positions(positions, offset, inside, num_live, last, count, EXTRA: tl.const
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def draft_rows_kernel(
-    cu, tokens, positions, slots, live, next_tokens, k, out, requests, rows, padded, mask_token, num_drafts,
+    query_starts, tokens, positions, slots, live, next_tokens, k, out, requests, rows, padded, mask_token, num_drafts,
     CONTEXT: tl.constexpr, SHIFT: tl.constexpr, ANCHOR: tl.constexpr, MASKS: tl.constexpr, J: tl.constexpr,
     JP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`DraftRows`, field by field; `padded` is N."""
+    """Write `DraftRows`, field by field; `padded` is N."""
     begin(PDL)
-    r, i = tl.program_id(0), tl.arange(0, BLOCK)
+    r = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
     EXTRA: tl.constexpr = ANCHOR + MASKS
-    slot, next_token, wanted = tl.load(slots + r), tl.load(next_tokens + r), tl.load(k + r)
-    num_live, last, count = _fed(cu, live, r, CONTEXT)
-    begin_row = _start(cu, r, EXTRA, CONTEXT)
-    share = _start(cu, r + 1, EXTRA, CONTEXT) - begin_row
+    slot = tl.load(slots + r)
+    next_token = tl.load(next_tokens + r)
+    wanted = tl.load(k + r)
+    num_live, last, count = _fed(query_starts, live, r, CONTEXT)
+    begin_row = _start(query_starts, r, EXTRA, CONTEXT)
+    share = _start(query_starts, r + 1, EXTRA, CONTEXT) - begin_row
     for start in range(0, share, BLOCK):
         offset = start + i
-        inside, n = offset < share, begin_row + offset
+        inside = offset < share
+        n = begin_row + offset
         source, position = _positions(positions, offset, inside, num_live, last, count, EXTRA)
-        past, token_at = offset - count, source + SHIFT
+        past = offset - count
+        token_at = source + SHIFT
         known = tl.load(tokens + tl.minimum(token_at, rows - 1), mask=inside, other=0)
         is_next = ((past < 0) & (token_at > last)) | ((past == 0) & (ANCHOR == 1))
         is_mask = (past >= ANCHOR) & (MASKS > 0)
@@ -211,16 +226,19 @@ def draft_rows_kernel(
         tl.store(out + 4 * padded + n, position + 1, mask=inside)
 
     out += 5 * padded
-    j, at_K = tl.arange(0, JP), tl.arange(0, KP)
+    j = tl.arange(0, JP)
+    at_K = tl.arange(0, KP)
     read = tl.maximum(begin_row + count + EXTRA - J, 0)
     tl.store(out + r * J + j, read + j, mask=j < J)
     out += requests * J
     # where nothing lives the read row may be the request's before; its position is worked out again
     reader = tl.where(read < begin_row, r - 1, r)
-    reader_live, reader_last, reader_count = _fed(cu, live, reader, CONTEXT)
-    read_offset = read - _start(cu, reader, EXTRA, CONTEXT)
+    reader_live, reader_last, reader_count = _fed(query_starts, live, reader, CONTEXT)
+    read_offset = read - _start(query_starts, reader, EXTRA, CONTEXT)
     _, read_position = _positions(positions, read_offset, True, reader_live, reader_last, reader_count, EXTRA)
-    is_wanted, inside, kr = at_K < wanted, at_K < num_drafts, at_K * requests + r
+    is_wanted = at_K < wanted
+    inside = at_K < num_drafts
+    kr = at_K * requests + r
     drawn = tl.where(is_wanted, tl.load(positions + last) + 2 + at_K, -1)
     read_from = tl.where(is_wanted, read_position + at_K, -1)
     tl.store(out + kr, drawn, mask=inside)
@@ -233,10 +251,12 @@ def store_drafts_kernel(
     tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size,
     KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """count_R, was cut so_R; writes the slots' tokens and draft counts."""
+    """Write count_R, 1 where an id cut a proposal, and the slots' tokens and draft counts."""
     begin(PDL)
-    r, i = tl.program_id(0), tl.arange(0, KP)
-    slot, inside = tl.load(slots + r), i < num_drafts
+    r = tl.program_id(0)
+    i = tl.arange(0, KP)
+    slot = tl.load(slots + r)
+    inside = i < num_drafts
     claimed = tl.minimum(tl.minimum(tl.load(count + r), tl.load(k + r)), num_drafts)
     draft_K = tl.load(drafts + r * num_drafts + i, mask=inside, other=-1).to(tl.int64)
     is_valid = (draft_K >= 0) & (draft_K < vocab_size) & (i < claimed)

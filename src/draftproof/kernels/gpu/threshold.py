@@ -35,7 +35,7 @@ def _distances(row, start, top, temperature, V: tl.constexpr):
 
 @triton.jit
 def _weights(distance, limit, MASS: tl.constexpr):
-    """What each token counts for within `limit`: its mass, or one."""
+    """The weight of each token within `limit`: its mass, or one."""
     kept = distance.to(tl.int32, bitcast=True) <= limit
     if MASS:
         return tl.where(kept, (tl.exp(-distance) * ONE).to(tl.int64), 0)
@@ -51,8 +51,10 @@ def _bin(distance):
 @triton.jit
 def _search_few(distance, limit, wanted, MASS: tl.constexpr):
     """The least bits U such that tokens with bits <= U (and <= limit) number `wanted`, or have that mass."""
-    bits, weight = distance.to(tl.int32, bitcast=True), _weights(distance, limit, MASS)
-    low, high = tl.full((), 0, tl.int32), tl.full((), INFINITE, tl.int32)
+    bits = distance.to(tl.int32, bitcast=True)
+    weight = _weights(distance, limit, MASS)
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), INFINITE, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
         if tl.sum(tl.where(bits <= middle, weight, 0), axis=0).to(tl.float64) >= wanted:
@@ -75,7 +77,8 @@ def _total(row, top, temperature, limit, V: tl.constexpr, MASS: tl.constexpr):
 @triton.jit
 def _search_row(row, top, temperature, limit, wanted, V: tl.constexpr, MASS: tl.constexpr):
     """`_search_few` over all columns of a row."""
-    low, high = tl.full((), 0, tl.int32), tl.full((), INFINITE, tl.int32)
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), INFINITE, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
         if _total(row, top, temperature, tl.minimum(middle, limit), V, MASS).to(tl.float64) >= wanted:
@@ -90,7 +93,9 @@ def _settings(
     tops, temperatures, top_ks, top_ps, min_ps, m, V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr
 ):
     """(whether row m needs a search, its largest logit, its limit by min-p)."""
-    temperature, top_k, top_p = tl.load(temperatures + m), tl.load(top_ks + m), tl.load(top_ps + m)
+    temperature = tl.load(temperatures + m)
+    top_k = tl.load(top_ks + m)
+    top_p = tl.load(top_ps + m)
     lowest = tl.log(tl.load(min_ps + m).to(tl.float64)).to(tl.float32)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + m * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
@@ -112,9 +117,10 @@ def counts_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each piece: how many tokens lie in each bin of distance, and their mass within min-p."""
+    """Write, for one piece, the number of tokens in each bin of distance, and their mass within min-p."""
     begin(PDL)
-    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
         distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m), V, PIECE)
@@ -127,7 +133,8 @@ def counts_kernel(
 @triton.jit
 def _fitting(counts, m, before, PIECES: tl.constexpr, POW: tl.constexpr):
     """(bins whose tokens all fit among the candidates, the number of such tokens in pieces below `before`)."""
-    p, b = tl.arange(0, POW), tl.arange(0, BINS)
+    p = tl.arange(0, POW)
+    b = tl.arange(0, BINS)
     at = (m * PIECES + p)[:, None] * BINS + b[None, :]
     counts_PB = tl.load(counts + at, mask=(p < PIECES)[:, None], other=0)
     fits_B = (tl.cumsum(tl.sum(counts_PB, axis=0), axis=0) <= CANDIDATES) & (b < BINS - 1)
@@ -140,9 +147,10 @@ def aside_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, spare,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The distances of the likeliest tokens of each piece, behind those of the pieces before it."""
+    """Write the distances of one piece's likeliest tokens, behind those of the pieces before it."""
     begin(PDL)
-    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
     active, top, _ = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
         bins, first = _fitting(counts, m, piece, PIECES, POW)
@@ -157,18 +165,20 @@ def threshold_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses, spare, limits,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest |d| that stays, for each row: min-p, then top-k, then top-p over what is left."""
+    """Write the bits of the largest |d| that stays in a row: min-p, then top-k, then top-p over what is left."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
-        temperature, top_k, share = (
-            tl.load(temperatures + m),
-            tl.load(top_ks + m),
-            tl.load(top_ps + m).to(tl.float64),
-        )
-        use_k, use_p, wanted_k = (top_k > 0) & (top_k < V), share < 1.0, top_k.to(tl.float64)
-        row, c, p = logits + m * V, tl.arange(0, CANDIDATES), tl.arange(0, POW)
+        temperature = tl.load(temperatures + m)
+        top_k = tl.load(top_ks + m)
+        share = tl.load(top_ps + m).to(tl.float64)
+        use_k = (top_k > 0) & (top_k < V)
+        use_p = share < 1.0
+        wanted_k = top_k.to(tl.float64)
+        row = logits + m * V
+        c = tl.arange(0, CANDIDATES)
+        p = tl.arange(0, POW)
         mass = tl.sum(tl.load(masses + m * PIECES + p, mask=p < PIECES, other=0), axis=0)
         _, number = _fitting(counts, m, PIECES, PIECES, POW)
         few = tl.load(spare + m * CANDIDATES + c, mask=c < number, other=float("inf"))
@@ -190,7 +200,8 @@ def threshold_kernel(
 
 
 def limits(logits_MV: Tensor, tops: Tensor, filters: Sequence[Tensor], pieces: int, piece: int) -> Tensor:
-    """int32 [M]. `filters`: temperature, top-k, top-p, min-p of each row; `tops` [M, pieces]: largest logits."""
+    """The bits of the largest |d| that stays, int32 [M]. `filters`: temperature, top-k, top-p, min-p of each row;
+    `tops` [M, pieces]: largest logits."""
     rows, width = logits_MV.shape
     counts = tops.new_empty(rows, pieces, BINS.value, dtype=torch.int32)
     masses = tops.new_empty(rows, pieces, dtype=torch.int64)
