@@ -70,8 +70,8 @@ def test_the_product_is_the_rounded_weight_s_with_rounded_rows(tmp_path: Path) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_rounds_rows_in_the_same_steps(dtype: torch.dtype) -> None:
     gpu_quantized = pytest.importorskip("draftproof.kernels.gpu.quantized")
-    cuts = [gpu_quantized.fp8_tile_of(rows, dtype) for rows in (1, 16, 17, 65, 5000)]
-    assert all(cut.tile.inputs == quantized.STEP for cut in cuts)
+    tiles = [gpu_quantized.fp8_tile_of(rows, dtype) for rows in (1, 16, 17, 65, 5000)]
+    assert all(tile.tile.inputs == quantized.STEP for tile in tiles)
 
 
 def test_a_product_that_must_be_exact_cannot_have_them(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """Where the rows of a pass are draft blocks, block after block: what their layers see beyond `Rows.context_lens_T`."""
+    """What the layers of rows see that are draft blocks, block after block, beyond `Rows.context_lens_T`."""
 
     context_lens_T: Tensor  # int64: the end of the row's block
     rows_JR: Tensor  # int64: index of each block's first row, second row, ...

@@ -42,7 +42,7 @@ class _Trial:
 
 
 def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = False) -> Choice:
-    """Time, then certify; `candidates` in their fixed order, the first is the reference. `thorough`: certify every way."""
+    """Time, then certify; `candidates` in their fixed order, the first is the reference. `thorough`: certify all."""
     table = bucket_table(shape, 0, CPU)
     rows = tuple(t for t in TIMED_ROWS if t <= table[-1])
     x_TK, weight_NK = cancelling(max(rows), shape, seed=0)

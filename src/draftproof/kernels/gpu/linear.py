@@ -53,8 +53,8 @@ def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One compiled form of the kernel. `swap_ab`: the weight takes the matrix unit's longer side. `parts`: segments have a
-    program each, and are added up by a second kernel. `tma`: by the engine that copies whole tiles. `rows` is a
+    """One compiled form of the kernel. `swap_ab`: the weight takes the matrix unit's longer side. `parts`: segments
+    have a program each, and are added up by a second kernel. `tma`: by the engine that copies whole tiles. `rows` is a
     power of two, or if swapped and copied, 1.5 times one: two products then share what is read of the weight."""
 
     rows: int
