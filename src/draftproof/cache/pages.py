@@ -1,4 +1,6 @@
-"""Which block holds what: allocation, sharing of equal prefixes, eviction. Host only; knows no tensors.
+"""Allocation of blocks, sharing of equal prefixes, eviction. Host only; knows no tensors.
+
+A block is memory, known by its number; a page is the `block_size` tokens of a text that a block holds.
 
 A full page is known by its key (id of the page before it, its tokens): a chain that dictionaries compare exactly, so
 two different prefixes can never be taken for each other. With `lookahead=n` (a drafter whose row at position p also
@@ -24,7 +26,7 @@ class PrefixMatch:
 
 
 class PageAllocator:
-    """Hands out blocks 1..num_blocks-1 (block 0 is the pool's scrap page) and remembers what full ones hold."""
+    """Hands out blocks 1..num_blocks-1 (block 0 is the pool's scratch) and remembers what full ones hold."""
 
     def __init__(self, num_blocks: int, block_size: int, *, sharing: bool, lookahead: int) -> None:
         assert num_blocks >= 2, num_blocks
@@ -69,7 +71,8 @@ class PageAllocator:
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to compute. Takes a reference to each page."""
-        found, node = PrefixMatch([], ROOT), ROOT
+        found = PrefixMatch([], ROOT)
+        node = ROOT
         if not self._sharing:
             return found
         for page in range((len(tokens) - 1) // self.block_size):

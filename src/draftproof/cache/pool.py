@@ -1,7 +1,7 @@
 """The memory behind the paged cache: one K and one V tensor per layer, all on one block table.
 
 Target and draft layers share block ids: block 7 of a draft layer holds the same positions as block 7 of the target.
-Block 0 is never handed out: table entries that point nowhere point at it, so a stray write hurts nobody.
+Block 0 is never handed out: it is scratch, which unused table entries name, so that a stray write hurts nobody.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PagedCache:
     block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
 
     def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
-        """These layers and then some of `other`'s, of the same memory, on the same table."""
+        """A cache of these layers and then some of `other`'s, of the same memory, on the same table."""
         return PagedCache([*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB)
 
     def zero(self, blocks: Tensor) -> None:
-        """Clear `blocks` (int64 ids) in every layer: draft pages must not show an earlier owner's keys."""
+        """Clear `blocks` (int64 ids) in every layer: draft layers must not see an earlier owner's keys."""
         for layer in self.layers:
             layer.k.index_fill_(0, blocks, 0)
             if layer.v is not layer.k:
@@ -66,7 +66,7 @@ def allocate(
         size = (num_blocks, shape.heads, block_size, shape.head_dim)
         if device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
-        # pages of the system that nobody wrote to cost nothing; torch.zeros would write to all of them
+        # the system's memory costs nothing before it is written to; torch.zeros would write to all of it
         lazy = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(lazy).view(dtype).view(size)
 

@@ -1,4 +1,4 @@
-"""What a model is, read from its config.json: every key is understood, known to be harmless, or refused by name."""
+"""A model's constants, read from its config.json: every key is understood, known to be harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
 }
 
-# What the types that begin so are made of, where a name alone would suggest that they are like another.
+# Why model types that begin so are refused, where the name alone would suggest that they are like another.
 _OTHER_LAYERS: Mapping[str, str] = {
     "qwen3_next": "has layers of linear attention",
     "qwen3_5": "has layers of linear attention",
@@ -110,7 +110,7 @@ class ModelConfig:
 
 @contextlib.contextmanager
 def reading(where: object) -> Iterator[None]:
-    """The last resort: values of a type nobody thought of end as a ValueError that names the file."""
+    """A context for reading a config: values of a type nobody thought of end as a ValueError that names the file."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
@@ -149,7 +149,7 @@ def language_model(
     *,
     extra: Collection[str] = (),
 ) -> ModelConfig:
-    """The same from what the file holds; ValueError too where `architectures` names no language model."""
+    """The config of a language model from the file's content; ValueError too where `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
     known = families[config.model_type].architectures
@@ -180,7 +180,8 @@ def parse(
     raw, gemma = read_gemma(raw, family.gemma, where) if family.gemma else (raw, None)
     beside = gemma.moe if gemma is not None else None
     _check_family_keys(raw, family, where, extra)
-    hidden, heads = whole(raw, "hidden_size", where), whole(raw, "num_attention_heads", where)
+    hidden = whole(raw, "hidden_size", where)
+    heads = whole(raw, "num_attention_heads", where)
     kv_heads = whole(raw, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
         raise ValueError(
@@ -234,7 +235,7 @@ def _family(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) 
 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """The keys of a config beside those of the layers in it: known, bookkeeping, or refused by name."""
+    """ValueError for a key, beside those of the layers, that is neither known nor bookkeeping."""
     _dtype(raw, where)
     flag(raw, "tie_word_embeddings", where)
     for key, value in raw.items():

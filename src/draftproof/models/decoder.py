@@ -26,7 +26,7 @@ from draftproof.models.rope import cos_sin_table
 
 @dataclass(slots=True)
 class TargetOutput:
-    """One pass. hidden_TH: after the final norm; taps: [T, H] each, in the order asked for."""
+    """The result of one pass. hidden_TH: after the final norm; taps: [T, H] each, in the order asked for."""
 
     hidden_TH: Tensor
     taps: tuple[Tensor, ...]
@@ -40,16 +40,18 @@ class Decoder:
     """
 
     __slots__ = (
-        *(
-            "_cap",
-            "_embed_scale",
-            "_gather",
-            "_layer_inputs",
-            "_layers",
-            "_norms",
-            "_soft_cap",
-        ),
-        *("config", "embed_VH", "head", "kv", "rope_tables"),
+        "_cap",
+        "_embed_scale",
+        "_gather",
+        "_layer_inputs",
+        "_layers",
+        "_norms",
+        "_soft_cap",
+        "config",
+        "embed_VH",
+        "head",
+        "kv",
+        "rope_tables",
     )
 
     def __init__(
@@ -64,7 +66,8 @@ class Decoder:
         layer_inputs: gemma.LayerInputs | None = None,
     ) -> None:
         self.config = config
-        self._gather, self._soft_cap = ops.gather, ops.soft_cap
+        self._gather = ops.gather
+        self._soft_cap = ops.soft_cap
         self._layer_inputs = layer_inputs
         own = config.gemma
         self._embed_scale = gemma.rounded(own.embed_scale, embed_VH.dtype) if own else 1.0
@@ -96,13 +99,15 @@ class Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models; fp8: see `LayerBuilder`. num_columns: of an untied head that has not one for
-        each id. Raises ValueError for tensors missing, misshapen or left over.
+        planner does, False for draft models; fp8: see `LayerBuilder`. num_columns: outputs of an untied
+        head that has not one for each id. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
         builder = LayerBuilder(weights, ops, planner, device, dtype, exact, fp8)
-        root, length = root_of(weights), max_positions or config.max_position_embeddings
-        vocab_size, hidden = config.vocab_size, config.hidden_size
+        root = root_of(weights)
+        length = max_positions or config.max_position_embeddings
+        vocab_size = config.vocab_size
+        hidden = config.hidden_size
         embed_VH = builder.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
         layers: Sequence[Layer]
         inputs = None
@@ -173,7 +178,7 @@ class Decoder:
 
 
 def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
-    """What the layers of a model, or of a draft head, keep in the cache."""
+    """The caches that the layers of a model, or of a draft head, need."""
     if config.gemma is not None:
         return tuple(
             KVShape(heads=layer.num_kv_heads, head_dim=layer.head_dim)
@@ -186,9 +191,9 @@ def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
 
 
 def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
-    """A tensor of the layers or the head that found no place is an error, such as a bias that the config denies.
+    """ValueError for a tensor of the layers or the head that found no place, such as a bias that the config denies.
 
-    Layers past the last are not: they are a draft head that came with the model.
+    Layers past the last are left: they are a draft head that came with the model.
     """
     layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
 

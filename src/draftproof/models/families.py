@@ -15,7 +15,7 @@ from draftproof.models.moe_config import MoEFamily
 
 # How a config states its sliding windows:
 #   per_layer  `layer_types` names the layers that slide, `sliding_window` their size
-#   switched   the same, but only under `use_sliding_window`; without `layer_types` the layers from
+#   switched   as per_layer, but only under `use_sliding_window`; without `layer_types` the layers from
 #              `max_window_layers` on slide
 #   every      `sliding_window` holds for every layer, `default_window` where the key is missing, null for none
 #   never      the keys may be there, switched off

@@ -37,10 +37,14 @@ class GemmaAttention:
         table_PD: Tensor,
         window: int,
     ) -> None:
-        gemma, dim, bias = _of(config), layer.head_dim, config.qkv_bias
-        heads, kv_heads, owns = config.num_heads, layer.num_kv_heads, layer.owns_cache
+        gemma = _of(config)
+        dim = layer.head_dim
+        bias = config.qkv_bias
+        heads = config.num_heads
+        kv_heads = layer.num_kv_heads
+        owns = layer.owns_cache
         self.index = layer.cache
-        # where keys are values too, their product is computed twice: those layers are few, and rows keep one form
+        # where keys are values too, their product is computed twice: those layers are few, and rows have one layout
         names = ["q_proj", "k_proj", "k_proj" if layer.k_is_v else "v_proj"][: 3 if owns else 1]
         sizes = [heads * dim, kv_heads * dim, kv_heads * dim][: len(names)]
         self._product = builder.linear(
@@ -67,13 +71,15 @@ class GemmaAttention:
 
 
 class LayerInput:
-    """What a layer adds of its own input: norm(project(gelu(gate(stream)) * input))."""
+    """The term that a layer adds from its own input: norm(project(gelu(gate(stream)) * input))."""
 
     __slots__ = ("_concat", "_gate", "_gelu_mul", "_norm", "_project")
 
     def __init__(self, builder: LayerBuilder, prefix: str, config: ModelConfig) -> None:
-        hidden, size = config.hidden_size, _of(config).per_layer_size
-        self._gelu_mul, self._concat = builder.ops.gelu_mul, builder.ops.concat
+        hidden = config.hidden_size
+        size = _of(config).per_layer_size
+        self._gelu_mul = builder.ops.gelu_mul
+        self._concat = builder.ops.concat
         self._gate = builder.linear(f"{prefix}.per_layer_input_gate", hidden, size)
         self._project = builder.linear(f"{prefix}.per_layer_projection", size, hidden)
         self._norm = norm(builder, f"{prefix}.post_per_layer_input_norm", hidden, config)
@@ -109,8 +115,9 @@ class GemmaLayer:
         table_PD: Tensor,
         window: int | None = None,
     ) -> None:
-        """window: where it is not the layer's own."""
-        gemma, hidden = _of(config), config.hidden_size
+        """window: replaces the layer's own."""
+        gemma = _of(config)
+        hidden = config.hidden_size
         self.input_norm: Norm | None = norm(builder, f"{prefix}.input_layernorm", hidden, config)
         self.attention = GemmaAttention(
             builder,
@@ -148,7 +155,8 @@ class GemmaLayer:
             residual_TH = x_TH + residual_TH
             x_TH = self._input(residual_TH, input_TP)
         if self._scalar != 1.0:
-            x_TH, residual_TH = x_TH * self._scalar, residual_TH * self._scalar
+            x_TH = x_TH * self._scalar
+            residual_TH = residual_TH * self._scalar
         return x_TH, residual_TH
 
 
@@ -160,13 +168,12 @@ class LayerInputs:
     def __init__(
         self, builder: LayerBuilder, root: str, config: ModelConfig, layers: Sequence[GemmaLayer]
     ) -> None:
-        size, width = _of(config).per_layer_size, _of(config).per_layer_size * config.num_layers
-        self._gather, self._layers, self._size, self._hidden = (
-            builder.ops.gather,
-            layers,
-            size,
-            config.hidden_size,
-        )
+        size = _of(config).per_layer_size
+        width = _of(config).per_layer_size * config.num_layers
+        self._gather = builder.ops.gather
+        self._layers = layers
+        self._size = size
+        self._hidden = config.hidden_size
         self._table_VX = builder.tensor(f"{root}embed_tokens_per_layer.weight", (config.vocab_size, width))
         self._project = builder.linear(f"{root}per_layer_model_projection", config.hidden_size, width)
         self._norm = norm(builder, f"{root}per_layer_projection_norm", size, config)
@@ -174,7 +181,8 @@ class LayerInputs:
 
     def __call__(self, tokens_T: Tensor, embedded_TH: Tensor) -> list[LayerFn]:
         """The layers, each with its input given."""
-        size, num_layers = self._size, len(self._layers)
+        size = self._size
+        num_layers = len(self._layers)
         known_TX = self._gather(self._table_VX, tokens_T) * self._scale
         seen_TX = self._project(embedded_TH) * self._hidden**-0.5
         seen_TX = self._norm(seen_TX.view(-1, size)).view(len(tokens_T), -1)
@@ -188,7 +196,7 @@ def norm(builder: LayerBuilder, name: str, size: int, config: ModelConfig) -> No
 
 
 def load_layers(builder: LayerBuilder, root: str, config: ModelConfig, tables: Tables) -> list[GemmaLayer]:
-    """A target's. ValueError for a model that has no keys and values of its own."""
+    """The layers of a target. ValueError for a model that has no keys and values of its own."""
     gemma = _of(config)
     if not any(layer.owns_cache for layer in gemma.layers):
         raise ValueError(
@@ -202,7 +210,7 @@ def load_layers(builder: LayerBuilder, root: str, config: ModelConfig, tables: T
 
 
 def rope_tables(gemma: GemmaConfig, length: int, device: torch.device) -> Tables:
-    """One for each rotary embedding there is."""
+    """A table for each rotary embedding of the model."""
     return {rope: cos_sin_table(rope, length, device) for rope in {layer.rope for layer in gemma.layers}}
 
 
@@ -217,6 +225,6 @@ def _of(config: ModelConfig) -> GemmaConfig:
 
 
 def _weight(builder: LayerBuilder, name: str, size: int, gemma: GemmaConfig) -> Tensor:
-    """fp32 where 1 is added: half precision would round the sum."""
+    """The weight of a norm, in fp32 where 1 is added to it: half precision would round the sum."""
     weight = builder.tensor(f"{name}.weight", (size,))
     return weight.float() + gemma.norm_offset if gemma.norm_offset else weight

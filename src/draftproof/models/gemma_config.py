@@ -1,4 +1,4 @@
-"""What Gemma 3 and Gemma 4 text models have that others lack, read from their configs: every layer has its own shape.
+"""The constants that only Gemma 3 and Gemma 4 text models have, read from their configs: each layer has its own shape.
 
 A config that nests its text model (`text_config` beside a vision or audio tower) is read as that text model alone.
 """
@@ -16,7 +16,7 @@ from draftproof.models.rope import RopeConfig, parse_rope
 Kind = Literal["sliding_attention", "full_attention"]
 KINDS: tuple[Kind, ...] = ("sliding_attention", "full_attention")
 
-# What a missing key means; released files leave out what the library's classes default to.
+# Values of missing keys; released files leave out what the library's classes default to.
 _DEFAULTS: Mapping[int, Mapping[str, Any]] = {
     3: {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -52,7 +52,7 @@ use_bidirectional_attention cache_implementation global_head_dim num_global_key_
 attention_k_eq_v num_kv_shared_layers use_double_wide_mlp hidden_size_per_layer_input
 vocab_size_per_layer_input enable_moe_block num_experts top_k_experts moe_intermediate_size"""
 _OWN_KEYS = frozenset(_OWN.split())
-# What is checked before anything is made of it: least values, what a number must exceed, flags.
+# Values that are checked before anything is made of them: least counts, bounds that numbers must exceed, flags.
 _COUNTS: Mapping[str, int] = {
     "num_hidden_layers": 1,
     "hidden_size": 1,
@@ -82,7 +82,7 @@ _FLAGS = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
 _OUTER_KEYS = schema.words(
     "eos_token_id bos_token_id dtype torch_dtype tie_word_embeddings quantization_config"
 )
-# A nested config's other keys: of the towers whose tokens a text has none of.
+# A nested config's other keys, which describe towers whose tokens a text has none of.
 TOWER_KEYS = schema.words(
     """vision_config audio_config mm_tokens_per_image vision_soft_tokens_per_image boi_token_id eoi_token_id
     image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index boi_token_index
@@ -109,9 +109,9 @@ class GemmaLayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
-    """`norm_offset` is added to the weights of norms; `final_cap` 0: logits are not capped; `values_normed` and
-    `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own; `moe`: experts beside each
-    MLP."""
+    """The constants of a Gemma model. `norm_offset` is added to the weights of norms; `final_cap` 0: logits are not
+    capped; `values_normed` and `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own;
+    `moe`: experts beside each MLP."""
 
     layers: tuple[GemmaLayerConfig, ...]
     norm_offset: float
@@ -125,7 +125,7 @@ class GemmaConfig:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those there are, in a fixed order."""
+        """The kinds of layers that the model has, in a fixed order."""
         return tuple(kind for kind in KINDS if any(layer.kind == kind for layer in self.layers))
 
     def last_cache(self, kind: Kind) -> int | None:
@@ -178,8 +178,10 @@ def _check(raw: Mapping[str, Any], where: str) -> None:
 
 def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
     activation = raw.get("hidden_activation", raw.get("hidden_act", "gelu_pytorch_tanh"))
-    num_layers, num_shared = raw["num_hidden_layers"], raw.get("num_kv_shared_layers", 0)
-    vocab, own = raw["vocab_size"], raw.get("vocab_size_per_layer_input")
+    num_layers = raw["num_hidden_layers"]
+    num_shared = raw.get("num_kv_shared_layers", 0)
+    vocab = raw["vocab_size"]
+    own = raw.get("vocab_size_per_layer_input")
     both = raw.get("use_bidirectional_attention")
     for key, wrong, fix in (
         ("hidden_activation", activation != "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported"),
@@ -206,7 +208,7 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
 
 
 def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[Kind, ...]:
-    """Of the layers: as listed, or each so many'th sees everything; in Gemma 4 the last one always does."""
+    """Each layer's kind: as listed, else every n-th layer uses full attention; Gemma 4's last always does."""
     num_layers = raw["num_hidden_layers"]
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
     given = raw.get("layer_types")
@@ -231,8 +233,10 @@ def check_layer_types(types: object, num_layers: int, where: str) -> None:
 def _layer(
     raw: Mapping[str, Any], generation: int, kinds: tuple[Kind, ...], index: int, where: str
 ) -> GemmaLayerConfig:
-    kind, num_layers = kinds[index], len(kinds)
-    head_dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
+    kind = kinds[index]
+    num_layers = len(kinds)
+    head_dim = raw["head_dim"]
+    kv_heads = raw["num_key_value_heads"]
     k_is_v = kind == "full_attention" and schema.flag(raw, "attention_k_eq_v", where)
     if generation == 4 and kind == "full_attention":
         own = _own_sizes(raw, index, where)
@@ -241,7 +245,8 @@ def _layer(
             own |= (
                 {"num_key_value_heads": raw.get("num_global_key_value_heads") or kv_heads} if k_is_v else {}
             )
-        head_dim, kv_heads = own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
+        head_dim = own.get("head_dim", head_dim)
+        kv_heads = own.get("num_key_value_heads", kv_heads)
     heads = raw["num_attention_heads"]
     if heads % kv_heads or head_dim % 2:
         raise ValueError(
@@ -265,8 +270,9 @@ def _layer(
 
 
 def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> Mapping[str, int] | None:
-    """What `per_layer_config` says of a layer; None where it says nothing."""
-    sizes, here = schema.section(raw, "per_layer_config", where), f"{where}: per_layer_config"
+    """The sizes that `per_layer_config` gives a layer; None where it gives none."""
+    sizes = schema.section(raw, "per_layer_config", where)
+    here = f"{where}: per_layer_config"
     if sizes.get(str(index)) is None:
         return None
     own = schema.section(sizes, str(index), here)
@@ -276,7 +282,7 @@ def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> Mapping[str, i
 
 
 def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int:
-    """A layer past the first `num_own` reads the cache of the last of those of its kind."""
+    """Index of the cache that a layer reads; past the first `num_own` it is that of the last of those of its kind."""
     if index < num_own:
         return index
     if num_own <= 0:  # an assistant: its target lends one cache of each kind
@@ -296,9 +302,8 @@ def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) ->
     for key in given:
         schema.section(given, key, f"{where}: rope_parameters")
     found = {**_ROPE[generation][kind], **(given.get(kind) or {})}
-    if (
-        generation == 3 and not given
-    ):  # the older form: one base for each kind, and scaling for full layers alone
+    if generation == 3 and not given:
+        # the older layout: one base for each kind, and scaling for full layers alone
         key = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         found["rope_theta"] = raw.get(key, found["rope_theta"])
         if kind == "full_attention":
@@ -309,7 +314,8 @@ def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) ->
 
 
 def _rope(given: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeConfig:
-    """Type "proportional": the leading part of the pairs rotates, at the frequencies that it has in a whole head."""
+    """The rotary embedding of one kind of layer. Type "proportional": the leading part of the pairs rotates, at the
+    frequencies that it has in a whole head."""
     if given.get("rope_type") != "proportional":
         return parse_rope({"rope_parameters": given}, head_dim, max_positions, where)
     here = f"{where}: rotary embedding"

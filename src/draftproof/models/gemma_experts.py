@@ -1,4 +1,4 @@
-"""What Gemma 4 computes beside a layer's MLP where it has experts: each row goes through the few that a router chooses.
+"""Gemma 4's experts beside a layer's MLP: each row goes through the few that a router chooses.
 
 Router and experts both read the stream as it is after attention, each through a norm of its own.
 Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
@@ -35,9 +35,11 @@ class GemmaExperts:
 
     def __init__(self, builder: LayerBuilder, layer: str, hidden: int, eps: float, config: MoEConfig) -> None:
         """layer: what the layer's tensors begin with."""
-        builder = replace(builder, fp8=False)  # as of other experts
-        self._config, self._ops = config, builder.ops.experts
-        self._gather, self._gelu_mul = builder.ops.gather, builder.ops.gelu_mul
+        builder = replace(builder, fp8=False)  # as for other experts
+        self._config = config
+        self._ops = builder.ops.experts
+        self._gather = builder.ops.gather
+        self._gelu_mul = builder.ops.gelu_mul
         # fp32: half precision would round the product of the two scales
         scale_H = builder.tensor(f"{layer}.router.scale", (hidden,)).float() * hidden**-0.5
         self._router_norm = Norm(scale_H, eps, builder.ops)

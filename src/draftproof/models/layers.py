@@ -25,8 +25,8 @@ Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """What a piece needs in order to be made. `exact` None: as the planner does; drafters pass False, and `fp8` where
-    their products' weights are to be rounded to it."""
+    """Makes the pieces of a model from its weights. `exact` None: as the planner does; drafters pass False, and `fp8`
+    where the weights of their products are to be rounded to it."""
 
     weights: WeightSource
     ops: Ops
@@ -37,7 +37,7 @@ class LayerBuilder:
     fp8: bool = False
 
     def reading(self, weights: WeightSource) -> LayerBuilder:
-        """The same, from other weights."""
+        """A builder from other weights, otherwise like this one."""
         return replace(self, weights=weights)
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -45,7 +45,7 @@ class LayerBuilder:
         return self.place(self.weights.get(name, shape))
 
     def place(self, stored: Tensor) -> Tensor:
-        """A copy in the model's dtype: what is read may be a view of a mapped file, and not aligned."""
+        """A copy of `stored` in the model's dtype: what was read may be a view of a mapped file, and not aligned."""
         placed = stored.to(device=self.device, dtype=self.dtype, copy=True)
         self.planner.weight_bytes += placed.nbytes
         return placed
@@ -134,7 +134,9 @@ class Attention:
         input_size: int | None = None,
     ) -> None:
         """index: the layer's place in its model's cache; input_size: width of the input where it is not H."""
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        dim = config.head_dim
         self.index = index
         self.qkv = builder.linear(
             [f"{prefix}.{part}_proj" for part in "qkv"],
@@ -160,7 +162,7 @@ class Attention:
         return self.out(attn(self.index, self.qkv(x_TX), self.spec))
 
     def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
-        """The same for `Norm.add`: perhaps in parts."""
+        """The output for `Norm.add`, perhaps still as sums over segments of K."""
         return self.out.partial_sums(attn(self.index, self.qkv(x_TX), self.spec))
 
 
@@ -179,7 +181,8 @@ class MLP:
         gelu: bool = False,
     ) -> None:
         """width: the intermediate size, where it is not the config's."""
-        hidden, inner = config.hidden_size, width or config.intermediate_size
+        hidden = config.hidden_size
+        inner = width or config.intermediate_size
         self._gate_mul = builder.ops.gelu_mul if gelu else builder.ops.silu_mul
         self.gate_up = builder.linear(
             [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], bias=config.mlp_bias
@@ -190,12 +193,12 @@ class MLP:
         return self.down(self._gate_mul(self.gate_up(x_TH)))
 
     def partial_sums(self, x_TH: Tensor) -> Tensor:
-        """The same for `Norm.add`: perhaps in parts."""
+        """The output for `Norm.add`, perhaps still as sums over segments of K."""
         return self.down.partial_sums(self._gate_mul(self.gate_up(x_TH)))
 
 
 def feed_forward(builder: LayerBuilder, prefix: str, config: ModelConfig, index: int) -> MLP | MoE:
-    """What follows the attention in layer `index`, whose tensors begin with `prefix`."""
+    """The MLP or the experts of layer `index`, whose tensors begin with `prefix`."""
     moe = config.moe
     if moe is None or index in moe.dense_layers:
         return MLP(builder, f"{prefix}.mlp", config)
@@ -227,7 +230,8 @@ class DecoderLayer:
         input_norm: bool = True,
     ) -> None:
         """input_norm False: the layer has none of its own (EAGLE-1's). See `Attention` for the other arguments."""
-        hidden, eps = config.hidden_size, config.norm_eps
+        hidden = config.hidden_size
+        eps = config.norm_eps
         self.input_norm = Norm.load(builder, f"{prefix}.input_layernorm", hidden, eps) if input_norm else None
         kind = Attention if config.mla is None else LatentAttention
         self.attention = kind(builder, f"{prefix}.self_attn", config, cos_sin_PD, index, window, input_size)
@@ -235,8 +239,8 @@ class DecoderLayer:
         self.mlp = feed_forward(builder, prefix, config, index)
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
-        """x_TX: the normed input; residual_TH: the stream it was made from. Their sum of the result is the stream
-        after the layer: (MLP's output, perhaps in parts, stream between attention and MLP)."""
+        """x_TX: the normed input; residual_TH: the stream it was made from. Returns (MLP's output, perhaps as
+        partial sums; stream between attention and MLP), whose sum is the stream after the layer."""
         x_TH, residual_TH = self.post_norm.add(self.attention.partial_sums(x_TX, attn), residual_TH)
         return self.mlp.partial_sums(x_TH), residual_TH
 
@@ -253,7 +257,7 @@ class Layer(Protocol):
 def run_layers(
     layers: Sequence[Layer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
 ) -> tuple[Tensor, Tensor]:
-    """All layers in turn; the first is given its input already normed. Returns what the last one does."""
+    """Run all layers in turn; the first is given its input already normed. Returns the last one's result."""
     x_TH, residual_TH = layers[0](x_TX, residual_TH, attn)
     for layer in layers[1:]:
         assert layer.input_norm is not None

@@ -19,7 +19,7 @@ from draftproof.schema import number, read_json, section, shown, token_ids, whol
 from draftproof.types import SamplingParams
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
-_HUB_DUPLICATES = ["consolidated*", "original/*"]  # the same weights once more, in another layout
+_HUB_DUPLICATES = ["consolidated*", "original/*"]  # a model's weights once more, in another layout
 _OFFSETS = ("d2t",)  # tensors that hold target id minus draft id
 _ORDERS = ("masked_embedding.token_ordering",)  # tensors that name every id once
 _BRANCHES = {
@@ -34,7 +34,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # "finite": numbers among which NaN or infinity would make outputs wrong that look right, as in a choice of experts.
 Kind = Literal["numbers", "finite", "ids"]
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What a tensor of a kind may be stored as: others (int8, float8, complex, bool) mean something else than their numbers.
+# Dtypes of each kind of tensor: others (int8, float8, complex, bool) mean something else than their numbers.
 _DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
     "numbers": _NUMBERS,
     "finite": _NUMBERS,
@@ -98,28 +98,28 @@ def resolve(
 
 
 def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
-    """The same for a tokenizer, whose directory need not hold a model."""
+    """The folder of a tokenizer, found as `resolve` finds a model's; it need not hold a model."""
     return resolve(name, field="tokenizer", file="")
 
 
 def root_of(weights: WeightSource) -> str:
-    """What the names of a language model's tensors begin with; nothing in a model saved without its head."""
+    """The prefix of a language model's tensor names; empty in a model saved without its head."""
     return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
     """ValueError, beginning with `what`, for a tensor that is not all there: sparse, quantised, or a part repeated."""
-    form = None
+    stored_as = None
     if tensor.device.type != "cpu":
-        form = "without data"
+        stored_as = "without data"
     elif tensor.is_quantized:
-        form = "quantised"
+        stored_as = "quantised"
     elif tensor.layout != torch.strided:
-        form = str(tensor.layout).removeprefix("torch.")
+        stored_as = str(tensor.layout).removeprefix("torch.")
     elif tensor.untyped_storage().nbytes() < tensor.nbytes:
-        form = "as a repeated part"
-    if form is not None:
-        raise ValueError(f"{what} is stored {form}: must be a plain dense tensor; convert the file")
+        stored_as = "as a repeated part"
+    if stored_as is not None:
+        raise ValueError(f"{what} is stored {stored_as}: must be a plain dense tensor; convert the file")
 
 
 class Weights:
@@ -153,7 +153,7 @@ class Weights:
         return cls(where, tensors, tensors.__getitem__)
 
     def renamed(self, rename: Callable[[str], str]) -> Weights:
-        """The same tensors under the names that `rename` gives them."""
+        """These tensors under the names that `rename` gives them."""
         names = {rename(name): name for name in self._names}
         return Weights(
             self.where,
@@ -348,7 +348,7 @@ class RandomWeights:
         return True
 
     def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
-        """In the dtype and on the device given at the start, unlike files; `shape` is needed.
+        """A random tensor, in the dtype and on the device given at the start, unlike files; `shape` is needed.
 
         The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU. An order of ids is theirs.
         """
@@ -389,7 +389,8 @@ def read_generation_config(directory: Path) -> GenerationDefaults:
     path = directory / "generation_config.json"
     if not path.is_file():
         return GenerationDefaults()
-    raw, where = read_json(path), str(path)
+    raw = read_json(path)
+    where = str(path)
 
     def given(key: str) -> float | None:
         return None if raw.get(key) is None else number(raw, key, where)

@@ -28,7 +28,7 @@ KEYS = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
     | {"rope_interleave"}
 )
-_LOW_RANK_EPS = 1e-6  # of the norms inside, whatever the config says of the others
+_LOW_RANK_EPS = 1e-6  # epsilon of the norms inside, whatever the config says of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class MlaConfig:
 
 
 def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
-    """ValueError for a size that is missing or makes no sense."""
-    nope, rope = whole(raw, "qk_nope_head_dim", where), whole(raw, "qk_rope_head_dim", where)
+    """The latent attention of a config. ValueError for a size that is missing or makes no sense."""
+    nope = whole(raw, "qk_nope_head_dim", where)
+    rope = whole(raw, "qk_rope_head_dim", where)
     if raw.get("qk_head_dim") not in (None, nope + rope):
         raise ValueError(
             f"{where}: qk_head_dim={shown(raw['qk_head_dim'])}: must be qk_nope_head_dim + qk_rope_head_dim = "
@@ -68,11 +69,21 @@ def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
 
 
 class LatentAttention:
-    """Stands where `layers.Attention` does."""
+    """Attention of one layer over compressed keys and values; takes the place of `layers.Attention`."""
 
     __slots__ = (
-        *("_concat", "_from_latent", "_into_latent", "_kv", "_kv_norm", "_q", "_q_a", "_q_norm"),
-        *("_k_rope", "index", "out", "spec"),
+        "_concat",
+        "_from_latent",
+        "_into_latent",
+        "_k_rope",
+        "_kv",
+        "_kv_norm",
+        "_q",
+        "_q_a",
+        "_q_norm",
+        "index",
+        "out",
+        "spec",
     )
 
     def __init__(
@@ -85,11 +96,14 @@ class LatentAttention:
         window: int = 0,
         input_size: int | None = None,
     ) -> None:
-        """Arguments as of `layers.Attention`."""
+        """See `layers.Attention` for the arguments."""
         m = config.mla
         assert m is not None
-        heads, hidden, bias = config.num_heads, input_size or config.hidden_size, config.qkv_bias
-        self.index, self._concat = index, builder.ops.concat
+        heads = config.num_heads
+        hidden = input_size or config.hidden_size
+        bias = config.qkv_bias
+        self.index = index
+        self._concat = builder.ops.concat
         self._q_a = self._q_norm = None
         if m.q_rank is None:
             self._q = builder.linear(f"{prefix}.q_proj", hidden, heads * (m.nope_dim + m.rope_dim))
@@ -98,7 +112,8 @@ class LatentAttention:
             self._q_norm = builder.norm(f"{prefix}.q_a_layernorm", m.q_rank, _LOW_RANK_EPS)
             self._q = builder.linear(f"{prefix}.q_b_proj", m.q_rank, heads * (m.nope_dim + m.rope_dim))
         self._kv_norm = builder.norm(f"{prefix}.kv_a_layernorm", m.kv_rank, _LOW_RANK_EPS)
-        name, order_R = f"{prefix}.kv_a_proj_with_mqa", _pair_order(m)
+        name = f"{prefix}.kv_a_proj_with_mqa"
+        order_R = _pair_order(m)
         kv_XH = builder.tensor(f"{name}.weight", (m.kv_rank + m.rope_dim, hidden))
         kv_X = builder.tensor(f"{name}.bias", (m.kv_rank + m.rope_dim,)) if bias else None
         rope_R = order_R.to(builder.device) + m.kv_rank
@@ -124,7 +139,7 @@ class LatentAttention:
         return self.out(self._attended(x_TX, attn))
 
     def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
-        """The same for `Norm.add`: perhaps in parts."""
+        """The output for `Norm.add`, perhaps still as sums over segments of K."""
         return self.out.partial_sums(self._attended(x_TX, attn))
 
     def _attended(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
@@ -141,14 +156,16 @@ class HeadProducts:
 
     def __init__(self, builder: LayerBuilder, weights: Sequence[Tensor]) -> None:
         """weights: [Y, X] each."""
-        (outputs, inputs), self._heads = weights[0].shape, len(weights)
+        outputs, inputs = weights[0].shape
+        self._heads = len(weights)
         shape = Shape(outputs, inputs, builder.dtype, builder.dtype, False)
         self._product = builder.planner.pack_experts(len(weights), weights, shape, exact=builder.exact)
         self._swap = builder.ops.swap
         self._starts = builder.planner.equal_groups(len(weights))
 
     def __call__(self, x_TX: Tensor) -> Tensor:
-        rows, heads = len(x_TX), self._heads
+        rows = len(x_TX)
+        heads = self._heads
         y_PY = self._product(self._swap(x_TX, heads), self._starts(rows))
         width = y_PY.shape[1]
         return self._swap(y_PY.view(heads, rows * width), rows).view(rows, heads * width)
@@ -161,7 +178,7 @@ def _pair_order(m: MlaConfig) -> Tensor:
 
 
 def _into(k_NC: Tensor, m: MlaConfig, order_R: Tensor) -> Tensor:
-    """[D, N + R]: a head's query to its rotary part, copied, and its dot product with what makes keys."""
+    """The weight [D, N + R] that takes a head's query to its rotary part and to its products with what makes keys."""
     out_DX = k_NC.new_zeros(m.cached_dim, m.nope_dim + m.rope_dim)
     out_DX[torch.arange(m.rope_dim), m.nope_dim + order_R] = 1
     out_DX[m.rope_dim :, : m.nope_dim] = k_NC.t()
@@ -169,5 +186,5 @@ def _into(k_NC: Tensor, m: MlaConfig, order_R: Tensor) -> Tensor:
 
 
 def _from(v_VC: Tensor, m: MlaConfig) -> Tensor:
-    """[V, D]: a head's value from what was attended to, the rotary part left out."""
+    """The weight [V, D] that makes a head's value of what was attended to, the rotary part left out."""
     return torch.cat((v_VC.new_zeros(m.v_dim, m.rope_dim), v_VC), dim=1)

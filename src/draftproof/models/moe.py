@@ -45,12 +45,11 @@ class MoE:
         """layer: what the layer's tensors begin with; shared: [T, H] -> [T, H], added to the experts' sum."""
         blocks = [f"{layer}.{name}" for name in config.blocks]
         block = next((name for name in blocks if f"{name}.gate.weight" in builder.weights), blocks[0])
-        self._config, self._shared = config, shared
-        self._ops, self._gather, self._silu_mul = (
-            builder.ops.experts,
-            builder.ops.gather,
-            builder.ops.silu_mul,
-        )
+        self._config = config
+        self._shared = shared
+        self._ops = builder.ops.experts
+        self._gather = builder.ops.gather
+        self._silu_mul = builder.ops.silu_mul
         self._router = builder.linear(f"{block}.gate", hidden, config.num_experts, out_dtype=torch.float32)
         self._bias_E = None
         if config.biased:  # never rounded: it decides which of two close experts is chosen
@@ -72,7 +71,7 @@ class MoE:
         return self._ops.combine(y_PH, place_TK, weights_TK, base_TH, x_TH.dtype)
 
     def partial_sums(self, x_TH: Tensor) -> Tensor:
-        """As of `layers.MLP`; always whole, since the experts' outputs are added here."""
+        """The output for `Norm.add`; it never is partial sums, since the experts' outputs are added here."""
         return self(x_TH)
 
 
@@ -80,7 +79,9 @@ class ExpertWeights:
     """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
 
     def __init__(self, builder: LayerBuilder, prefix: str, num_experts: int) -> None:
-        self._builder, self._prefix, self._num_experts = builder, prefix, num_experts
+        self._builder = builder
+        self._prefix = prefix
+        self._num_experts = num_experts
 
     def load(
         self,
@@ -91,7 +92,8 @@ class ExpertWeights:
         out_dtype: torch.dtype | None = None,
     ) -> GroupedLinear:
         """The product with `parts` one below the other, each of `out_size`; `packed`: what they are called together."""
-        builder, rows = self._builder, len(parts) * out_size
+        builder = self._builder
+        rows = len(parts) * out_size
         shape = Shape(rows, in_size, builder.dtype, out_dtype or builder.dtype, False)
 
         def each() -> Iterator[Tensor]:

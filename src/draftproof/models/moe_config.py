@@ -1,4 +1,5 @@
-"""Mixtures of experts as config.json states them: what a family's row says, and the constants read from a config."""
+"""Mixtures of experts as config.json states them: a family's part in the table, and the constants read from a
+config."""
 
 from __future__ import annotations
 
@@ -11,21 +12,30 @@ from draftproof.schema import flag, ids, number, shown, whole
 
 # How a row chooses its experts:
 #   softmax         the likeliest ones
-#   biased_sigmoid  DeepSeek-V3's way: sigmoid scores, of which a correction bias decides the choice but not the
+#   biased_sigmoid  as DeepSeek-V3 does: sigmoid scores, of which a correction bias decides the choice but not the
 #                   weight; groups of experts, of which the best are looked at; weights scaled; shared experts
 Scoring = Literal["softmax", "biased_sigmoid"]
 
 # Losses, noise and layout of training; the modules that draft are read by whoever drafts.
 _HARMLESS = frozenset(
     {
-        *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"),
-        *("ep_size", "num_nextn_predict_layers"),
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "num_nextn_predict_layers",
     }
 )
 _SIGMOID_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _SIGMOID_KEYS = frozenset(
     {
-        *("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"),
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "n_shared_experts",
+        "first_k_dense_replace",
         *_SIGMOID_ONLY,
     }
 )
@@ -34,7 +44,7 @@ _SOFTMAX_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEFamily:
-    """A family's part in the table: names of config keys and of tensors, and the way of routing.
+    """A family's part in the table: names of config keys and of tensors, and the kind of routing.
 
     `count`: keys for the number of experts, the first found counts. `normalized`: chosen weights sum to 1; a constant
     or the key that says so. `parts`: gate, up and down of an expert, a tensor each. `blocks`: where in a layer the
@@ -61,7 +71,7 @@ class MoEFamily:
 class MoEConfig:
     """The experts of one model. Layers in `dense_layers` have an ordinary MLP, all others experts.
 
-    `width`: an expert's intermediate size; `shared_width`: of the experts that every row goes to, 0 = none;
+    `width`: an expert's intermediate size; `shared_width`: that of the experts which every row goes to, 0 = none;
     `biased`: routing adds a correction to the scores.
     """
 
@@ -117,7 +127,8 @@ def parse_gemma_moe(raw: Mapping[str, Any], where: str) -> MoEConfig | None:
     """Gemma 4's experts, beside the MLP of every layer; None where it has none. Raises as `parse_moe` does."""
     if not flag(raw, "enable_moe_block", where):
         return None
-    num_experts, top_k = whole(raw, "num_experts", where), whole(raw, "top_k_experts", where)
+    num_experts = whole(raw, "num_experts", where)
+    top_k = whole(raw, "top_k_experts", where)
     if top_k > num_experts:
         raise ValueError(f"{where}: top_k_experts={top_k}: must be at most num_experts={num_experts}")
     return MoEConfig(
@@ -136,7 +147,8 @@ def _groups(raw: Mapping[str, Any], num_experts: int, top_k: int, where: str) ->
     for key, only in _SIGMOID_ONLY.items():
         if raw.get(key, only) not in (None, only):
             raise ValueError(f"{where}: {key}={shown(raw[key])}: not supported, only {only!r}")
-    groups, top_groups = whole(raw, "n_group", where), whole(raw, "topk_group", where)
+    groups = whole(raw, "n_group", where)
+    top_groups = whole(raw, "topk_group", where)
     size = num_experts // groups
     if num_experts % groups or (groups > 1 and size < 2):
         raise ValueError(
@@ -157,7 +169,7 @@ def _first_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozens
 
 
 def _listed_dense(raw: Mapping[str, Any], num_layers: int, where: str) -> frozenset[int]:
-    """`mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    """The dense layers: `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     listed = () if raw.get("mlp_only_layers") in (None, []) else ids(raw, "mlp_only_layers", where)
     step = whole(raw, "decoder_sparse_step", where) if raw.get("decoder_sparse_step") is not None else 1
     return frozenset(i for i in range(num_layers) if i in listed or (i + 1) % step)

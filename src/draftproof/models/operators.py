@@ -17,12 +17,12 @@ from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.config import ModelConfig
 
-SPLIT_K_PARTS = 4  # on a GPU a sum over K may come in so many parts, which the norm behind adds up
+SPLIT_K_PARTS = 4  # on a GPU a sum over K may come in so many parts, which the norm behind it adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """What the target runs on."""
+    """The device, dtype and block size that a target runs with."""
 
     device: torch.device
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Where:
 
 
 def target_cases(model: ModelConfig, where: Where) -> list[Case]:
-    """Each operator and shape once."""
+    """The operators of a target with their shapes, each once."""
     found = [
         *_norms(model, where),
         *_attentions(model, where),
@@ -45,12 +45,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _weight_dtype(model: ModelConfig, where: Where) -> torch.dtype:
-    """Norms that add 1 to what is stored keep their weights in fp32."""
+    """The dtype of norms' weights: fp32 where 1 is added to what is stored."""
     return torch.float32 if model.gemma is not None and model.gemma.norm_offset else where.dtype
 
 
 def _norms(model: ModelConfig, where: Where) -> Iterator[Case]:
-    widths, weight = {model.hidden_size}, _weight_dtype(model, where)
+    widths = {model.hidden_size}
+    weight = _weight_dtype(model, where)
     if model.mla is not None:
         widths |= {model.mla.kv_rank, *([] if model.mla.q_rank is None else [model.mla.q_rank])}
     if model.gemma is not None and model.gemma.per_layer_size:
@@ -71,7 +72,9 @@ def _norms(model: ModelConfig, where: Where) -> Iterator[Case]:
 def _attentions(model: ModelConfig, where: Where) -> Iterator[Case]:
     weight = _weight_dtype(model, where)
     for rope, attention in _attention_shapes(model):
-        block, dtype, device = where.block_size, where.dtype, where.device
+        block = where.block_size
+        dtype = where.dtype
+        device = where.device
         heads = f"{rope.num_heads}/{rope.num_kv_heads} of {rope.head_dim}"
         normed = "".join(
             n for n, on in zip("qkv", (rope.q_norm, rope.k_norm, rope.v_norm), strict=True) if on
@@ -137,8 +140,11 @@ def _attention_shapes(model: ModelConfig) -> Iterator[tuple[RopeShape, Attention
 
 
 def _feed_forwards(model: ModelConfig, where: Where) -> Iterator[Case]:
-    moe, device, dtype = model.moe, where.device, where.dtype
-    gelu, widths = model.gemma is not None, {model.intermediate_size}
+    moe = model.moe
+    device = where.device
+    dtype = where.dtype
+    gelu = model.gemma is not None
+    widths = {model.intermediate_size}
     if model.gemma is not None:
         moe = model.gemma.moe
         widths = {layer.intermediate_size for layer in model.gemma.layers}
@@ -164,7 +170,8 @@ def _feed_forwards(model: ModelConfig, where: Where) -> Iterator[Case]:
 
 
 def _logits(model: ModelConfig, where: Where) -> Iterator[Case]:
-    vocab, device = model.vocab_size, where.device
+    vocab = model.vocab_size
+    device = where.device
     if model.gemma is not None and model.gemma.final_cap:
         cap = model.gemma.final_cap
         yield Case("soft_cap", f"{vocab} at {cap:g}", partial(checks.soft_cap_check, vocab, cap, device))

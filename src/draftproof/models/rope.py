@@ -149,8 +149,9 @@ def _parse_yarn(
 
 
 def score_factor(raw: Mapping[str, Any], where: str) -> float:
-    """What a stretched rotary embedding (`mscale_all_dim`) multiplies attention scores by in DeepSeek's models."""
-    given, here = _flat(raw, where), f"{where}: rotary embedding"
+    """The factor on attention scores of a stretched rotary embedding (`mscale_all_dim`) in DeepSeek's models."""
+    given = _flat(raw, where)
+    here = f"{where}: rotary embedding"
     stretched = _type(given, here) != "default"
     mscale_all = number(given, "mscale_all_dim", here, default=0)
     if not stretched or not mscale_all:
@@ -214,7 +215,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended."""
+    """Frequencies of type "llama3": short wavelengths stay, long ones are stretched by `factor`, others blended."""
     wavelength_F = 2 * math.pi / inverse_F
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -234,10 +235,13 @@ def _yarn_ramp(rope: RopeConfig) -> Tensor:
         length = rope.original_max_positions / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 
-    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    low = index_of(rope.beta_fast)
+    high = index_of(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.rotary_dim - 1)
     width = high - low or 0.001
     return ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
@@ -248,7 +252,8 @@ def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> Tensor
     A row does not depend on `length`: a longer table extends a shorter one bit for bit. The angle is rounded to fp32
     as in training; its cosine is taken by numpy in fp64, because torch's depends on where a thread's slice ends.
     """
-    needed, free = 4 * length * rope.rotary_dim, free_bytes(device)
+    needed = 4 * length * rope.rotary_dim
+    free = free_bytes(device)
     if needed > free:
         raise ValueError(
             f"rotary embedding: a table of {length} positions and {rope.rotary_dim} sizes of a head would take "

@@ -25,7 +25,7 @@ from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, ro
 
 @dataclass(frozen=True, slots=True)
 class Domains:
-    """Which stream each kind of noise comes from. Any two that are equal bias the output."""
+    """The streams that each kind of noise comes from. Any two that are equal bias the output."""
 
     draft: int = Domain.DRAFT
     accept: int = Domain.ACCEPT
@@ -33,7 +33,8 @@ class Domains:
 
 
 class DraftDistribution:
-    """What each slot's latest drafts were drawn from, kept from drawing to verifying: fp32 [S, K + 1, V].
+    """The distributions that each slot's latest drafts were drawn from, kept until they are verified: fp32
+    [S, K + 1, V].
 
     Keyed by slot, so rounds may order their requests as they like. A record counts only for the same round of the
     same request and only where the proposed token is the one that was drawn; any other draft counts as one-hot,
@@ -42,10 +43,7 @@ class DraftDistribution:
 
     def __init__(self, num_slots: int, num_drafts: int, vocab_size: int, device: torch.device | str) -> None:
         self.num_drafts = num_drafts
-        shape = (
-            num_slots,
-            num_drafts + 1,
-        )  # the last entry takes what is drawn outside the round's K positions
+        shape = (num_slots, num_drafts + 1)  # the last entry takes draws outside the round's K positions
         self._q_SXV = torch.zeros((*shape, vocab_size), dtype=torch.float32, device=device)
         self._drawn_SX = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._length_SX = torch.full(shape, -1, dtype=torch.int64, device=device)
@@ -61,7 +59,7 @@ class DraftDistribution:
         q_MV: Tensor,
         ids_V: Tensor | None,
     ) -> None:
-        """Row m: `tokens_M[m]` was drawn from `q_MV[m]` in the round that knows `lengths_M[m]` tokens."""
+        """Note that `tokens_M[m]` was drawn from `q_MV[m]` in the round that knows `lengths_M[m]` tokens."""
         at_M = positions_M - lengths_M
         at_M = torch.where((at_M >= 0) & (at_M < self.num_drafts), at_M, self.num_drafts)
         if ids_V is not None:
@@ -160,7 +158,7 @@ class RecordingDraw:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Nothing that could stand for all it depends on."""
+        """Empty: no tensors stand for all that this draw depends on."""
         return ()
 
     def over(self, inputs: tuple[Tensor, ...]) -> RecordingDraw:
@@ -170,9 +168,11 @@ class RecordingDraw:
         self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
         """See `sampler.Draw`."""
-        slots_M, lengths_M = self.slots_R, self.lengths_R
+        slots_M = self.slots_R
+        lengths_M = self.lengths_R
         if rows_M is not None:
-            slots_M, lengths_M = slots_M[rows_M], lengths_M[rows_M]
+            slots_M = slots_M[rows_M]
+            lengths_M = lengths_M[rows_M]
         params = self.sampler.rows(slots_M)
         q_MV = _probabilities(logits_MV, params)
         seeds_M = derive(params.seeds_M, self.domain, lengths_M)
@@ -184,7 +184,7 @@ class RecordingDraw:
 def accept_rejection(
     p_RWV: Tensor, q_RKV: Tensor, drafts_RK: Tensor, live_RK: Tensor, u_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draft by draft: accept with probability min(1, p/q), stop at the first refusal.
+    """Acceptance draft by draft: with probability min(1, p/q), up to the first refusal.
 
     Returns (accepted_R, weights_RV the next token is drawn from: (p - q)+ after a refusal, else p).
     """
@@ -196,7 +196,7 @@ def accept_rejection(
 def accept_block(
     p_RWV: Tensor, q_RKV: Tensor, drafts_RK: Tensor, live_RK: Tensor, u_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All drafts together: the longest prefix that passes its own test is accepted.
+    """Acceptance of all drafts together: the longest prefix that passes its own test is accepted.
 
     The prefix of i drafts carries weight w_i = min(1, w_{i-1} p/q). With s_i the mass of (w_i p - q)+ at the row
     after it, it passes with probability s_i / (s_i + 1 - w_i); the last row has q = 0, hence w_i. Returns as
@@ -204,7 +204,8 @@ def accept_block(
     """
     p_RK, q_RK = _chosen(p_RWV, q_RKV, drafts_RK)
     w_R = torch.ones_like(p_RWV[:, 0, 0])
-    weights, accepted_R = [w_R], torch.zeros_like(w_R, dtype=torch.int64)
+    weights = [w_R]
+    accepted_R = torch.zeros_like(w_R, dtype=torch.int64)
     for i in range(drafts_RK.shape[1]):
         w_R = torch.where(q_RK[:, i] > 0, w_R * p_RK[:, i] / q_RK[:, i], 0.0).clamp(max=1.0)
         weights.append(w_R)

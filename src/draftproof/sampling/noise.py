@@ -1,4 +1,4 @@
-"""Where noise comes from: the seed of a row, and independent streams for the lossy verification modes.
+"""Seeds of noise: a row's, and those of independent streams for the lossy verification modes.
 
 The hash itself and the Gumbel transform are kernels/noise.py's, because the compiled operators share them.
 """

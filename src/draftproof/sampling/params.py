@@ -1,4 +1,4 @@
-"""The sampling parameters of every slot, on the device, and what the host knows about who needs what.
+"""The sampling parameters of every slot, on the device, and the host's knowledge of which slots need processing.
 
 Shapes: S slots, M rows, V vocabulary, W bad words, N ids, C tokens of the longest bad word but its last.
 """
@@ -28,7 +28,7 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What one request does to its logits besides penalties. None or 0: nothing."""
+    """The changes of one request to its logits, besides penalties. None or 0: no change."""
 
     prompt_len: int
     forbidden_V: Tensor | None = None  # bool
@@ -108,7 +108,7 @@ class SamplingTable:
             self.constraints[slot] = constraints
 
     def release(self, slot: int) -> None:
-        """Back to a free slot's values."""
+        """Give `slot` a free slot's values again."""
         self.constraints.pop(slot, None)
         self.penalised.discard(slot)
         for column_S in (self.temperature_S, self.top_k_S, self.min_p_S, self.seed_S, self.prompt_len_S):
@@ -119,12 +119,12 @@ class SamplingTable:
             column_S[slot] = 1
 
     def graph_safe(self, slots: Iterable[int]) -> bool:
-        """Whether temperature and filters are all that these slots ask for."""
+        """Whether a step graph can hold these slots' requests: they ask for temperature and filters only."""
         return all(slot not in self.constraints and slot not in self.penalised for slot in slots)
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """What `RowParams` holds for each row, for each slot."""
+        """The fields of `RowParams`, a value for each slot."""
         return (self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.seed_S)
 
     def _constraints(
@@ -185,8 +185,8 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 def check_possible(
     params: SamplingParams, vocab_size: int, stop_ids: frozenset[int], bad_words_ids: list[list[int]]
 ) -> None:
-    """Raise ValueError where a request leaves no token for its first place. Which bad words of several tokens will be
-    in the way is known only when the tokens before them are."""
+    """Raise ValueError where a request leaves no token for its first place. Bad words of several tokens rule something
+    out only once the tokens before their last are known."""
     ruled_out = {word[0] for word in bad_words_ids if len(word) == 1}
     if params.min_tokens:
         ruled_out |= stop_ids

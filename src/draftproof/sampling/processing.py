@@ -1,4 +1,4 @@
-"""What a request does to its logits before the filters: allowed ids, bad words, min_tokens, bias, penalties.
+"""Processing of logits before the filters: allowed ids, bad words, min_tokens, bias, penalties.
 
 Order and meaning are vLLM's. Everything is a function of the row's context, tokens_SL[slot, :position], where draft
 tokens of the same round already stand: so the row of a draft counts the drafts before it, without any state.
@@ -96,9 +96,7 @@ def _penalise(
     known_PL = at_L < positions_P[:, None]
     output_PL = known_PL & (at_L >= table.prompt_len_S[slots_P][:, None])
     tokens_PL = tokens_SL[slots_P, :length].long()
-    tokens_PL = torch.where(
-        known_PL, tokens_PL, tokens_PL[:, :1]
-    )  # what is not known stands for the first token
+    tokens_PL = torch.where(known_PL, tokens_PL, tokens_PL[:, :1])  # unknown places count as the first token
     zeros_PV = torch.zeros(logits_PV.shape, dtype=torch.int32, device=logits_PV.device)
     count_PL = zeros_PV.scatter_add_(1, tokens_PL, output_PL.int()).gather(1, tokens_PL)
 

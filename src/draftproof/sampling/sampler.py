@@ -20,7 +20,7 @@ NONE_LEFT = -2  # or they were fine, and what the request asks for ruled every t
 
 
 class Sampler:
-    """Law 1 over a table of slots. Holds no state of its own."""
+    """Sampling by law 1, over a table of slots. Holds no state of its own."""
 
     def __init__(self, table: SamplingTable, ops: Ops) -> None:
         self.table = table
@@ -38,7 +38,7 @@ class Sampler:
         tokens_SL: Tensor,
         slots_host: Sequence[int],
     ) -> Tensor:
-        """Logits after everything but temperature and filters; `logits_MV` itself where nothing is asked for."""
+        """The logits after everything but temperature and filters; `logits_MV` itself where nothing is asked for."""
         return process(self.table, logits_MV, slots_M, positions_M, tokens_SL, slots_host)
 
     def sample(
@@ -93,13 +93,13 @@ class Sampler:
 
 
 def say_why(tokens_M: Tensor, logits_MV: Tensor) -> Tensor:
-    """Where there is no token, int64 [M] below 0: whether the raw logits are to blame, or what was done to them."""
+    """tokens_M, in which an impossible token tells whether the raw logits or their processing are to blame."""
     had_numbers_M = torch.isfinite(logits_MV.amax(-1))
     return torch.where((tokens_M < 0) & had_numbers_M, NONE_LEFT, tokens_M)
 
 
 class Draw(Protocol):
-    """`over(inputs)` is the same drawing with other `inputs`: what a recorded draft pass needs to be run again."""
+    """A drafter's sampling. `over(inputs)` draws from other `inputs`, so that a recorded draft pass can run again."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]: ...
@@ -131,7 +131,7 @@ class RoundDraw:
         return (p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M)
 
     def over(self, inputs: tuple[Tensor, ...]) -> RoundDraw:
-        """The same, of other inputs."""
+        """A draw like this one, from other inputs."""
         return RoundDraw(self._ops, RowParams(*inputs))
 
     def __call__(

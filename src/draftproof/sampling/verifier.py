@@ -19,7 +19,7 @@ from draftproof.sampling.sampler import Draw, Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRows:
-    """Which sampled rows belong to which request. Row j of request r samples position lengths_R[r] + j."""
+    """The sampled rows of each request. Row j of request r samples position lengths_R[r] + j."""
 
     first_R: Tensor  # int64: index into M of the request's first row; any value where num_R is 0
     num_R: Tensor  # int64: 0 in mid-prefill, else at least 1 + draft_count
@@ -31,7 +31,7 @@ class VerifyRows:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What a pass emitted: request r's tokens are tokens_RW[r, :num_emitted_R[r]].
+    """The tokens that a pass emitted: request r's are tokens_RW[r, :num_emitted_R[r]].
 
     A token below 0 among the emitted ones means that the row held no possible one: `NO_NUMBER` or `NONE_LEFT`.
     """
@@ -41,7 +41,7 @@ class VerifyResult:
 
 
 class Verifier(Protocol):
-    """How drafts are drawn and verified: `ExactVerifier`, or `lossy.LossyVerifier`."""
+    """A rule by which drafts are drawn and verified: `ExactVerifier`, or `lossy.LossyVerifier`."""
 
     def verify(
         self,
@@ -52,7 +52,7 @@ class Verifier(Protocol):
         slots_host: Sequence[int],
         rows: VerifyRows,
     ) -> VerifyResult:
-        """Raw logits of the sampled rows (left as they are) to emitted tokens."""
+        """The emitted tokens, from raw logits of the sampled rows, which are left as they are."""
         ...
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
@@ -62,7 +62,7 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExactVerifier:
-    """Law 1: the tokens are those of plain decoding, bit for bit."""
+    """The rule of law 1: the tokens are those of plain decoding, bit for bit."""
 
     sampler: Sampler
 
@@ -115,6 +115,6 @@ def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
 
 
 def verify_result(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> VerifyResult:
-    """Emit `accepted` tokens and the one after; nothing in mid-prefill."""
+    """The result of emitting `accepted` tokens and the one after; nothing in mid-prefill."""
     emitted_R = (accepted_R + 1) * (rows.num_R > 0)
     return VerifyResult(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R)
