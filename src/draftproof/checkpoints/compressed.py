@@ -21,7 +21,7 @@ _KEY = "quantization_config"
 _PARTS = ("transformer_layer_config", "text_config")  # configs within a head's own
 _FP8 = torch.float8_e4m3fn
 _STRATEGIES = ("tensor", "channel", "block")
-# What is not read of them says how the numbers were found, or what engines that compute in fp8 do.
+# The keys that are not read say how the numbers were found, or what engines that compute in fp8 do.
 _SCHEME_KEYS = words(
     """quant_method format config_groups ignore version quantization_status global_compression_ratio kv_cache_scheme
     sparsity_config transform_config run_compressed"""
@@ -36,7 +36,7 @@ _SUPPORTED = "supported: compressed-tensors in format 'float-quantized'; or take
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`block`: rows and columns that share a scale, where the file has blocks."""
+    """How weights are stored. `block`: rows and columns that share a scale, where the file has blocks."""
 
     block: tuple[int, int] | None
 
@@ -54,7 +54,8 @@ def split(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Scheme | 
 
 
 def dequantized(stored: Weights, scheme: Scheme) -> Weights:
-    """fp32 where fp8 is stored. A scale without such a weight stays a tensor, which has no place in a head."""
+    """The weights, fp32 where fp8 is stored. A scale without such a weight stays a tensor, for which a head has no
+    place."""
 
     def read(name: str) -> Tensor:
         tensor = stored.read(name)
@@ -94,8 +95,8 @@ def _scheme(found: Any, where: str) -> Scheme:
 
 
 def _block(group: Any, where: str) -> tuple[int, int] | None:
-    """What shares a scale in one group of weights; None: not blocks. ValueError for other numbers than e4m3 and for
-    other strategies."""
+    """The rows and columns that share a scale in one group of weights; None where it has no blocks. ValueError for
+    numbers other than e4m3 and for other strategies."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise ValueError(f"{where}: weights={shown(weights)}: must be a dict")
@@ -105,7 +106,8 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
     for key, only in (("type", "float"), ("num_bits", 8), ("symmetric", True), ("dynamic", False)):
         if weights.get(key, only) != only:
             raise ValueError(f"{within}: {key}={shown(weights[key])}: not supported, only {only!r}")
-    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    strategy = weights.get("strategy")
+    block = weights.get("block_structure")
     if strategy not in _STRATEGIES:
         raise ValueError(
             f"{within}: strategy={shown(strategy)}: not supported, only {', '.join(_STRATEGIES)}"
@@ -122,7 +124,7 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
 
 
 def _spread(scale: Tensor, weight: Tensor, scheme: Scheme) -> Tensor:
-    """fp32, of a shape that multiplies the weight. ValueError for what cannot be its scales."""
+    """The scales in fp32, in a shape that multiplies the weight. ValueError for what cannot be its scales."""
     if weight.ndim != 2:
         raise ValueError(f"is for a weight of shape {list(weight.shape)}: must be for a matrix")
     scale = scale.float()

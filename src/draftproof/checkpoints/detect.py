@@ -1,4 +1,4 @@
-"""Which format a draft checkpoint has: told by its content, never by its path."""
+"""The format of a draft checkpoint: told by its content, never by its path."""
 
 from __future__ import annotations
 
@@ -65,10 +65,8 @@ def target_of(checkpoint: DraftCheckpoint) -> str | None:
     name = checkpoint.target
     if name is None:
         return None
-    for candidate in (
-        checkpoint.directory / name,
-        checkpoint.directory.parent / name,
-    ):  # absolute names stay so
-        if candidate.is_dir():
-            return str(candidate.resolve())
+    for folder in (checkpoint.directory, checkpoint.directory.parent):
+        path = folder / name  # an absolute name stays as it is
+        if path.is_dir():
+            return str(path.resolve())
     return name

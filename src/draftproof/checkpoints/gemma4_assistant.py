@@ -25,7 +25,7 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """All layers borrow keys and values, whether the file says so or leaves it out."""
+    """The assistant in `directory`. All its layers borrow keys and values, whether the file says so or not."""
     where = str(directory / "config.json")
     model_config.check_keys(raw, where, _OWN_KEYS | TOWER_KEYS)
     within = f"{where}: text_config"

@@ -20,8 +20,9 @@ KEY = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNaming:
-    """How a family writes its modules. `modules`: the list they are in; `after_layers`: it is the target's layers',
-    and modules come after them; `names`: theirs of what surrounds the decoder layer, in the order of `_OURS`."""
+    """How a family names its modules' tensors. `modules`: the list they are in; `after_layers`: it is the list of the
+    target's layers, which they follow; `names`: those of the tensors around the decoder layer, in the order of
+    `_OURS`."""
 
     modules: str
     after_layers: bool
@@ -40,7 +41,7 @@ _MIMO = ModuleNaming(
     state_first=True,
 )
 NAMINGS: Mapping[str, ModuleNaming] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
 
 
 def read(
@@ -76,7 +77,7 @@ def read(
 
 
 def _layer(target: ModelConfig) -> ModelConfig:
-    """A module's layer is like the target's last ones: with experts, where there are any."""
+    """The config of a module's layer, which is like the target's last ones: with experts, where there are any."""
     moe = None if target.moe is None else dataclasses.replace(target.moe, dense_layers=frozenset())
     return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], moe=moe)
 

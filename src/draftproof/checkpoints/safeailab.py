@@ -19,13 +19,15 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
 from draftproof.schema import flag, ids, section, texts, whole
 
-# keys of the flat form that describe the head, not its layers
+# keys of a flat config that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_FUSES = "use_aux_hidden_state"  # of several layers; false: the head reads one state, without an `fc`
+_FUSES = (
+    "use_aux_hidden_state"  # whether states of several layers are fused; false: one state, without an `fc`
+)
 _OWN_KEYS |= {"qkv_bias", "bias", "eagle_config", _TAPS, "norm_before_residual"}
 _OWN_KEYS |= {"mask_token_id", "pard_token", "ptd_token_id"}
-# of training frameworks, and of the target's config: without meaning for a head that has no windows
+# keys of training frameworks and of the target's config, without meaning for a head that has no windows
 _HARMLESS_KEYS = ("modal_type", "max_window_layers")
 # `eagle_config` spells out what the format always means; a head for which it says otherwise is another network
 _USUAL = {
@@ -36,7 +38,8 @@ _USUAL = {
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """By a key, by the architecture's name, else by tensors: the config of the first EAGLE is an ordinary Llama's."""
+    """Whether the folder has this format: by a key, by the architecture's name, else by tensors, since the config of
+    EAGLE-1 is an ordinary Llama's."""
     if "draft_vocab_size" in raw or "eagle" in _architecture(raw, str(directory / "config.json")):
         return True
     names = tensor_names(directory)
@@ -44,7 +47,8 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The format's fixed conventions: base 10000 unless stated; bias on q, k and v alone, by a key of its own."""
+    """The head in `directory`, by the format's conventions: rotary base 10000 unless stated; bias on q, k and v only,
+    by a key of its own."""
     where = str(directory / "config.json")
     flat = {"model_type": "llama", "rope_theta": 10000.0}
     flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
@@ -73,9 +77,10 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
 
 
 def _without_head(settings: TappedSettings, directory: Path) -> None:
-    """The authors' code trains an output matrix with every head. Other trainers leave it out where it is the target's,
-    which can only be where the vocabulary is. ValueError where it is not."""
-    size, vocab = settings.draft_vocab_size, settings.layers.vocab_size
+    """Warn of a head without an output matrix, or ValueError where its vocabulary is reduced: the authors' code trains
+    a matrix with every head, but other trainers leave it out where it is the target's."""
+    size = settings.draft_vocab_size
+    vocab = settings.layers.vocab_size
     if size != vocab:
         raise ValueError(
             f"{directory}: lm_head.weight is missing: a head of draft_vocab_size={size} out of {vocab} has one of its "
@@ -93,7 +98,7 @@ def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Se
 
 
 def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where: str) -> TappedSettings:
-    """The raw state is the residual, unless it says otherwise; `bias` says nothing about this one's `fc`."""
+    """The settings of an EAGLE-3 head. The raw state is the residual unless stated; `bias` is not about its `fc`."""
     return TappedSettings(
         layers=layers,
         draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
@@ -107,9 +112,10 @@ def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where
 
 
 def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """None: the usual ones; empty: the state after the final norm. Nested ids count layers from their outputs: i is the
-    state that enters layer i + 1."""
-    nested, within = section(raw, "eagle_config", where), f"{where}: eagle_config"
+    """The tapped layers. None: the usual ones; empty: the state after the final norm. Nested ids count layers from
+    their outputs: i is the state that enters layer i + 1."""
+    nested = section(raw, "eagle_config", where)
+    within = f"{where}: eagle_config"
     reject_unknown_keys(within, nested, [_TAPS, _FUSES, *_USUAL])
     for key, usual in _USUAL.items():
         if flag(nested, key, within, usual) != usual:

@@ -19,7 +19,8 @@ _CODE = re.compile(r"(?:GLOBAL|global|class) ([\w.]+)")
 
 
 def open_weights(directory: Path) -> Weights:
-    """A pickle only through `weights_only`, which runs no code; ValueError where there is neither."""
+    """The tensors of `directory`, a pickle's only through `weights_only`, which runs no code; ValueError where there
+    are none."""
     path = directory / _PICKLE
     if not _is_pickled(directory):
         return Weights.open(directory)
@@ -27,7 +28,8 @@ def open_weights(directory: Path) -> Weights:
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """Names alone, to tell formats apart by; none where no file is. ValueError for a file that cannot be read."""
+    """The tensors' names, by which formats are told apart; empty without a file. ValueError for one that cannot be
+    read."""
     if _is_pickled(directory):
         return frozenset(_plain_tensors(directory / _PICKLE, "meta"))
     if (directory / _INDEX).is_file():
@@ -42,7 +44,7 @@ def _is_pickled(directory: Path) -> bool:
 
 
 def _plain_tensors(path: Path, device: str) -> Mapping[str, Tensor]:
-    """What torch.save wrote of a dict of tensors; on "meta" without their data."""
+    """The dict of tensors that torch.save wrote; on "meta" without their data."""
     fix = "download it again, or convert it to safetensors"
     if _is_compressed(path):  # could be any size once unpacked; torch.save compresses nothing
         raise ValueError(f"{path}: cannot be read as plain tensors: its parts are compressed; {fix}")

@@ -20,7 +20,7 @@ _NESTED_KEYS = ("mask_token_id", "target_layer_ids", "block_size")
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """The flat form: other formats with the same architecture describe their layers in a part of their own."""
+    """Whether the config is flat: other formats with this architecture describe their layers in a part of their own."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         return False
     where = str(directory / "config.json")
@@ -28,10 +28,11 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The format counts layers from their outputs, so its id i is the state that enters layer i + 1; the last layer's
-    it reads after the final norm."""
+    """The head in `directory`. The format counts layers from their outputs, so its id i is the state that enters layer
+    i + 1; the last layer's is read after the final norm."""
     where = str(directory / "config.json")
-    own, within = schema.section(raw, "dflash_config", where), f"{where}: dflash_config"
+    own = schema.section(raw, "dflash_config", where)
+    within = f"{where}: dflash_config"
     schema.check_known(own, within, _NESTED_KEYS)
     ids = schema.ids(own, "target_layer_ids", within, -1)
     part, sizes = (where, raw) if raw.get("block_size") is not None else (within, own)
