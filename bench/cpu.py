@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.kernels.graphs import Recorded
 
 Row = dict[str, Any]
 NUM_NEW, NUM_PROMPT = 96, 200
-PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Setup:
 
 def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
     """Code the models never saw; with `length`, ids of exactly that many tokens."""
-    texts = [json.loads(line).get("prompt") for line in PROMPTS.read_text().splitlines()]
+    texts = [json.loads(line).get("prompt") for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     ids = [llm.tokenizer.encode(text) for text in texts if text]
     if length is None:
         return [ids[i % len(ids)] for i in range(count)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftproof import LLM, SamplingParams
+from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.engine import Parts
 from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
@@ -206,7 +206,7 @@ def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     lengths = [20 + 29 * i % (longest - 19) for i in range(count)]
     if llm._frontend.tokenizer is None:
         return random_prompts(llm, lengths)
-    lines = [json.loads(line) for line in (DATA / "prompts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     texts = [p.get("prompt") or p["messages"][0]["content"] for p in lines]
     ids = [llm.tokenizer.encode(text) for text in texts]
     stream = [token for text in ids for token in text] * 2
