@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from draftproof import LLM, SamplingParams
+from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import figures, internals, passes, workload
 from draftproof.bench.against import Transformers
 from draftproof.bench.harness import PLAIN, Benchmark, Measured, Variant, medians
 
 Row = dict[str, Any]
 NUM_NEW, NUM_PROMPT, CONTEXT = 96, 200, 300
-PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 PARTS = {
     "products": ("dp_product",),
@@ -74,7 +73,7 @@ def speed(measured: Measured) -> float:
 
 def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
     """Code the models never saw; with `length`, ids of exactly that many tokens."""
-    texts = [json.loads(line).get("prompt") for line in PROMPTS.read_text().splitlines()]
+    texts = [json.loads(line).get("prompt") for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     ids = [llm.tokenizer.encode(text) for text in texts if text]
     if length is None:
         return [ids[i % len(ids)] for i in range(count)]

@@ -285,8 +285,6 @@ def run_case(
         recorded = ORACLE / folder
         original = recorded if recorded.is_dir() else made / folder
         shutil.copytree(original, source, ignore=shutil.ignore_patterns("oracle_io*"))
-    if head_name == "safeailab_eagle3_a" and kind == "pickle":
-        (head / "model.safetensors").unlink()
     marker = work / "ran"
     broken = target if rng.random() < (0.1 if kind == "pickle" else 0.35) else head
     what = KINDS[kind](rng, broken, marker)

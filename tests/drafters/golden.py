@@ -27,7 +27,7 @@ def folders(head: str, extra: Path | None) -> tuple[Path, Path] | None:
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
     """The reference's way of counting: rounds begun before `max_new` tokens, accepted tokens cut there."""
-    lines = [json.loads(line) for line in (DATA / "prompts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     prompts = [p["prompt"] if "prompt" in p else llm.tokenizer.chat(p["messages"]) for p in lines]
     done: dict[str, int] = {}
     rounds = accepted = 0

@@ -11,7 +11,7 @@ import pytest
 
 from draftproof import assets
 from tests.drafters import golden
-from tests.made.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators
+from tests.made.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators, with_tables
 
 
 def models() -> Path | None:
@@ -89,6 +89,7 @@ def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
 def test_a_flat_p_eagle_is_accepted_as_often_as_the_reference(tmp_path: Path) -> None:
     found = required("tiny-peagle")
     keys = {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}
-    head = flat_from_speculators(found[1], tmp_path / "tiny-peagle", keys)
+    tensors = with_tables(found[1], found[0])
+    head = flat_from_speculators(found[1], tmp_path / "tiny-peagle", keys, tensors)
     measured, expected = golden.measure(found[0], head)
     assert measured == expected

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof import LLM
@@ -92,10 +93,10 @@ def test_the_speculators_form_of_a_head_gives_the_same_logits(tmp_path: Path, pr
 
 
 def test_a_pickle_is_read_as_plain_tensors(tmp_path: Path) -> None:
-    """The .bin file of the original gives the same tensors as its safetensors copy."""
+    """A .bin file gives the same tensors as safetensors; that of EAGLE-1 above is its authors' own."""
     source = ORACLE / "safeailab_eagle3_a"
-    for name in ("config.json", "pytorch_model.bin"):
-        (tmp_path / name).write_bytes((source / name).read_bytes())
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
     pickled, safe = detect.read(tmp_path).weights, detect.read(source).weights
     for name in ("fc.weight", "layers.0.hidden_norm.weight", "lm_head.weight"):
         assert torch.equal(pickled.get(name), safe.get(name))

@@ -31,8 +31,8 @@ EXPECTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a head": (
         {"model": EAGLE3, "num_speculative_tokens": 3},
         [
-            r"drafter eagle3: K=3 \(as asked\); taps: \d \d \d \(.*config.*\); embedding: own; lm_head: own; "
-            r"vocabulary: \d+ of the target's 8192 ids, by d2t; from .*tiny-eagle3.*"
+            r"drafter eagle3: K=3 \(as asked\); taps: \d \d \d \(.*config.*\); embedding: the target's; "
+            r"lm_head: the target's; vocabulary: \d+ of the target's 8192 ids, by d2t; from .*tiny-eagle3.*"
         ],
     ),
     "a block": (

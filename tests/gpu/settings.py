@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import NUM_DRAFTS, SHAPES_OF, Shape
-from draftproof import LLM
+from draftproof import LLM, assets
 from draftproof.bench import internals, workload
 from draftproof.engine.runner import ModelRunner
 from tests.conformance.cases import CASES, TARGETS
@@ -109,7 +109,7 @@ def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     lengths = [20 + 29 * i % (longest - 19) for i in range(count)]
     if not llm.has_tokenizer:
         return random_prompts(llm, lengths)
-    lines = [json.loads(line) for line in (DATA / "prompts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     texts = [p.get("prompt") or p["messages"][0]["content"] for p in lines]
     ids = [llm.tokenizer.encode(text) for text in texts]
     stream = [token for text in ids for token in text] * 2

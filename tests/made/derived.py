@@ -16,6 +16,15 @@ from draftproof.models.loading import Weights
 from draftproof.schema import read_json
 
 
+def with_tables(source: Path, target: Path) -> dict[str, Tensor]:
+    """A head's tensors, and what its file leaves out of its target's: the embedding, the rows that make its logits."""
+    tensors, theirs = load_file(source / "model.safetensors"), Weights.open(target)
+    embed_VH = theirs.get("model.embed_tokens.weight")
+    head_VH = theirs.get("lm_head.weight") if "lm_head.weight" in theirs else embed_VH
+    ids_D = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    return {"embed_tokens.weight": embed_VH, "lm_head.weight": head_VH[ids_D], **tensors}
+
+
 def eagle_from_mtp(source: Path, target: Path, folder: Path) -> Path:
     """An EAGLE head with norms that computes what an MTP head does, in the speculators format; `folder`.
 
@@ -51,9 +60,9 @@ def speculators_from_original(source: Path, folder: Path) -> Path:
     return _write(folder, {**raw, "transformer_layer_config": read_json(source / "config.json")}, tensors)
 
 
-def peagle_from_eagle3(source: Path, folder: Path) -> Path:
+def peagle_from_eagle3(source: Path, target: Path, folder: Path) -> Path:
     """An EAGLE-3 head with a mask state: its first draft is EAGLE-3's, the others are anybody's guess; `folder`."""
-    tensors = load_file(source / "model.safetensors")
+    tensors = with_tables(source, target)
     tensors["mask_hidden"] = _random((1, 1, tensors["fc.weight"].shape[1]), 0.3)
     raw = read_json(source / "config.json") | {"speculators_model_type": "peagle", "mask_token_id": 3}
     return _write(folder, raw, tensors)
@@ -79,10 +88,11 @@ def flat_from_speculators(
     return _write(folder, {key: value for key, value in flat.items() if value is not None}, found)
 
 
-def eagle3_of_one_state(source: Path, folder: Path) -> Path:
+def eagle3_of_one_state(source: Path, target: Path, folder: Path) -> Path:
     """A flat EAGLE-3 head that reads the target's last state in place of fused ones, and since it was not trained for
     that, hardly looks at it; `folder`."""
-    flat_from_speculators(source, folder, {"eagle_config": {"use_aux_hidden_state": False}})
+    keys = {"eagle_config": {"use_aux_hidden_state": False}}
+    flat_from_speculators(source, folder, keys, with_tables(source, target))
     raw, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
     del raw["eagle_aux_hidden_state_layer_ids"], tensors["fc.weight"]
     tensors["layers.0.hidden_norm.weight"] *= 0.03

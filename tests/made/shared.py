@@ -23,7 +23,7 @@ DFLASH = str(DATA / "tiny-dflash")
 
 
 def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text().splitlines()
+    lines = assets.path(assets.PROMPTS).read_text().splitlines()
     return [p["prompt"] for p in map(json.loads, lines) if "prompt" in p]
 
 
@@ -44,12 +44,12 @@ def eagle1() -> str:
 
 @functools.cache
 def one_state() -> str:
-    return str(derived.eagle3_of_one_state(Path(EAGLE3), _made() / "one_state"))
+    return str(derived.eagle3_of_one_state(Path(EAGLE3), TARGET, _made() / "one_state"))
 
 
 @functools.cache
 def peagle() -> str:
-    return str(derived.peagle_from_eagle3(Path(EAGLE3), _made() / "peagle"))
+    return str(derived.peagle_from_eagle3(Path(EAGLE3), TARGET, _made() / "peagle"))
 
 
 @functools.cache

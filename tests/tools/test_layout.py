@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tools import sizes
 
@@ -31,6 +34,7 @@ METHODS = (
 )
 METHODS += ("gemma4mtp", "gemma4assistant")  # Gemma alone is a family of targets
 ORDINARY = {"suffix": "Suffix", "replay": "Replay"}  # words of their own: Path.suffix, graph.replay()
+LARGE = 1 << 20
 FREE = ("checkpoints", "cli", "bench")  # folders in which formats and examples are named
 
 
@@ -148,6 +152,18 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
         "`global x`: pass state as an argument",
     ]
     assert len(questions) == 1 and questions[0].endswith("is it one idea?")
+
+
+def test_no_large_tensor_is_in_the_repository_twice() -> None:
+    """A head's file leaves out the tables of its target; tests that need them put them in."""
+    owners: dict[bytes, str] = {}
+    for path in (*PACKAGE.rglob("*.safetensors"), *ROOT.glob("tests/data/**/*.safetensors")):
+        for name, tensor in load_file(path).items():
+            if tensor.nbytes >= LARGE:
+                content = hashlib.sha256(tensor.flatten().view(torch.uint8).numpy()).digest()
+                here = f"{path.relative_to(ROOT)}: {name}"
+                assert owners.setdefault(content, here) == here
+    assert len(owners) > 5
 
 
 def test_import_brings_no_slow_library() -> None:
