@@ -23,8 +23,8 @@ LinearFn = Callable[[Tensor], Tensor]
 
 
 def partial_sums(linear_fn: LinearFn) -> LinearFn:
-    """The form that leaves sums over parts of K as they are, fp32 [S, T, N] without a bias, where `linear_fn` has such a
-    method; their sum, first to last and rounded, is what `linear_fn` gives. Else `linear_fn`."""
+    """The form that leaves sums over parts of K as they are, fp32 [S, T, N] without a bias, where `linear_fn` has
+    such a method; their sum, first to last and rounded, is what `linear_fn` gives. Else `linear_fn`."""
     found: LinearFn = getattr(linear_fn, "partial_sums", linear_fn)
     return found
 

@@ -198,8 +198,8 @@ def _span(segment, inputs, SEGMENTED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _product_kernel(
     x, weight, x_tiles, tail_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
-    BM: tl.constexpr, TAIL_ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
+    BM: tl.constexpr, TAIL_ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
