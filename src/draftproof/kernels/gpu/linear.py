@@ -199,7 +199,8 @@ def _span(segment, inputs, SEGMENTED: tl.constexpr):
 def _product_kernel(
     x, weight, x_tiles, tail_tiles, weight_tiles, bias, out, rows, outputs, inputs, segment,
     BM: tl.constexpr, TAIL_ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
 
