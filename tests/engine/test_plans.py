@@ -102,9 +102,17 @@ def test_what_a_member_proposes_beyond_its_k_is_cut() -> None:
     k_R = torch.tensor([0, 1, 5])
     none = torch.zeros(0)
     verified = Verified(
-        tokens_T=none, positions_T=none, query_start_loc_R1=none, slots_R=torch.arange(3), live_R=torch.ones(3), next_R=k_R,
-        k_R=k_R, taps=(), draw=None, history=lambda r: none,  # type: ignore[arg-type]
-    )  # fmt: skip
+        tokens_T=none,
+        positions_T=none,
+        query_start_loc_R1=none,
+        slots_R=torch.arange(3),
+        live_R=torch.ones(3),
+        next_R=k_R,
+        k_R=k_R,
+        taps=(),
+        draw=None,  # type: ignore[arg-type]
+        history=lambda r: none,
+    )
     proposal = ChainDrafter([first, second], [2, 9]).propose(verified, 5)
     assert (first.asked, second.asked) == ([2], [5])
     assert proposal.count_R.tolist() == [0, 2, 2]

@@ -36,7 +36,8 @@ class AddRMSNorm(Protocol):
         """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new.
 
         x_TH may be what `PackedLinear.partial_sums` gives: fp32 parts [S, T, H], which are added first to last and
-        rounded to the residual's dtype. weight_H is a model's: on a GPU it may be read before the kernel ahead is through.
+        rounded to the residual's dtype. weight_H is a model's: on a GPU it may be read before the kernel ahead is
+        through.
         """
         ...
 
