@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models
 from draftproof import LLM, SamplingParams, assets
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.text_model import TextDrafter
-from draftproof.drafters.token_map import compare, open_tokenizer, token_texts
+from draftproof.drafters.token_map import compare, token_texts
+from draftproof.models.tokenizer_file import open_tokenizer
 from tests.conformance.cases import DATA, prompts
 from tests.drafters import golden
 from tests.made.vocabularies import EMBED, lone_bytes, permuted, reduced, trained

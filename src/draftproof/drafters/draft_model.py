@@ -18,11 +18,12 @@ from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load_decoder
 from draftproof.drafters.text_model import TextDrafter, context_of
-from draftproof.drafters.token_map import TokenMap, open_tokenizer
+from draftproof.drafters.token_map import TokenMap
 from draftproof.drafters.validation import shares_vocabulary
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import Weights
+from draftproof.models.tokenizer_file import open_tokenizer
 from draftproof.schema import check_choice
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
+from draftproof.models.tokenizer_file import BROKEN
+
 CONTEXT = 8  # tokens decoded before those that matter: their text may depend on what precedes them
 LOOKBACK = 16  # tokens encoded anew before the end of what was encoded
 SYNC = 4  # tokens that must come out as before until the rest before them is believed to

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from draftproof.models.loading import Weights
@@ -19,20 +17,6 @@ from draftproof.models.loading import Weights
 _EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight")
 _HEAD = "lm_head.weight"
 _AT_ONCE = 4096  # rows averaged together
-
-
-def open_tokenizer(directory: Path) -> Tokenizer | None:
-    """The folder's tokenizer.json, cutting and padding nothing; None where there is none."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ValueError(f"{path}: cannot be read ({error}); download it again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from draftproof.drafters.context import DraftContext
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights
-from draftproof.schema import read_json, section
+from draftproof.models.tokenizer_file import read_vocabulary
 
 # what checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are used
 # where the head wants them
@@ -39,7 +39,8 @@ def shares_vocabulary(ctx: DraftContext, vocab_size: int) -> bool:
     assert ctx.checkpoint is not None
     if vocab_size != ctx.target.config.vocab_size:
         return False
-    draft_ids, target_ids = _vocabulary(ctx.checkpoint.directory), _vocabulary(ctx.tokenizer_directory)
+    draft_ids = read_vocabulary(ctx.checkpoint.directory)
+    target_ids = read_vocabulary(ctx.tokenizer_directory)
     return draft_ids is None or target_ids is None or draft_ids == target_ids
 
 
@@ -125,7 +126,7 @@ def check_num_drafts(ctx: DraftContext, most: int, why: str) -> None:
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
     """Equal sizes are not enough: token 17 must be the same text in both. Without both files there is no telling."""
-    draft_ids, target_ids = _vocabulary(draft), _vocabulary(target)
+    draft_ids, target_ids = read_vocabulary(draft), read_vocabulary(target)
     if draft_ids is None or target_ids is None or draft_ids == target_ids:
         return
     token = min(
@@ -135,14 +136,3 @@ def _check_tokenizers(draft: Path, target: Path) -> None:
         f"{draft}: its tokenizer differs from the target's: token {token!r} has id {draft_ids.get(token)} there and "
         f"{target_ids.get(token)} in the target's; the draft must share the target's tokenizer"
     )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    vocab = section(read_json(path), "model", str(path)).get("vocab")
-    if isinstance(vocab, list):  # a Unigram model's: pairs of piece and score
-        pairs = all(isinstance(pair, list) and pair for pair in vocab)
-        return {str(pair[0]): i for i, pair in enumerate(vocab)} if pairs else None
-    return vocab if isinstance(vocab, dict) else None
