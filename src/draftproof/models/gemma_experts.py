@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftproof.models.layers import LayerBuilder, Norm
-from draftproof.models.moe import ExpertWeights
+from draftproof.models.moe import Experts
 from draftproof.models.moe_config import MoEConfig
 
 
@@ -22,24 +22,19 @@ class GemmaExperts:
     __slots__ = (
         "_after",
         "_before",
-        "_config",
-        "_down",
-        "_gate_up",
-        "_gather",
-        "_gelu_mul",
-        "_ops",
+        "_experts",
+        "_route",
         "_router",
         "_router_norm",
+        "_routing",
         "_scale_E",
     )
 
     def __init__(self, builder: LayerBuilder, layer: str, hidden: int, eps: float, config: MoEConfig) -> None:
         """layer: what the layer's tensors begin with."""
         builder = replace(builder, fp8=False)  # as for other experts
-        self._config = config
-        self._ops = builder.ops.experts
-        self._gather = builder.ops.gather
-        self._gelu_mul = builder.ops.gelu_mul
+        self._routing = config.routing
+        self._route = builder.ops.experts.route
         # fp32: half precision would round the product of the two scales
         scale_H = builder.tensor(f"{layer}.router.scale", (hidden,)).float() * hidden**-0.5
         self._router_norm = Norm(scale_H, eps, builder.ops)
@@ -49,16 +44,10 @@ class GemmaExperts:
         self._scale_E = builder.tensor(f"{layer}.router.per_expert_scale", (config.num_experts,)).float()
         self._before = builder.norm(f"{layer}.pre_feedforward_layernorm_2", hidden, eps)
         self._after = builder.norm(f"{layer}.post_feedforward_layernorm_2", hidden, eps)
-        gate, up, down = config.parts
-        weights = ExpertWeights(builder, f"{layer}.experts", config.num_experts)
-        self._gate_up = weights.load((gate, up), "gate_up_proj", config.width, hidden)
-        self._down = weights.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
+        self._experts = Experts(builder, f"{layer}.experts", hidden, config, builder.ops.gelu_mul)
 
     def __call__(self, stream_TH: Tensor) -> Tensor:
         scores_TE = self._router(self._router_norm(stream_TH))
-        experts_TK, weights_TK = self._ops.route(scores_TE, None, self._config.routing)
-        source_P, place_TK, starts_E1 = self._ops.group(experts_TK, self._config.num_experts)
-        inner_PI2 = self._gate_up(self._gather(self._before(stream_TH), source_P), starts_E1)
-        y_PH = self._down(self._gelu_mul(inner_PI2), starts_E1)
+        experts_TK, weights_TK = self._route(scores_TE, None, self._routing)
         weights_TK = weights_TK * self._scale_E[experts_TK]
-        return self._after(self._ops.combine(y_PH, place_TK, weights_TK, None, stream_TH.dtype))
+        return self._after(self._experts(self._before(stream_TH), experts_TK, weights_TK))
