@@ -336,5 +336,5 @@ def _dtype(raw: Mapping[str, Any], where: str) -> torch.dtype | None:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = known.get(str(name).removeprefix("torch."))
     if dtype is None:
-        raise ValueError(f"{where}: dtype={schema.shown(name)}: must be one of {', '.join(known)}")
+        raise schema.no_such_choice(f"{where}: dtype", name, known)
     return dtype

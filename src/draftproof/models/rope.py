@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.room import free_bytes
-from draftproof.schema import flag, number, section, shown, text, unknown_key, whole
+from draftproof.schema import check_choice, flag, number, section, shown, text, unknown_key, whole
 
 _EVERY_TYPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -189,8 +189,7 @@ def _check_type(kind: str, where: str) -> None:
             "depend on more than its own context; set the type to 'yarn' or 'linear' with a fixed factor, or remove "
             "the scaling and keep to the original context length"
         )
-    if kind not in _KEYS_OF_TYPE:
-        raise ValueError(f"{where}: rope_type={shown(kind)}: must be one of {', '.join(_KEYS_OF_TYPE)}")
+    check_choice(f"{where}: rope_type", kind, _KEYS_OF_TYPE)
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
