@@ -57,11 +57,7 @@ class Paged:
         self, positions_T: Tensor, slots_T: Tensor, context_lens_T: Tensor | None = None
     ) -> PagedAttention:
         """For one pass; `context_lens_T` None: causal. Position -1 is padding."""
-        rows = (
-            Rows.causal(positions_T, slots_T)
-            if context_lens_T is None
-            else Rows(positions_T, slots_T, context_lens_T)
-        )
+        rows = Rows(positions_T, slots_T, positions_T + 1 if context_lens_T is None else context_lens_T)
         return PagedAttention(self.ops, self.backend, self.cache, rows)
 
 

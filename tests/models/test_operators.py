@@ -130,7 +130,7 @@ def called_by(config: ModelConfig) -> set[str]:
     planner.certify()
     table_SB = torch.arange(1, 5, dtype=torch.int32).view(1, 4)
     cache = allocate(list(decoder.kv), table_SB, 5, BLOCK, torch.float32, CPU)
-    rows = Rows.causal(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64))
+    rows = Rows(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), torch.tensor([1, 2]))
     out = decoder(torch.tensor([3, 4]), PagedAttention(recorder.ops(), recorder.attention, cache, rows))
     decoder.logits(out.hidden_TH)
     return recorder.called

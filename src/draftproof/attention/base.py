@@ -56,10 +56,6 @@ class Rows:
     block: BlockRows | None = None
     max_query_len: int = 0  # most neighbouring rows of one slot; 0 = not known. Speed only
 
-    @classmethod
-    def causal(cls, positions_T: Tensor, slots_T: Tensor) -> Rows:
-        return cls(positions_T, slots_T, positions_T + 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
