@@ -16,6 +16,7 @@ from draftproof.bench.drive import Client, Job, Run
 from draftproof.bench.harness import Variant
 from draftproof.bench.methods import Comparison, Question, find, is_right
 from draftproof.cli.main import main
+from tests.slow import slow
 
 DATA = Path(__file__).parent.parent / "data"
 QUICK = ["bench", "methods", "--repeats", "1", "--limit", "2", "--max-tokens", "24"]
@@ -29,6 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     return json.loads((folder / "methods.json").read_text()), (folder / "methods.md").read_text()
 
 
+@slow
 def test_there_is_a_row_for_every_method(results: tuple[dict[str, Any], str]) -> None:
     found, page = results
     names = [row["name"] for row in found["methods"]]
@@ -38,6 +40,7 @@ def test_there_is_a_row_for_every_method(results: tuple[dict[str, Any], str]) ->
         assert f"\n| {name} |" in page
 
 
+@slow
 def test_plain_decoding_is_the_unit_of_speed(results: tuple[dict[str, Any], str]) -> None:
     plain, *drafting = results[0]["methods"]
     assert plain["speedup"] == 1 and plain["tau"] == 1 and plain["num_drafted"] == 0
@@ -45,6 +48,7 @@ def test_plain_decoding_is_the_unit_of_speed(results: tuple[dict[str, Any], str]
         assert row["speedup"] > 0 and row["speedup"] != 1
 
 
+@slow
 def test_answers_are_the_same_though_drafts_were_accepted(results: tuple[dict[str, Any], str]) -> None:
     found, page = results
     assert all(row["identical"] for row in found["methods"])
@@ -57,6 +61,7 @@ def test_answers_are_the_same_though_drafts_were_accepted(results: tuple[dict[st
     assert "| same answers |" in page and page.count(" 2 of 2 |") == 7
 
 
+@slow
 def test_a_step_is_divided_into_its_parts(results: tuple[dict[str, Any], str]) -> None:
     rows = {row["name"]: row for row in results[0]["methods"]}
     for row in rows.values():
@@ -195,12 +200,14 @@ def test_the_final_number_is_the_answer(answer: str, right: bool) -> None:
     assert is_right(answer.replace("42", "-1,042"), "-1042") == right or answer == "It is 1,042."
 
 
+@slow
 def test_the_plot_is_drawn(results: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert plots.draw_methods(tmp_path, results[0]["methods"]) == ["methods.png"]
     assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")
 
 
+@slow
 def test_a_column_about_which_nothing_is_known_is_left_out(results: tuple[dict[str, Any], str]) -> None:
     without = {"verify_ms": None, "draft_ms": None, "rest_ms": None, "num_right": 0, "num_asked": 0}
     head, *lines = report.methods_table([row | without for row in results[0]["methods"]])

@@ -17,6 +17,7 @@ from draftproof.bench import against, harness, plots, suite
 from draftproof.bench.drive import Client, Job, Run
 from draftproof.cli import options
 from draftproof.cli.main import main
+from tests.slow import slow
 
 SHAPE = str(Path(__file__).parents[2] / "bench" / "shapes" / "llama-3.1-8b")
 SMALL = ["--output-len", "12", "--num-prompts", "3", "--num-iters", "1", "--dtype", "float32"]
@@ -87,6 +88,7 @@ def test_what_was_measured_before_an_interruption_is_written(
     assert results["identical"] is None and "interrupted" in results["notes"][0]
 
 
+@slow
 def test_engines_that_do_not_fit_together_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ def test_bad_input_is_answered(
     assert "Traceback" not in error
 
 
+@slow
 def test_transformers_is_measured_beside_with_the_same_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +205,7 @@ def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path: Path) -> No
     assert "\n" not in notes[0]
 
 
+@slow
 def test_plots_are_drawn_where_something_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     _, results = bench(tmp_path, "latency", "--batch-sizes", "1,2", "--num-drafts", "2")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from tests.checkpoints import fuzz_files
+from tests.slow import slow
+
+pytestmark = slow
 
 NUM_CASES = 100
 

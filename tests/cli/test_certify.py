@@ -9,6 +9,7 @@ import pytest
 from draftproof.cli.main import main
 from draftproof.engine import certificates
 from draftproof.kernels.exactness import OperatorCertifier
+from tests.slow import slow
 
 
 def lines_of(output: str) -> list[dict[str, object]]:
@@ -38,6 +39,7 @@ def test_every_operator_and_product_is_listed_and_what_is_used_is_exact(
     assert len({line["version"] for line in lines if line["operator"] == "attention"}) >= 4
 
 
+@slow
 def test_an_operator_without_an_exact_version_ends_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +56,7 @@ def test_an_operator_without_an_exact_version_ends_with_1(
     assert "no exact version here: silu_mul" in shown and "NOT exact" in shown
 
 
+@slow
 def test_what_is_used_is_what_an_engine_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's operators alone, and the first attention refused."""
     from draftproof import LLM
@@ -74,6 +77,7 @@ def test_what_is_used_is_what_an_engine_uses(monkeypatch: pytest.MonkeyPatch) ->
     assert (backend.products is PRODUCTS) == (used == {"chunked"})
 
 
+@slow
 def test_overrides_of_the_config_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--hf-overrides", '{"num_attention_heads": 2}', "--json"]) == 0
     lines = lines_of(capsys.readouterr().out)

@@ -10,6 +10,9 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.attention.registry import Entry
 from tests import chunk_sizes
+from tests.slow import slow
+
+pytestmark = slow
 
 
 @pytest.mark.parametrize("dtype", chunk_sizes.DTYPES)

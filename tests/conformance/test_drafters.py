@@ -17,6 +17,7 @@ from draftproof.kernels import native
 from draftproof.kernels.graphs import Recorded
 from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
 from tests.helpers import check_pages
+from tests.slow import few, slow
 
 DTYPES = ["float32", "bfloat16"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -74,6 +75,7 @@ def test_every_registered_method_has_a_case() -> None:
     assert named == {*registry.METHODS, registry.CHAIN, "custom", "custom_vllm", "custom_head"}
 
 
+@slow
 def test_the_mixture_is_one(plain: Any) -> None:
     """Sampling shows: the choices of a request differ, and so do greedy and sampled answers to one prompt."""
     outputs, requests = plain("float32"), mixture()
@@ -85,9 +87,10 @@ def test_the_mixture_is_one(plain: Any) -> None:
     assert len({tuple(ids) for ids in repeats}) > 2
 
 
-@pytest.mark.parametrize("settings", CONFIGS)
+@pytest.mark.parametrize("settings", few(CONFIGS, "chunks of 7"))
 @pytest.mark.parametrize(
-    ("target", "dtype"), [(None, "float16"), *itertools.product([None, *TARGETS], DTYPES)]
+    ("target", "dtype"),
+    few([(None, "float16"), *itertools.product([None, *TARGETS], DTYPES)], (None, "bfloat16")),
 )
 def test_plain_decoding_does_not_depend_on_the_batch(
     plain: Any, target: str | None, settings: str, dtype: str
@@ -100,7 +103,8 @@ def test_plain_decoding_does_not_depend_on_the_batch(
 
 # every way of batching, and both dtypes in one of them: that rows do not depend on their batch in either is shown above
 @pytest.mark.parametrize(
-    ("settings", "dtype"), [("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)]
+    ("settings", "dtype"),
+    few([("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)], ("one batch", "bfloat16")),
 )
 @pytest.mark.parametrize("method", CASES)
 def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
@@ -110,6 +114,7 @@ def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dt
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
+@slow
 @pytest.mark.parametrize("settings", ["one batch", "chunks of 7", "preempted"])
 @pytest.mark.parametrize("method", ["eagle3", "mtp/modules"])
 def test_output_in_fp16_equals_plain_decoding(plain: Any, method: str, settings: str) -> None:
@@ -129,8 +134,8 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
     assert all(entry.program is not None for entry in entries.values())
 
 
-@pytest.mark.parametrize("method", CASES)
-@pytest.mark.parametrize("k", [1, "max"])
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("k", few([1, "max"], "max"))
 def test_output_does_not_depend_on_k(plain: Any, method: str, k: Any) -> None:
     k = CASES[method].max_drafts if k == "max" else k
     outputs, llm = run(mixture(), dtype="bfloat16", **drafting(method, k))
@@ -138,12 +143,13 @@ def test_output_does_not_depend_on_k(plain: Any, method: str, k: Any) -> None:
     assert len(llm.stats.speculation.drafted_per_position) == k
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_output_does_not_depend_on_an_adaptive_k(plain: Any, method: str) -> None:
     outputs, llm = run(mixture(), dtype="float32", **drafting(method, policy="adaptive"))
     check(plain("float32", target=CASES[method].target), outputs, llm)
 
 
+@slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("method", ["eagle3", "mtp/modules", "gemma4_mtp"])
@@ -155,7 +161,7 @@ def test_output_does_not_depend_on_threads(
     check(plain(dtype, target=CASES[method].target), outputs, llm)
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_a_prefix_hit_changes_nothing(method: str) -> None:
     """The second call finds its prompts' pages; the drafter must do there what it did the first time."""
     texts = [p * 2 for p in prompts()[:4]]
@@ -174,7 +180,7 @@ def test_a_prefix_hit_changes_nothing(method: str) -> None:
         assert llm.stats.speculation.num_accepted_tokens == 2 * accepted
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     """A chat's next turn: prompt and answer are found again, pages written while drafting among them."""
     llm = LLM(dtype="bfloat16", **drafting(method))
@@ -188,7 +194,7 @@ def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     assert outputs[0].metrics.num_cached_tokens >= 64
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_stopping_at_every_position_of_a_round(method: str) -> None:
     plain = LLM(CASES[method].target, dtype="float32")
     text = plain.generate(REPEATS, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)[0].outputs[0]
@@ -200,7 +206,7 @@ def test_stopping_at_every_position_of_a_round(method: str) -> None:
     check(expected, outputs, llm)
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_the_edge_of_max_model_len(method: str) -> None:
     """Prompts that leave room for 1..8 tokens, fewer than K: drafts never write or count past the end."""
     ids = LLM(dtype="float32").tokenizer.encode(REPEATS * 3)[:60]
@@ -214,7 +220,7 @@ def test_the_edge_of_max_model_len(method: str) -> None:
     check(expected, outputs, llm)
 
 
-@pytest.mark.parametrize("method", [m for m, case in CASES.items() if case.repeatable])
+@pytest.mark.parametrize("method", few([m for m, case in CASES.items() if case.repeatable], "eagle3"))
 def test_drafts_from_kept_state_equal_drafts_from_scratch(method: str) -> None:
     """Replay: what is proposed in the middle of generations, with neighbours, chunks, rejections and a cached prefix
     behind it, is what is proposed after a fresh prefill."""

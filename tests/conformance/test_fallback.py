@@ -11,6 +11,9 @@ from draftproof.kernels import linear, ops, products
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.products import Candidate
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
+from tests.slow import slow
+
+pytestmark = slow
 
 REQUESTS = Requests(
     [*prompts()[:3], REPEATS],

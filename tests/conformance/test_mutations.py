@@ -15,6 +15,7 @@ from draftproof.kernels.linear import PackedLinear
 from draftproof.sampling import verifier
 from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
+from tests.slow import slow
 
 REQUESTS = Requests(
     [*prompts()[:5], REPEATS],
@@ -120,6 +121,7 @@ def test_a_product_that_splits_its_sum_by_the_number_of_rows_is_seen(
     assert differences(dtype=dtype)
 
 
+@slow
 def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys summed in two halves, cut at a place that depends on the number of rows: equal but for rounding."""
     llm = LLM(dtype="float32", speculative_config=HEAD, attention_backend="reference")

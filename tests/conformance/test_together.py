@@ -9,6 +9,9 @@ import pytest
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
 from tests.conformance.cases import CASES, prompts
+from tests.slow import slow
+
+pytestmark = slow
 
 HEADS = ("eagle3", "mtp", "dflash", "peagle")
 PARAMS = [

@@ -12,6 +12,7 @@ import pytest
 from draftproof import assets
 from tests.drafters import golden
 from tests.made.derived import compressed_fp8, eagle_from_mtp, flat_from_speculators, with_tables
+from tests.slow import few, slow
 
 
 def models() -> Path | None:
@@ -34,7 +35,7 @@ def required(head: str) -> tuple[Path, Path]:
     pytest.skip(said)
 
 
-@pytest.mark.parametrize("name", golden.SUPPORTED)
+@pytest.mark.parametrize("name", few(golden.SUPPORTED, "tiny-mtp"))
 def test_acceptance_equals_the_reference(name: str) -> None:
     measured, expected = golden.measure(*required(name))
     assert measured == expected
@@ -58,6 +59,7 @@ def test_a_head_that_is_not_at_hand_is_not_passed_over_in_silence(
                 required(head)
 
 
+@slow
 def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> None:
     """An MTP head as an EAGLE head: another tap and another format, but for the first draft the same numbers."""
     target, head = assets.path("tiny"), golden.DATA / "tiny-mtp"
@@ -67,6 +69,7 @@ def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> N
     assert first["tau_accepted"] > 1.3
 
 
+@slow
 def test_fp8_weights_cost_little_acceptance() -> None:
     """Of 2.244 tokens a round they took nothing: 2.249. The two differ draft by draft, so it is no copy."""
     found = golden.folders("tiny-eagle3", None)
@@ -76,6 +79,7 @@ def test_fp8_weights_cost_little_acceptance() -> None:
     assert rounded["accepted_per_position"] != expected["accepted_per_position"]
 
 
+@slow
 def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
     """compressed-tensors' form: 2.244 tokens a round before."""
     found = golden.folders("tiny-eagle3", None)
@@ -86,6 +90,7 @@ def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
     assert stored["accepted_per_position"] != expected["accepted_per_position"]
 
 
+@slow
 def test_a_flat_p_eagle_is_accepted_as_often_as_the_reference(tmp_path: Path) -> None:
     found = required("tiny-peagle")
     keys = {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}

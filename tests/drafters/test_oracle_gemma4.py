@@ -21,6 +21,7 @@ from draftproof.kernels.native import Library
 from tests.drafters.heads import ORACLE, Pair, close
 from tests.exact import Double, Exact, doubled, settle
 from tests.helpers import Paged, run_rows
+from tests.slow import slow
 
 TARGET = "target_gemma4_a"
 FOLDERS = ["gemma4_assistant_a", "gemma4_assistant_ordered_a"]
@@ -227,6 +228,7 @@ def test_the_engine_drafts_what_the_reference_drafts(folder: str, budget: int) -
         assert drafts == pair.io[f"p{P}_drafts"].tolist()
 
 
+@slow
 @pytest.mark.parametrize("native", [True, False])
 def test_many_requests_of_different_lengths_give_plain_decodings_output(native: bool) -> None:
     """Long chats beside short ones, prefixes shared, more requests than slots, drafts accepted and rejected."""

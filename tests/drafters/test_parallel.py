@@ -19,6 +19,7 @@ from tests.drafters.heads import ORACLE, Pair
 from tests.helpers import Paged, load_decoder, run_rows
 from tests.made.derived import dspark_from_dflash
 from tests.made.shared import DFLASH, DRAFT, EAGLE3, pard, peagle, prompts
+from tests.slow import slow
 
 BLOCKS = ["dflash", "dspark", "dflash2", "xpress"]
 PARALLEL = [*BLOCKS, "peagle", "pard"]
@@ -65,6 +66,7 @@ def test_the_engine_drafts_what_the_original_drafts(folder: str, target: str, k:
         assert llm.draft(pair.tokens[:anchor], k, next_token=pair.tokens[anchor]) == drafts[:k]
 
 
+@slow
 @pytest.mark.parametrize("method", PARALLEL)
 def test_drafts_do_not_depend_on_how_passes_are_run(method: str) -> None:
     config = CASES[method].config
@@ -75,6 +77,7 @@ def test_drafts_do_not_depend_on_how_passes_are_run(method: str) -> None:
         assert drafts[0] and drafts[0] == drafts[1] == drafts[2]
 
 
+@slow
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_block_longer_than_k_finds_pages_for_all_its_rows(method: str) -> None:
     """K = 1 and pages of 2 tokens: a block reaches three pages past the drafts, also at the end of the table."""
@@ -128,6 +131,7 @@ def test_a_threshold_that_is_no_probability_is_refused(tmp_path: Path, value: An
         engine({"model": head, "confidence_threshold": value})
 
 
+@slow
 def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
     """Three parallel methods and a recurrent one share cache, table and taps; the block can do 7 of the 9 asked for."""
     alone = {
@@ -147,6 +151,7 @@ def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
         assert chain.stats.speculation.num_accepted_tokens > 0 and chain.stats.num_drafter_faults == 0
 
 
+@slow
 @pytest.mark.parametrize("method", PARALLEL)
 def test_a_request_without_live_rows_writes_nothing(method: str) -> None:
     """A finished request whose slot the host has not taken back yet, beside one that goes on."""

@@ -19,6 +19,7 @@ from draftproof.models.tokenizer_file import BROKEN, open_tokenizer
 from tests.drafters.test_token_map import change_config, drafter, drafting, numbers
 from tests.made.shared import DATA, other_tokens, prompts
 from tests.made.vocabularies import lone_bytes, permuted, trained
+from tests.slow import slow
 
 SOURCE = DATA / "draft"
 TINY = assets.path("tiny")
@@ -174,6 +175,7 @@ def test_what_a_tokenizer_puts_before_a_text_is_read_once(tokenizers: dict[str, 
     assert ids.ids.count(269) == 1
 
 
+@slow
 def test_the_same_tokenizer_is_accepted_as_often_through_its_text(tmp_path: Path) -> None:
     """Greedy text goes there and back without loss, whatever the ids."""
     expected = numbers(drafting(SOURCE), 0)

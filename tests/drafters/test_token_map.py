@@ -20,6 +20,7 @@ from draftproof.models.tokenizer_file import open_tokenizer
 from tests.conformance.cases import DATA, prompts
 from tests.drafters import golden
 from tests.made.vocabularies import EMBED, lone_bytes, permuted, reduced, trained
+from tests.slow import slow
 
 SOURCE = DATA / "draft"
 TINY = assets.path("tiny")
@@ -43,6 +44,7 @@ def numbers(llm: LLM, temperature: float) -> tuple[int, int]:
     return llm.stats.speculation.num_draft_tokens, llm.stats.speculation.num_accepted_tokens
 
 
+@slow
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_other_ids_of_the_same_network_are_accepted_as_often(tmp_path: Path, temperature: float) -> None:
     expected = numbers(drafting(SOURCE), temperature)
@@ -50,11 +52,13 @@ def test_other_ids_of_the_same_network_are_accepted_as_often(tmp_path: Path, tem
     assert expected[1] > 50
 
 
+@slow
 def test_other_ids_of_the_same_network_have_the_references_acceptance(tmp_path: Path) -> None:
     first, second = (golden.acceptance(drafting(d), 4, 24) for d in (SOURCE, permuted(SOURCE, tmp_path)))
     assert first == second and first["tau_accepted"] > 1.5
 
 
+@slow
 def test_a_vocabulary_that_is_padded_further_is_the_same(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "draft")
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
@@ -133,6 +137,7 @@ def test_of_two_tokens_of_one_text_the_first_is_fed() -> None:
     assert compare(once, twice, 2, 1).draft_V.tolist() == [-1, 0]  # ids that the model has not do not count
 
 
+@slow
 def test_an_untied_head_is_put_into_target_ids_too(tmp_path: Path) -> None:
     """A head that is not the embedding, of a vocabulary with gaps: the same drafts as tied."""
     folder = reduced(SOURCE, tmp_path / "tied", every=20)

@@ -10,6 +10,7 @@ import pytest
 from draftproof import LLM, SamplingParams, SpeculativeConfig
 from draftproof.config import EngineConfig
 from tests.conformance.cases import REPEATS
+from tests.slow import few
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "block_size": 4}
 OTHER = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -35,7 +36,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-@pytest.mark.parametrize("when", ["before the first delta", "after it"])
+@pytest.mark.parametrize("when", few(["before the first delta", "after it"], "after it"))
 def test_parameters_that_change_while_a_stream_runs(tight: LLM, field: str, when: str) -> None:
     values, change = CHANGES[field]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, **values)

@@ -11,6 +11,7 @@ import pytest
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
 from tests.conformance.cases import EAGLE3, MTP, REPEATS, prompts
+from tests.slow import few
 
 LIMIT = 80
 TEXTS = [REPEATS, prompts()[0], REPEATS * 3]
@@ -43,7 +44,7 @@ LIMITED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", few(LIMITED, "head", "chain"))
 def test_no_draft_stands_beyond_its_max_model_len(name: str) -> None:
     llm = engine(LIMITED[name])
     plain, state, ends = run(engine(None)), llm.engine.runner.state, list[int]()

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.slow import few
+
 DATA = Path(__file__).parent.parent / "data"
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Harmful: pass\n"
+TARGETS = ("mtp_mimo_a", "mtp_deepseek_v3_a", "target_gemma4_a", "target_qwen3")
 MAPS: dict[str, dict[str, Any]] = {
     "by name": {"auto_map": {"AutoTokenizer": ["harmful.Harmful", "harmful.Harmful"]}},
     "older form": {"auto_map": ["harmful.Harmful", "harmful.Harmful"]},
@@ -49,7 +52,7 @@ def harmful(to: Path, target: str, keys: dict[str, Any]) -> Path:
     return to
 
 
-@pytest.mark.parametrize("target", ["mtp_mimo_a", "mtp_deepseek_v3_a", "target_gemma4_a", "target_qwen3"])
+@pytest.mark.parametrize("target", few(TARGETS, "target_qwen3"))
 def test_code_of_a_folder_is_not_run_and_nobody_is_asked(tmp_path: Path, target: str) -> None:
     folders = [harmful(tmp_path / str(i), target, keys) for i, keys in enumerate(MAPS.values())]
     command = [sys.executable, "-c", LOAD, *map(str, folders)]

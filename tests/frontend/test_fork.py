@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, SamplingParams
+from tests.slow import slow
 
 LONG = 120  # seconds after which a child is taken for stuck
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -96,6 +97,7 @@ print(llm.generate("x = [", SamplingParams(temperature=0, max_tokens=8), use_tqd
 """
 
 
+@slow
 def test_a_child_of_a_process_that_made_none_works(llm: LLM) -> None:
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=LONG, check=True

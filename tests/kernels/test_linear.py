@@ -22,6 +22,7 @@ from draftproof.kernels.certify import Shape
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.plan_cache import BucketLinear
 from draftproof.kernels.products import Candidate, LinearFn
+from tests.slow import few, slow
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -125,7 +126,9 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 51), (1, 7), (64, 64), (100, 1), (257, 130)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), few([(33, 51), (1, 7), (64, 64), (100, 1), (257, 130)], (33, 51), (1, 7))
+)
 def test_products_are_right_at_odd_sizes_with_bias_and_wide_output(
     find_candidates: linear.FindCandidates,
     request: pytest.FixtureRequest,
@@ -157,6 +160,7 @@ def _only_slow(*_: object) -> list[Candidate]:
     return [products.SLOW]
 
 
+@slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["library", "onednn"])
 def test_processes_with_other_numbers_of_threads_agree(

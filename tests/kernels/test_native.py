@@ -17,6 +17,7 @@ from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
 from draftproof.kernels import certify, native, ops, products
 from draftproof.kernels.certify import Shape
+from tests.slow import slow
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -88,6 +89,7 @@ def test_the_second_load_builds_nothing(tiny_sources: Path, tmp_path: Path) -> N
     assert changed is not None and changed.function("answer", "", "i")() == 43
 
 
+@slow
 def test_two_processes_may_build_at_once(tiny_sources: Path, tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         from pathlib import Path
@@ -142,6 +144,7 @@ def test_a_flag_the_compiler_refuses_is_left_out(
     assert found is not None and found.function("answer", "", "i")() == 42
 
 
+@slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: torch.dtype) -> None:
     table = ops.select(torch.device("cpu"), portable)

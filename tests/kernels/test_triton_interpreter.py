@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
+pytestmark = slow
+
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("norm", "activation", "soft_cap", "rows", "rope", "log_normalizer", "sample", "products"),

@@ -15,6 +15,7 @@ from draftproof.kernels.native import Library
 from draftproof.models.decoder import Decoder
 from tests.helpers import Paged, greedy, load_decoder, run_rows
 from tests.models.reference import MODEL_CASES, States, exact, save
+from tests.slow import slow
 
 A = [(i * 37 + 5) % 199 for i in range(90)]
 B = [(i * i * 11 + 3) % 199 for i in range(41)]
@@ -68,6 +69,7 @@ def test_logits_with_compiled_operators(pair: Pair, library: Library) -> None:
     pair.exact(A).logits.check(logits)
 
 
+@slow
 def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
     paged = Paged(pair.ours.kv)
     texts = {1: A, 3: B}
@@ -91,6 +93,7 @@ def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
         pair.exact(text).logits.check(torch.cat(rows[slot]))
 
 
+@slow
 def test_greedy_text_of_64_tokens(pair: Pair) -> None:
     """Each token is the likeliest one in fp64; where two are as likely as fp32 can tell, either."""
     ids = greedy(pair.ours, B, 64)
