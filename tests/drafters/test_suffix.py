@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from draftproof import LLM, SamplingParams
-from draftproof.drafters.suffix import SuffixDrafter, SuffixOptions
-from draftproof.drafters.suffix_text import END, MOST_PLACES, SuffixIndex
+from draftproof.drafters.suffix import END, MOST_PLACES, SuffixDrafter, SuffixIndex, SuffixOptions
 
 
 def found(text: SuffixIndex, suffix: list[int], k: int) -> list[tuple[int, list[int]]]:

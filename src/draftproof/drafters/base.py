@@ -1,4 +1,4 @@
-"""All that the engine knows about a draft method: its declared needs and `propose`.
+"""The interface between the engine and a draft method: declared needs, and `propose`.
 
 Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that are sampled, V columns of logits.
 """
@@ -46,7 +46,7 @@ class InputLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """What a method needs, as data. `layout` takes K, fixed for the engine's life."""
+    """The needs of a method, as data. `layout` takes K, fixed for the engine's life."""
 
     taps: Taps = field(default_factory=Taps)
     layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
@@ -58,16 +58,16 @@ class DraftSpec:
     mask_token: int | None = None
     anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
     reads_ahead: int = (
-        0  # a row's keys depend on so many tokens after its own, if that is more than the shift
+        0  # K/V at position p depend on tokens up to p + reads_ahead, where that is more than the shift
     )
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
 
     def tokens_ahead(self, num_drafts: int) -> int:
-        """How many tokens after its own a row's keys depend on."""
+        """Number of tokens after its own that a row's keys and values depend on."""
         return max(self.layout(num_drafts).shift, self.reads_ahead) if self.kv else 0
 
     def lookahead(self, num_drafts: int) -> int:
-        """How many positions past the verified rows a draft pass may write to."""
+        """Number of positions past the verified rows that a draft pass may write to."""
         layout = self.layout(num_drafts)
         return max(num_drafts, layout.anchor + layout.masks)
 
@@ -108,7 +108,7 @@ class Proposal:
 
 
 def no_proposal(verified: Verified) -> Proposal:
-    """Nothing for anybody."""
+    """A proposal of no drafts for any request."""
     k_R = verified.k_R
     return Proposal(k_R.new_zeros((len(k_R), 0)), torch.zeros_like(k_R))
 
@@ -168,5 +168,5 @@ class Drafter:
 
 
 def name_of(drafter: Drafter) -> str:
-    """What messages call it: its own `name`, else its class."""
+    """The drafter's name in messages: its own `name`, else its class."""
     return str(getattr(drafter, "name", type(drafter).__name__))

@@ -53,7 +53,9 @@ class BlockNetwork(BlockHead):
         wrap: Callable[[int, DecoderLayer], Layer] = lambda i, layer: layer,
     ) -> None:
         check_target(ctx, s.layers, s.taps)
-        builder, config, hidden = ctx.builder, s.layers, s.layers.hidden_size
+        builder = ctx.builder
+        config = s.layers
+        hidden = s.layers.hidden_size
         self.spec = _spec(ctx, s)
         self._config = config
         self._ops = builder.ops
@@ -92,7 +94,8 @@ class BlockNetwork(BlockHead):
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, None]:
-        embedded_NH, first = self._ops.gather(self._embed_VH, tokens_N), self._layers[0].input_norm
+        embedded_NH = self._ops.gather(self._embed_VH, tokens_N)
+        first = self._layers[0].input_norm
         assert first is not None
         return self._norm.add(*run_layers(self._layers, first(embedded_NH), embedded_NH, attn))[0], None
 

@@ -25,11 +25,12 @@ from draftproof.models.cost import Cost
 
 
 class ChainDrafter(Drafter):
-    """`propose` of every member sees every round, so all of them keep their state in step. `most[i]`: how many tokens
+    """A drafter made of several. Each sees every round, so that all keep their state in step. `most[i]`: tokens that
     member i proposes at most."""
 
     def __init__(self, drafters: Sequence[Drafter], most: Sequence[int]) -> None:
-        self._drafters, self._most = list(drafters), list(most)
+        self._drafters = list(drafters)
+        self._most = list(most)
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
         self._host_looks = False
         specs = [d.spec for d in drafters]
@@ -46,9 +47,11 @@ class ChainDrafter(Drafter):
 
     def bind(self, runtime: DraftRuntime) -> None:
         self._host_looks = runtime.host_looks
-        own, lent = iter(runtime.cache.layers), iter(runtime.cache.layers[len(self.spec.kv) :])
+        own = iter(runtime.cache.layers)
+        lent = iter(runtime.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
-            spec, cache = drafter.spec, runtime.cache
+            spec = drafter.spec
+            cache = runtime.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
             part = PagedCache(layers, cache.block_table_SB)
             drafter.bind(dataclasses.replace(runtime, cache=part))
@@ -66,9 +69,10 @@ class ChainDrafter(Drafter):
         count_R = torch.zeros_like(verified.k_R)
         open_R = verified.k_R
         for drafter, most in zip(self._drafters, self._most, strict=True):
-            # a member asked for nothing anywhere still keeps its state, and skips its unrolling
+            # a member without open requests still ingests the rows, but does not draft
             idle = self._host_looks and not bool(open_R.any())
-            num, k_R = 0 if idle else min(num_drafts, most), open_R.clamp(max=most)
+            num = 0 if idle else min(num_drafts, most)
+            k_R = open_R.clamp(max=most)
             given = dataclasses.replace(
                 verified, k_R=k_R, taps=self._taps_for(drafter.spec.taps, verified.taps)
             )
@@ -100,7 +104,8 @@ class ChainDrafter(Drafter):
 
 
 def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
-    """What the engine reads of a layout: whether rows look one token ahead, and how many follow the verified ones."""
+    """A layout with all that the engine reads of one: whether rows look one token ahead, and how many follow the
+    verified ones."""
     return InputLayout(
         context="all",
         shift=1 if any(layout.shift for layout in layouts) else 0,

@@ -1,4 +1,4 @@
-"""Code that is not ours: whatever it raises becomes one kind of fault, and what it changes in the process is undone."""
+"""Containment of foreign code: what it raises becomes one kind of fault, what it changes in the process is undone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _C: Any = torch._C
 _math: Any = ctypes.CDLL(None)  # the C library that this process runs with
 FLOAT_STATE_BYTES = 256  # fenv_t has at most 32 on the processors there are
 
-# How each is read and set. Those of a thread hold for the calling one: steps and user code share it.
+# How each setting is read and set. Settings of a thread are the calling one's: steps and user code share it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -29,7 +29,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class DrafterError(Exception):
-    """What foreign code raised, in one line that is safe to show."""
+    """A fault of foreign code, in one line that is safe to show."""
 
 
 @contextlib.contextmanager
@@ -43,7 +43,8 @@ def contained() -> Iterator[None]:
     state = ctypes.create_string_buffer(FLOAT_STATE_BYTES)
     _math.fegetenv(state)
     settings = [read() for read, _ in _SETTINGS]
-    modes, device = overrides._get_current_function_mode_stack(), _default_device()
+    modes = overrides._get_current_function_mode_stack()
+    device = _default_device()
     num_dispatch_modes = len(_python_dispatch._get_current_dispatch_mode_stack())
     try:
         with torch.inference_mode(
@@ -65,7 +66,7 @@ def contained() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Its type and words, in one line; its type alone where its words cannot be had."""
+    """The error's type and words, in one line; its type alone where its words cannot be had."""
     if isinstance(error, DrafterError):
         return str(error)
     name = type(error).__name__
@@ -79,12 +80,12 @@ def describe(error: BaseException) -> str:
 
 
 def _default_device() -> tuple[Any, Any]:
-    """What `torch.set_default_device` keeps beside the mode that it enters."""
+    """The state that `torch.set_default_device` keeps beside the mode that it enters."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE
 
 
 def _restore_modes(modes: list[Any], device: tuple[Any, Any]) -> None:
-    """The stack of function modes as it was; the default device is one of them."""
+    """Restore the stack of function modes; the default device is one of them."""
     now = overrides._get_current_function_mode_stack()
     if len(now) == len(modes) and all(a is b for a, b in zip(now, modes, strict=True)):
         return

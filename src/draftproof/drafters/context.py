@@ -1,4 +1,4 @@
-"""What a draft method is built from: its checkpoint, as a reader understood it, and the engine around it."""
+"""The context that a draft method is built in: its checkpoint, as a reader understood it, and the engine around it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DraftCheckpoint:
     """A draft checkpoint in the project's own terms, whatever its files looked like.
 
     `settings` is the method's dataclass; `num_drafts` the checkpoint's own K; `target` the model it was made for, as
-    the files name it; `num_target_layers`: how many that one has, where they say; `tap_shift`: what was added to the
-    files' numbers of tapped layers, to tell of them as the files do.
+    the files name it; `num_target_layers`: that model's layers, where they say; `tap_shift`: what was added to the
+    files' numbers of tapped layers, so that messages can name them as the files do.
     """
 
     method: str
@@ -40,10 +40,10 @@ class DraftCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftContext:
-    """Everything a method may want at start. `builder` makes pieces from the checkpoint, exempt from exactness.
+    """Everything that a method may need at start. `builder` makes pieces from the checkpoint, exempt from exactness.
 
-    `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest a text gets;
-    `max_positions`: the positions that drafts beyond its end may take, too; `inner`: the drafter made of the config's
+    `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest text;
+    `max_positions`: that, and the positions of drafts beyond its end; `inner`: the drafter made of the config's
     `drafters`, for methods that run others. `notes`: what the builder found, for the line in the log: where "taps"
     come from, whose "embed_tokens" and "lm_head" are, how the "vocabulary" is mapped.
     """
@@ -71,7 +71,7 @@ class DraftContext:
 
     @property
     def tokenizer_directory(self) -> Path:
-        """Of the target's tokenizer."""
+        """The folder of the target's tokenizer."""
         named = self.config.tokenizer
         return self.target_directory if named is None else Path(named)
 

@@ -33,12 +33,13 @@ def find(name: str) -> Any:
 
 
 def load(name: str, ctx: DraftContext) -> Drafter:
-    """Find it, build it, and check that it looks like a `Drafter`. Raises ValueError naming what is missing.
+    """The drafter `name`, found, built and checked to look like a `Drafter`. ValueError names what is missing.
 
     A class gets the engine's config with its own `speculative_config`; a function gets `ctx` with that config, as the
-    methods of this package do, and returns the drafter. A class written for vLLM gets such a config as it expects.
+    methods of this package do, and returns the drafter. A class written for vLLM gets a config as it expects one.
     """
-    maker, own_name = find(name), name.rpartition(".")[2]
+    maker = find(name)
+    own_name = name.rpartition(".")[2]
     ctx = replace(ctx, config=replace(ctx.config, speculative_config=ctx.own))
     is_class = isinstance(maker, type)
     try:

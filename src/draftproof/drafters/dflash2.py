@@ -34,7 +34,8 @@ class BlockConv:
     of [taps, H], plus what a projection of the sublayer's input adds for each tap and group."""
 
     def __init__(self, ctx: DraftContext, s: DFlash2Settings, prefix: str) -> None:
-        hidden, self._size = s.block.layers.hidden_size, s.block.block_size
+        hidden = s.block.layers.hidden_size
+        self._size = s.block.block_size
         groups = hidden // s.group_size
         self._kernel_2WH = ctx.builder.tensor(f"{prefix}.base_kernel", (2, s.taps, hidden))
         self.projection = ctx.builder.linear(f"{prefix}.kernel_projection", hidden, 2 * s.taps * groups)
@@ -48,7 +49,8 @@ class BlockConv:
         return self.convolve(x_NH, kernels_N2WH[:, 0]), kernels_N2WH[:, 1]
 
     def convolve(self, x_NH: Tensor, kernels_NWH: Tensor) -> Tensor:
-        x_RBH, out_NH = x_NH.view(-1, self._size, x_NH.shape[1]), x_NH * kernels_NWH[:, 0]
+        x_RBH = x_NH.view(-1, self._size, x_NH.shape[1])
+        out_NH = x_NH * kernels_NWH[:, 0]
         for tap in range(1, kernels_NWH.shape[1]):
             earlier_RBH = torch.nn.functional.pad(x_RBH, (0, 0, tap, 0))[:, : self._size]
             out_NH = out_NH + earlier_RBH.reshape(x_NH.shape) * kernels_NWH[:, tap]
@@ -60,7 +62,9 @@ class ConvLayer:
 
     def __init__(self, layer: DecoderLayer, attention: BlockConv, mlp: BlockConv) -> None:
         self.input_norm = layer.input_norm
-        self._layer, self._attention, self._mlp = layer, attention, mlp
+        self._layer = layer
+        self._attention = attention
+        self._mlp = mlp
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         layer = self._layer
@@ -75,7 +79,8 @@ class SelectorDecode(Decode):
     """The best candidates of a row are scored again, by the token before and the row's state."""
 
     def __init__(self, ctx: DraftContext, s: DFlash2Settings) -> None:
-        builder, size = ctx.builder, (s.block.layers.vocab_size, s.rank)
+        builder = ctx.builder
+        size = (s.block.layers.vocab_size, s.rank)
         self._before_VE = builder.tensor("candidate_selector.predecessor_codebook", size)
         self._after_VE = builder.tensor("candidate_selector.successor_codebook", size)
         self._projection = builder.linear(
@@ -84,7 +89,8 @@ class SelectorDecode(Decode):
         self._num = s.num_candidates
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], None]:
-        tokens, before_R = list[Tensor](), block.anchor_R
+        tokens = list[Tensor]()
+        before_R = block.anchor_R
         for k, logits_RV in enumerate(block.logits_KRV):
             ids_RC = logits_RV.topk(self._num).indices
             scores_RC = self.scores(logits_RV, block.hidden_JRH[block.first + k], before_R, ids_RC)

@@ -29,7 +29,7 @@ from draftproof.schema import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelOptions:
-    """How a model with another tokenizer is asked. "table": its tables are put into the target's ids, and it drafts the
+    """Settings of a model with another tokenizer. "table": its tables are put into the target's ids, and it drafts the
     tokens that both have; "text": it reads and writes text, on the host; "auto": "table" where it has most of the
     target's tokens."""
 
@@ -40,7 +40,7 @@ class DraftModelOptions:
 
 
 def build(ctx: DraftContext) -> Drafter:
-    """Every token unshifted, then the newest one as a row of its own; or the text of all, see `text_model`.
+    """A drafter that reads every token unshifted, the newest as a row of its own; or the text, see `text_model`.
 
     ValueError, with both values, where tokens differ and a tokenizer.json that would tell how is missing.
     """
@@ -65,8 +65,9 @@ def build(ctx: DraftContext) -> Drafter:
 
 
 def _mapped_drafter(ctx: DraftContext, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
-    """The same network in target ids: nothing is left to be mapped while it runs."""
-    weights, ids_C = ctx.builder.weights, mapped.common_ids()
+    """The model with its tables in target ids: nothing is left to be mapped while it runs."""
+    weights = ctx.builder.weights
+    ids_C = mapped.common_ids()
     tied = model.tie_word_embeddings
     if isinstance(weights, Weights):  # random ones are as good in any ids
         weights = token_map.translated(weights, mapped, tied=tied)
@@ -89,7 +90,7 @@ def _text_drafter(ctx: DraftContext, model: ModelConfig, target: Any, draft: Any
 
 
 def _tokenizers(ctx: DraftContext) -> tuple[Any, Any]:
-    """The target's and the draft's."""
+    """(the target's tokenizer, the draft's)."""
     assert ctx.checkpoint is not None
     model = ctx.settings(DraftModelSettings).model
     folders = (ctx.tokenizer_directory, ctx.checkpoint.directory)

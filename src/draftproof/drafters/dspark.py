@@ -24,7 +24,8 @@ from draftproof.models.cost import Cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkSettings:
-    """`rank` 0: no bias. `confidence`: there is such a head; `confidence_reads_token`: it sees the token before."""
+    """Sizes of a head. `rank` 0: no bias. `confidence`: there is such a head; `confidence_reads_token`: it sees the
+    token before."""
 
     block: BlockSettings
     rank: int
@@ -35,7 +36,7 @@ class DSparkSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkOptions:
-    """A proposal ends before the first draft that is estimated to be accepted less often; 0: never."""
+    """Settings of the method. A proposal ends before the first draft whose estimated acceptance is lower; 0: never."""
 
     confidence_threshold: float = 0.0
 
@@ -46,13 +47,18 @@ class DSparkOptions:
 
 
 class MarkovDecode(Decode):
-    """Its state is carried from slot to slot by the `rnn` kind only."""
+    """Decoding from left to right. Only the `rnn` kind carries a state from slot to slot."""
 
     def __init__(self, ctx: DraftContext, s: DSparkSettings, threshold: float) -> None:
-        builder, c = ctx.builder, s.block
-        hidden, rank, vocab = c.layers.hidden_size, s.rank, c.layers.vocab_size
-        self._rank, self._kind, self._threshold = rank, s.kind, threshold
-        self._products: list[PackedLinear] = []  # that every draft computes
+        builder = ctx.builder
+        c = s.block
+        hidden = c.layers.hidden_size
+        rank = s.rank
+        vocab = c.layers.vocab_size
+        self._rank = rank
+        self._kind = s.kind
+        self._threshold = threshold
+        self._products: list[PackedLinear] = []  # computed for every draft
 
         def linear(name: str, num_in: int, num_out: int, **options: Any) -> PackedLinear:
             self._products.append(builder.linear(name, num_in, num_out, **options))
@@ -73,8 +79,10 @@ class MarkovDecode(Decode):
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]:
         tokens: list[Tensor] = []
-        state_RE, before_R = None, block.anchor_R
-        open_R, count_R = torch.ones_like(before_R), torch.zeros_like(before_R)
+        state_RE = None
+        before_R = block.anchor_R
+        open_R = torch.ones_like(before_R)
+        count_R = torch.zeros_like(before_R)
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
             k = j - block.first  # a row that has no draft of its own is a step of the recurrence all the same
             bias_RV, before_RE, state_RE = self.step(hidden_RH, before_R, state_RE, block)

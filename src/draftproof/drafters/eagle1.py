@@ -16,8 +16,8 @@ from draftproof.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle1Settings:
-    """`layers`: the draft's own decoder layers. `norms`: the variant with norms of embedding, input and output; the
-    original has none of them, and none of the state in either form."""
+    """Settings of a head. `layers`: the draft's own decoder layers. `norms`: the variant with norms of embedding, input
+    and output; the original has none of these, and neither norms the state."""
 
     layers: ModelConfig
     fc_bias: bool

@@ -26,7 +26,7 @@ from draftproof.models.rope import cos_sin_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """Which norms a head has: of the embedding, of the state, of the first layer's input, of the output."""
+    """The norms that a head has: of the embedding, of the state, of the first layer's input, of the output."""
 
     embed: bool
     hidden: bool
@@ -37,8 +37,8 @@ class Norms:
 class FusedNetwork:
     """`x = fc([embed_norm(embed); hidden_norm(h)])`, layers, `out = norm(x)`.
 
-    Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*, all behind `prefix`. `index`: of its
-    first layer in the draft cache. `state_first`: fc reads `[h; embed]`.
+    Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*, all behind `prefix`. `index`: its
+    first layer's place in the draft cache. `state_first`: fc reads `[h; embed]`.
     """
 
     def __init__(
@@ -53,8 +53,11 @@ class FusedNetwork:
         fc_bias: bool = False,
         state_first: bool = False,
     ) -> None:
-        hidden, eps = config.hidden_size, config.norm_eps
-        self._config, self._ops, self._state_first = config, builder.ops, state_first
+        hidden = config.hidden_size
+        eps = config.norm_eps
+        self._config = config
+        self._ops = builder.ops
+        self._state_first = state_first
 
         def norm(name: str, wanted: bool) -> Norm | None:
             return builder.norm(prefix + name, hidden, eps) if wanted else None
@@ -67,7 +70,12 @@ class FusedNetwork:
         self._fc = builder.linear(f"{prefix}fc", 2 * hidden, hidden, bias=fc_bias)
         self._layers = [
             DecoderLayer(
-                *(builder, f"{prefix}layers.{i}", config, cos_sin_PD, index + i, window),
+                builder,
+                f"{prefix}layers.{i}",
+                config,
+                cos_sin_PD,
+                index + i,
+                window,
                 input_norm=norms.input or i > 0,
             )
             for i, window in enumerate(config.windows)
@@ -95,7 +103,7 @@ class FusedNetwork:
 
 
 class FusedHead(DraftHead):
-    """Logits and feedback are both made of the network's output. `taps` is the one state h."""
+    """The network's output makes logits, and is the feedback. `taps` is the one state h."""
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 Its query sits at the position of the token that it reads, and stays there for all drafts of a round: that is how the
 reference implementation runs it (another engine puts it one lower; drafts differ, outputs do not).
-Shapes: T target rows, N draft rows, M read rows, H its hidden size, V vocabulary.
+Shapes: T target rows, N draft rows, M read rows, H its hidden size, V vocabulary, C centroids, S tokens of a centroid,
+X tokens looked at.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, InputLayout, Taps
-from draftproof.drafters.borrowed import caches_lent
-from draftproof.drafters.centroids import CentroidHead
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
-from draftproof.drafters.validation import check_leftovers
+from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
 from draftproof.models import cost, gemma
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
@@ -28,13 +27,41 @@ from draftproof.models.layers import Linear, run_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Settings:
-    """`layers`: the assistant's own; `num_centroids` 0: logits of all tokens are computed, else those of the tokens of
-    the best `num_chosen` centroids."""
+    """Settings of an assistant. `layers`: its own; `num_centroids` 0: logits of all tokens are computed, else those of
+    the tokens of the best `num_chosen` centroids."""
 
     layers: ModelConfig
     backbone_hidden_size: int
     num_centroids: int = 0
     num_chosen: int = 0
+
+
+class CentroidHead:
+    """An output head that looks at a part of the vocabulary: logits of the tokens that belong to the centroids nearest
+    to a state; every other token gets 1 less than the least of them."""
+
+    def __init__(self, ctx: DraftContext, num_centroids: int, num_chosen: int, weight_VH: Tensor) -> None:
+        vocab, hidden = weight_VH.shape
+        self._weight_VH = weight_VH
+        self._tokens_CS = _token_order(ctx, num_centroids, num_chosen, vocab).view(num_centroids, -1)
+        self._num_chosen = num_chosen
+        self._centroids = ctx.builder.linear(
+            "masked_embedding.centroids", hidden, num_centroids, out_dtype=torch.float32
+        )
+
+    def __call__(self, hidden_MH: Tensor) -> Tensor:
+        """The logits, fp32 [M, V]."""
+        chosen_MC = self._centroids(hidden_MH).topk(self._num_chosen, dim=-1).indices
+        tokens_MX = self._tokens_CS[chosen_MC].flatten(1)
+        found_MX = torch.bmm(self._weight_VH[tokens_MX].float(), hidden_MH.float()[:, :, None]).squeeze(2)
+        least_M1 = found_MX.amin(dim=-1, keepdim=True) - 1.0
+        return least_M1.repeat(1, len(self._weight_VH)).scatter_(1, tokens_MX, found_MX)
+
+    def cost(self, num_rows: int) -> Cost:
+        """What `num_rows` cost: every row reads the weights of its own tokens."""
+        elements = self._num_chosen * self._tokens_CS.shape[1] * self._weight_VH.shape[1]
+        each = cost.products(elements, 1, self._weight_VH.element_size())
+        return cost.linear(self._centroids, num_rows) + each * num_rows
 
 
 class Gemma4Head(DraftHead):
@@ -44,19 +71,23 @@ class Gemma4Head(DraftHead):
     ids_V: Tensor | None = None
 
     def __init__(self, ctx: DraftContext, s: Gemma4Settings) -> None:
-        config, builder, target = s.layers, ctx.builder, ctx.target
+        config = s.layers
+        builder = ctx.builder
+        target = ctx.target
         own = config.gemma
         assert own is not None
         self._config = config
         self.spec = DraftSpec(
             taps=Taps(final=True),
             layout=lambda _: InputLayout(context="last", shift=1),
-            borrow=caches_lent(ctx, config, s.backbone_hidden_size),
+            borrow=_caches_lent(ctx, config, s.backbone_hidden_size),
             advance=0,
         )
         ctx.notes["embed_tokens"] = "the target's"
-        hidden, backbone = config.hidden_size, s.backbone_hidden_size
-        self._concat, self._embed = builder.ops.concat, target.embed
+        hidden = config.hidden_size
+        backbone = s.backbone_hidden_size
+        self._concat = builder.ops.concat
+        self._embed = target.embed
         self._before = builder.linear("pre_projection", 2 * backbone, hidden)
         self._after = builder.linear("post_projection", hidden, backbone)
         # the target's tables; a row is told the place of the state that it goes on from: its token's is one higher
@@ -108,6 +139,53 @@ class Gemma4Head(DraftHead):
         found += cost.layers_products(self._config, num_rows, self._before.weight_itemsize)
         found += cost.attention(self._config, size.requests, size.fed, size.context, size.itemsize)
         return found + self._logits_cost(size.requests * size.read)
+
+
+def _caches_lent(ctx: DraftContext, layers: ModelConfig, backbone_hidden_size: int) -> tuple[int, ...]:
+    """The target's caches that the assistant's kinds of layers read; ValueError where the pair does not fit."""
+    own = layers.gemma
+    assert ctx.checkpoint is not None and own is not None
+    where = ctx.checkpoint.where
+    target = ctx.target.config
+    other = "this assistant belongs to another target"
+    if target.gemma is None or not target.gemma.values_normed:
+        raise ValueError(
+            f"{where}: model_type='gemma4_assistant', but the target's is {target.model_type!r}; an assistant reads "
+            "the keys and values of a Gemma 4 target"
+        )
+    check_vocabulary(ctx, layers.vocab_size)
+    check_hidden(ctx, backbone_hidden_size, "backbone_hidden_size")
+    lent = []
+    for kind in own.kinds:
+        cache = target.gemma.last_cache(kind)
+        if cache is None:
+            raise ValueError(f"{where}: has layers of type {kind!r}, but the target has none; {other}")
+        mine = next(layer for layer in own.layers if layer.kind == kind)
+        theirs = next(layer for layer in target.gemma.layers if layer.owns_cache and layer.cache == cache)
+        for name in ("num_kv_heads", "head_dim", "rope", "window"):
+            wanted = getattr(mine, name)
+            found = getattr(theirs, name)
+            if wanted != found:
+                raise ValueError(f"{where}: {kind}: {name}={wanted}, but the target's is {found}; {other}")
+        lent.append(cache)
+    return tuple(lent)
+
+
+def _token_order(ctx: DraftContext, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:
+    """int64 [V]: the tokens of the first centroid, of the second, ..."""
+    assert ctx.checkpoint is not None
+    where = ctx.checkpoint.where
+    if vocab % num_centroids or not 1 <= num_chosen <= num_centroids:
+        raise ValueError(
+            f"{where}: num_centroids={num_centroids}, centroid_intermediate_top_k={num_chosen}: the first must "
+            f"divide vocab_size={vocab}, the second lie between 1 and the first"
+        )
+    order_V = ctx.checkpoint.weights.get("masked_embedding.token_ordering", (vocab,), "ids").long()
+    if not torch.equal(order_V.sort().values, torch.arange(vocab)):
+        raise ValueError(
+            f"{where}: masked_embedding.token_ordering must name each of {vocab} tokens once; download the files again"
+        )
+    return order_V.to(ctx.device)
 
 
 def build(ctx: DraftContext) -> HeadDrafter:

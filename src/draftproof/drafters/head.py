@@ -1,4 +1,4 @@
-"""Runs a draft network: feeds it the rows its layout declares, unrolls it, draws its tokens.
+"""Runs a draft network: feeds it the rows that its layout declares, unrolls it, draws its tokens.
 
 Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F feature width, V columns of logits.
 """
@@ -48,7 +48,7 @@ class DraftHead(Protocol):
     ids_V: Tensor | None
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
-        """Fusion of the tapped target states, [T, F]; None where the head reads tokens only.
+        """The tapped target states, fused: [T, F]; None where the head reads tokens only.
 
         A head whose mask rows have features gives theirs as a row of its own after the T.
         """
@@ -57,11 +57,11 @@ class DraftHead(Protocol):
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """-> hidden_NH for `logits`, and the next row's features, None where rows have none."""
+        """(hidden_NH for `logits`, the next row's features or None where rows have none)."""
         ...
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
-        """fp32 [M, V]."""
+        """The logits, fp32 [M, V]."""
         ...
 
     def cost(self, size: PassSize) -> Cost:
@@ -73,8 +73,8 @@ DraftMemory = DraftRuntime  # the old name, for one version
 
 
 class Unroll(Protocol):
-    """How drafts come out of a head. All of `draft` is one function of buffers, so it can be run again without
-    Python: no look at the host, no shape that depends on data."""
+    """A scheme by which drafts come out of a head. All of `draft` is one function of buffers, so it can be run again
+    without Python: no look at the host, no shape that depends on data."""
 
     num_read: int  # rows read per request
     most_drafts: int
@@ -118,13 +118,15 @@ class HeadDrafter(Drafter):
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
-        runtime, unroll = self._runtime, self.unroll
+        runtime = self._runtime
+        unroll = self.unroll
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, unroll.most_drafts)
         if not num and not self.spec.kv:
             return no_proposal(verified)
         fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
-        own, draw = unroll.inputs(runtime, verified, fed), verified.draw
+        own = unroll.inputs(runtime, verified, fed)
+        draw = verified.draw
         inputs = (*own, *draw.inputs, *verified.taps)
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
@@ -162,17 +164,15 @@ def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:
 def draft_rows(runtime: DraftRuntime, layout: Layout, verified: Verified, num_drafts: int) -> DraftRows:
     v = verified
     return runtime.ops.step.draft_rows(
-        *(
-            layout,
-            v.query_start_loc_R1,
-            v.tokens_T,
-            v.positions_T,
-            v.slots_R,
-            v.live_R,
-            v.next_R,
-            v.k_R,
-            num_drafts,
-        )
+        layout,
+        v.query_start_loc_R1,
+        v.tokens_T,
+        v.positions_T,
+        v.slots_R,
+        v.live_R,
+        v.next_R,
+        v.k_R,
+        num_drafts,
     )
 
 
@@ -192,7 +192,8 @@ class _Inputs(NamedTuple):
 
 
 class Recurrent(Unroll):
-    """One row a step, which carries the token drafted before; it sits at the read row's position + step, or stays."""
+    """One row a step, which carries the token drafted before and sits at the read row's position + step, or stays
+    there."""
 
     num_read = 1
     most_drafts = 1 << 30
@@ -201,26 +202,32 @@ class Recurrent(Unroll):
         self._head = head
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
-        read_R, positions_KR, context_lens_KR = (
-            fed.read_RJ[:, 0].contiguous(),
-            fed.positions_KR,
-            fed.context_lens_KR,
-        )
+        read_R = fed.read_RJ[:, 0].contiguous()
+        positions_KR = fed.positions_KR
+        context_lens_KR = fed.context_lens_KR
         if not self._head.spec.advance:
             step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
-            positions_KR, context_lens_KR = (
-                (positions_KR - step_K1).clamp(min=-1),
-                (context_lens_KR - step_K1).clamp(min=0),
-            )
+            positions_KR = (positions_KR - step_K1).clamp(min=-1)
+            context_lens_KR = (context_lens_KR - step_K1).clamp(min=0)
         return _Inputs(
-            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N, read_R),
-            *(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR),
+            fed.tokens_N,
+            fed.source_N,
+            fed.positions_N,
+            fed.context_lens_N,
+            fed.slots_N,
+            read_R,
+            verified.slots_R,
+            fed.drawn_KR,
+            positions_KR,
+            context_lens_KR,
         )
 
     def draft(
         self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        gather, head, i = runtime.ops.gather, self._head, _Inputs(*given)
+        gather = runtime.ops.gather
+        head = self._head
+        i = _Inputs(*given)
         features_TF = head.features(taps)
         features_NF = None if features_TF is None else gather(features_TF, i.source_N)
         attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))

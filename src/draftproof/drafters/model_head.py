@@ -23,14 +23,14 @@ from draftproof.models.loading import WeightSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelSettings:
-    """`mask_token`: of models that were trained to fill masks."""
+    """A draft model's config, and its `mask_token` if it was trained to fill masks."""
 
     model: ModelConfig
     mask_token: int | None = None
 
 
 class DraftModelHead(DraftHead):
-    """The model as a head."""
+    """A language model as a head."""
 
     def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
         self._decoder = decoder
@@ -74,7 +74,7 @@ def load_decoder(
     num_columns: int | None = None,
     max_positions: int | None = None,
 ) -> Decoder:
-    """Exempt from exactness. `num_columns`: of the logits; None: as many as the model has."""
+    """The model, exempt from exactness. `num_columns`: columns of its logits; None: as many as the model has."""
     made = ctx.builder
     return Decoder.load(
         weights,

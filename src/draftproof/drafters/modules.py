@@ -25,7 +25,8 @@ from draftproof.models.cost import Cost
 
 
 class _Inputs(NamedTuple):
-    """The buffers of a draft pass. `draft_MN`: the draft that the row carries, counted from 1; 0: `tokens_MN` is it."""
+    """The buffers of a draft pass. `draft_MN`: number of the draft that the row carries, from 1; 0: it carries
+    `tokens_MN`."""
 
     tokens_MN: Tensor
     draft_MN: Tensor
@@ -39,8 +40,8 @@ class _Inputs(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a slot's next pass begins with: its last `count` target states and tokens, at the end of E places; the
-    last of them is at position `end` - 1."""
+    """The rows that a slot's next pass begins with: its last `count` target states and tokens, at the end of E places;
+    the last of them is at position `end` - 1."""
 
     states_SEH: Tensor
     tokens_SE: Tensor
@@ -49,7 +50,8 @@ class _Kept(NamedTuple):
 
 
 class ModulesDrafter(Drafter):
-    """Modules beyond the drafts asked for run too: their keys must be there when they are wanted."""
+    """The drafter around several modules. Those beyond the drafts asked for run too: their keys must be there when they
+    are wanted."""
 
     def __init__(
         self,
@@ -61,9 +63,12 @@ class ModulesDrafter(Drafter):
     ) -> None:
         assert len(modules) > 1 and len(spec.kv) == len(modules)
         self.spec = spec
-        self._modules, self._embed_VH, self._head = tuple(modules), embed_VH, head
+        self._modules = tuple(modules)
+        self._embed_VH = embed_VH
+        self._head = head
         self._runtime: DraftRuntime | None = None
-        kept, hidden = len(modules) - 1, embed_VH.shape[1]
+        kept = len(modules) - 1
+        hidden = embed_VH.shape[1]
         zeros = torch.zeros(num_slots, kept, dtype=torch.int64, device=embed_VH.device)
         states_SEH = embed_VH.new_zeros(num_slots, kept, hidden)
         self._kept = _Kept(states_SEH, zeros, zeros[:, 0].clone(), zeros[:, 0].clone())
@@ -72,14 +77,17 @@ class ModulesDrafter(Drafter):
         self._runtime = runtime
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        """What was kept is another request's. Rows of cached pages are done with: nothing there is to be repeated."""
+        """Forget what was kept for another request. Rows of cached pages are done with: none has to be repeated."""
         self._kept.count_S[slot] = 0
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed rows kept and verified through all modules; draft a token from each, as many as are wanted."""
-        runtime, v, draw = self._runtime, verified, verified.draw
+        runtime = self._runtime
+        v = verified
+        draw = verified.draw
         assert runtime is not None, "bind comes before propose"
-        num, num_requests = min(num_drafts, len(self._modules)), len(v.slots_R)
+        num = min(num_drafts, len(self._modules))
+        num_requests = len(v.slots_R)
         table = torch.cat((v.taps[0], self._kept.states_SEH[v.slots_R].flatten(0, 1)))
         own = self._inputs(v)
         inputs = (*own, table, *draw.inputs)
@@ -111,17 +119,21 @@ class ModulesDrafter(Drafter):
         return sum((module.cost(rows) for module in self._modules), logits)
 
     def _inputs(self, v: Verified) -> _Inputs:
-        """Example: M = 2, one request kept a state at 4 and verified [s5 d6 d7]@5..7, of which s5 d6 live, next r7:
-        rows @4 @5 @6 pad; tokens of module 0: s5 d6 r7, of module 1: d6 r7 and the first draft."""
-        kept, num_modules, R = self._kept, len(self._modules), len(v.slots_R)
-        each, device = num_modules - 1, v.tokens_T.device
+        """The buffers of a pass. Example: M = 2, one request kept a state at 4 and verified [s5 d6 d7]@5..7, of which
+        s5 d6 live, next r7: rows @4 @5 @6 pad; tokens of module 0: s5 d6 r7, of module 1: d6 r7 and the first draft."""
+        kept = self._kept
+        num_modules = len(self._modules)
+        R = len(v.slots_R)
+        each = num_modules - 1
+        device = v.tokens_T.device
         start_R = v.query_start_loc_R1[:-1]
         at_N = torch.arange(len(v.tokens_T) + R * each, device=device)
         begin_R = start_R + torch.arange(R, device=device) * each
         owner_N = torch.searchsorted(begin_R, at_N, right=True) - 1
         # a row's place among its request's verified ones; below 0 it is a kept one
         place_N = at_N - begin_R[owner_N] - each
-        first_R, live_R = _first(v), v.live_R
+        first_R = _first(v)
+        live_R = v.live_R
         known_R = torch.where(kept.end_S[v.slots_R] == first_R, kept.count_S[v.slots_R], 0)
         live_N = live_R[owner_N]
         stands_N = (place_N >= -known_R[owner_N]) & (place_N < live_N) & (live_N > 0)
@@ -155,7 +167,8 @@ class ModulesDrafter(Drafter):
     def _draft(
         self, runtime: DraftRuntime, i: _Inputs, table: Tensor, draw: Draw, num: int
     ) -> tuple[Tensor, ...]:
-        gather, drawn = runtime.ops.gather, list[Tensor]()
+        gather = runtime.ops.gather
+        drawn = list[Tensor]()
         state_NH = gather(table, i.source_N)
         rows = Rows(i.positions_N, i.slots_N, i.context_lens_N)
         for m, module in enumerate(self._modules):
@@ -169,13 +182,17 @@ class ModulesDrafter(Drafter):
         return tuple(drawn)
 
     def _keep(self, v: Verified, table: Tensor) -> None:
-        """The last E rows that live, for the next pass; where none does, what was kept stays."""
-        kept, R = self._kept, len(v.slots_R)
-        each, owner_R = kept.tokens_SE.shape[1], torch.arange(R, device=v.slots_R.device)
+        """Keep the last E live rows for the next pass; where none lives, what was kept stays."""
+        kept = self._kept
+        R = len(v.slots_R)
+        each = kept.tokens_SE.shape[1]
+        owner_R = torch.arange(R, device=v.slots_R.device)
         place_ER = v.live_R - each + torch.arange(each, device=v.slots_R.device)[:, None]
         kept_at_ER = len(v.tokens_T) + (owner_R + 1) * each + place_ER
         source_ER = torch.where(place_ER < 0, kept_at_ER, v.query_start_loc_R1[:-1] + place_ER)
-        tokens_ER, first_R, slots_R = self._tokens(v, owner_R, place_ER), _first(v), v.slots_R
+        tokens_ER = self._tokens(v, owner_R, place_ER)
+        first_R = _first(v)
+        slots_R = v.slots_R
         follows_R = kept.end_S[slots_R] == first_R
         count_R = torch.where(follows_R, kept.count_S[slots_R], 0) + v.live_R
         stays_R = v.live_R == 0

@@ -24,8 +24,8 @@ _NORMS = Norms(embed=True, hidden=True, input=True, final=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpSettings:
-    """A module of its own files. `layers`: its one decoder layer; `target_layers`: how many its target has, as its
-    config says."""
+    """Settings of a module in files of its own. `layers`: its one decoder layer; `target_layers`: number of its
+    target's layers, as its config says."""
 
     layers: ModelConfig
     target_layers: int
@@ -33,8 +33,8 @@ class MtpSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMtpSettings:
-    """Modules in the target's files, tensors under `modules.k.`. `layers`: a module's decoder layer; `state_first`:
-    as of `FusedNetwork`."""
+    """Settings of modules in the target's files, tensors under `modules.k.`. `layers`: a module's decoder layer;
+    `state_first`: see `FusedNetwork`."""
 
     layers: ModelConfig
     num_modules: int
@@ -48,8 +48,9 @@ def build(ctx: DraftContext) -> Drafter:
 
 
 def _build_own(ctx: DraftContext) -> Drafter:
-    """This form is trained on the target's last state before the final norm."""
-    s, num_layers = ctx.settings(MtpSettings), ctx.target.config.num_layers
+    """A module of files of its own, which is trained on the target's last state before the final norm."""
+    s = ctx.settings(MtpSettings)
+    num_layers = ctx.target.config.num_layers
     assert ctx.checkpoint is not None
     if s.target_layers != num_layers:
         raise ValueError(
@@ -60,8 +61,10 @@ def _build_own(ctx: DraftContext) -> Drafter:
 
 
 def _build_from_target(ctx: DraftContext) -> Drafter:
-    """This form reads the target's state after the final norm. Modules that no draft needs are not loaded."""
-    s, builder = ctx.settings(TargetMtpSettings), ctx.builder
+    """Modules of the target's files, which read its state after the final norm. Those that no draft needs are not
+    loaded."""
+    s = ctx.settings(TargetMtpSettings)
+    builder = ctx.builder
     taps = Taps(final=True)
     if s.num_modules > 1:
         check_num_drafts(ctx, s.num_modules, f"num_nextn_predict_layers={s.num_modules}")
@@ -72,7 +75,10 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     table = cos_sin_table(s.layers.rope, ctx.max_positions, builder.device)
     modules = [
         FusedNetwork(
-            *(builder, s.layers, _NORMS, table),
+            builder,
+            s.layers,
+            _NORMS,
+            table,
             prefix=f"modules.{m}.",
             index=m,
             state_first=s.state_first,

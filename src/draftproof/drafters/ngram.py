@@ -15,7 +15,8 @@ from draftproof.schema import is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramOptions:
-    """Longest and shortest suffix that is looked up, in tokens; one that is left out makes room for the other."""
+    """Settings of the method: longest and shortest suffix that is looked up, in tokens; one that is left out makes room
+    for the other."""
 
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -42,7 +43,7 @@ class NgramOptions:
 
 
 class NgramDrafter(Drafter):
-    """No match, no draft: nothing is ever filled in. Reads the history only, so it keeps no state."""
+    """Proposes what `lookup` finds; no match, no draft. It reads the history only, so it keeps no state."""
 
     spec = DraftSpec(host_tokens=True)
 

@@ -24,7 +24,7 @@ DrawSlot = Callable[[int, Tensor], Tensor]  # k, logits_RV -> tokens_R: the k-th
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the pass gave. Draft k is read from row `first + k`."""
+    """The results of a pass over blocks. Draft k is read from row `first + k`."""
 
     hidden_JRH: Tensor
     logits_KRV: Tensor  # fp32
@@ -36,8 +36,8 @@ class Block:
 
 
 class Decode(Protocol):
-    """Chooses a block's tokens where a draft depends on the one before it: (K tensors of R tokens, drafts worth
-    keeping per request or None for all). Drawing a draft again replaces it."""
+    """A rule that chooses a block's tokens where a draft depends on the one before it: (K tensors of R tokens, drafts
+    worth keeping per request or None for all). Drawing a draft again replaces it."""
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]: ...
 
@@ -70,34 +70,49 @@ class _Inputs(NamedTuple):
 
 
 class Parallel(Unroll):
-    """All drafts from one pass. `block`: the head where it remembers target states (its layout has no context)."""
+    """One pass for all drafts. `block`: the head where it remembers target states (its layout has no context)."""
 
     def __init__(
         self, head: DraftHead, num_drafts: int, block: BlockHead | None = None, decode: Decode | None = None
     ) -> None:
-        self._head, self._block, self._decode = head, block, decode
+        self._head = head
+        self._block = block
+        self._decode = decode
         self._first = 0 if head.spec.anchor_predicts else 1
         self.num_read = 1 + head.spec.layout(num_drafts).masks
         self.most_drafts = self.num_read - self._first
         self._context = kernel_layout(head.spec, InputLayout(context="all"), 1)
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
-        context, before_R, block_ends_N = fed, verified.next_R, fed.context_lens_N
+        context = fed
+        before_R = verified.next_R
+        block_ends_N = fed.context_lens_N
         if self._block is not None and len(fed.drawn_KR):
             context = draft_rows(runtime, self._context, verified, 0)
             before_R = verified.tokens_T[context.read_RJ[:, 0]]
             ends_RJ = fed.context_lens_N.view(-1, self.num_read)
             block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
         return _Inputs(
-            *(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N),
-            *(fed.read_RJ.t().contiguous(), fed.drawn_KR, verified.next_R, before_R),
-            *(block_ends_N, context.positions_N, context.slots_N),
+            fed.tokens_N,
+            fed.source_N,
+            fed.positions_N,
+            fed.context_lens_N,
+            fed.slots_N,
+            fed.read_RJ.t().contiguous(),
+            fed.drawn_KR,
+            verified.next_R,
+            before_R,
+            block_ends_N,
+            context.positions_N,
+            context.slots_N,
         )
 
     def draft(
         self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        i, head, gather = _Inputs(*given), self._head, runtime.ops.gather
+        i = _Inputs(*given)
+        head = self._head
+        gather = runtime.ops.gather
         features_TF = head.features(taps)
         block = None
         if self._block is not None:
@@ -106,7 +121,8 @@ class Parallel(Unroll):
             self._block.remember(features_TF, runtime.attention(rows))
             if not len(i.drawn_KR):
                 return ()
-            block, features_TF = BlockRows(i.block_ends_N, i.read_JR), None
+            block = BlockRows(i.block_ends_N, i.read_JR)
+            features_TF = None
         features_NF = None if features_TF is None else gather(features_TF, i.source_N)
         rows_each = 0 if block is None else self.num_read
         attn = runtime.attention(
@@ -116,11 +132,14 @@ class Parallel(Unroll):
         return self._read(hidden_NH, i, draw, gather)
 
     def _read(self, hidden_NH: Tensor, i: _Inputs, draw: Draw, gather: Gather) -> tuple[Tensor, ...]:
-        """Rows are read slot by slot, so that each draft's rows lie together."""
-        num, first, ids_V = len(i.drawn_KR), self._first, self._head.ids_V
+        """The drafts, from rows read slot by slot, so that each draft's rows lie together."""
+        num = len(i.drawn_KR)
+        first = self._first
+        ids_V = self._head.ids_V
         if not num:
             return ()
-        (num_read, R), hidden = i.read_JR.shape, hidden_NH.shape[1]
+        num_read, R = i.read_JR.shape
+        hidden = hidden_NH.shape[1]
         hidden_JRH = gather(hidden_NH, i.read_JR.view(-1)).view(num_read, R, hidden)
         logits = self._head.logits(hidden_JRH[first : first + num].view(num * R, hidden))
         logits_KRV = logits.view(num, R, -1)

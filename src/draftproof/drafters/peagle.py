@@ -34,8 +34,9 @@ class PEagleHead(DraftHead):
         self._mask_1X = _mask_state(ctx, (len(spec.taps.layers) or 1) * ctx.target.config.hidden_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """[T + 1, F], the mask rows' last."""
-        concat, num_rows = self._network.ops.concat, len(taps[0])
+        """The rows' features [T + 1, F]; the last row's are those of mask rows."""
+        concat = self._network.ops.concat
+        num_rows = len(taps[0])
         masks = self._mask_1X.split([tap.shape[1] for tap in taps], dim=1)
         flat = (concat((tap.view(1, -1), mask)) for tap, mask in zip(taps, masks, strict=True))
         return self._network.features(tuple(x.view(num_rows + 1, -1) for x in flat))
@@ -53,7 +54,7 @@ class PEagleHead(DraftHead):
 
 
 def _mask_state(ctx: DraftContext, width: int) -> Tensor:
-    """[1, X]; files have it with one axis, two or three."""
+    """The state of mask rows, [1, X]; files have it with one axis, two or three."""
     assert ctx.checkpoint is not None
     shape = ctx.checkpoint.weights.shape("mask_hidden", 1, 2, 3) or (1, 1, width)
     axes = (1,) * (len(shape) - 1)

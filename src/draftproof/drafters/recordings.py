@@ -36,7 +36,7 @@ def save(path: str | Path, outputs: Iterable[RequestOutput]) -> None:
 
 
 def load(path: str | Path, vocab_size: int) -> list[Recording]:
-    """What `save` wrote; ValueError names the file and what is wrong in it."""
+    """The recordings that `save` wrote; ValueError names the file and what is wrong in it."""
     try:
         listed = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -74,7 +74,7 @@ class RecordingIndex:
     def find(self, tokens: Sequence[int]) -> int | None:
         """Index of the recording, None without one. `tokens`: a prompt, and after a preemption some of its output.
 
-        Of several outputs of a prompt the first that agrees.
+        Where a prompt has several outputs, the first that agrees counts.
         """
         for length in self._lengths:
             known = tuple(tokens[length:])
@@ -85,12 +85,13 @@ class RecordingIndex:
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int32 [G, L], at least one column."""
+    """The rows as one int32 tensor [G, L], padded with 0; at least one column."""
     longest = max(1, *map(len, rows)) if rows else 1
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
 
 
 def token_noise(tokens_GL: Tensor, seed: int) -> Tensor:
-    """Uniform, on the host: a token's noise belongs to its place in its recording, the same in every run and batch."""
+    """Uniform noise for each recorded token, on the host: it belongs to the token's place, so it does not depend on the
+    run or the batch."""
     places_G, places_L = (torch.arange(size) for size in tokens_GL.shape)
     return noise.uniform(noise.token_bits(torch.full_like(places_G, seed), places_G, places_L))

@@ -1,4 +1,4 @@
-"""The draft methods there are. Adding one is a file in this folder and a row here."""
+"""The table of draft methods. Adding one is a file in this folder and a row here."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from draftproof.schema import did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
-    """Of methods without settings of their own."""
+    """The settings of a method that has none of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One row. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
+    """A row of the table. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
     `may_be_in_target`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
     all tokens; `default_drafts` where neither user nor checkpoint says."""
 
@@ -67,12 +67,12 @@ METHODS: dict[str, Method] = {
     "xpress": Method(build=xpress.build, parallel=True),
     "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
-CUSTOM_DRAFTS = 5  # of a user's class
+CUSTOM_DRAFTS = 5  # default K of a user's class
 CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
 
 
 def is_custom(method: str) -> bool:
-    """A dotted name is a user's class."""
+    """Whether the method is a user's class: a dotted name."""
     return "." in method
 
 

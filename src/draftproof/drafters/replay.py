@@ -24,8 +24,9 @@ from draftproof.schema import is_number, is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """`recordings`: a file that `save` wrote. `acceptance`: the probability that draft j is the recorded token, for
-    each j or one number for all; the last one holds for drafts past the end. `seed`: which tokens are wrong."""
+    """Settings of the method. `recordings`: a file that `save` wrote. `acceptance`: the probability that draft j is the
+    recorded token, for each j or one number for all; the last one holds for drafts past the end. `seed`: which tokens
+    are wrong."""
 
     recordings: str = ""
     acceptance: float | Sequence[float] = 1.0
@@ -93,10 +94,12 @@ class ReplayDrafter(Drafter):
             self._inner.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """A function of the device's tensors alone: the host never looks."""
+        """The recorded tokens, wrong at the chosen rate. Computed on the device's tensors alone: the host never
+        looks."""
         if self._inner is not None:
             self._inner.propose(verified, num_drafts)
-        live_R, last_T = verified.live_R, verified.positions_T
+        live_R = verified.live_R
+        last_T = verified.positions_T
         last_R = (verified.query_start_loc_R1[:-1] + (live_R - 1).clamp(min=0)).clamp(max=len(last_T) - 1)
         first_R = last_T[last_R] + 2  # the next token is known, drafts come after it
         index_R, start_R, end_R = self._span_S3[verified.slots_R].unbind(1)

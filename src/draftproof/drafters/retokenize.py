@@ -37,7 +37,8 @@ class TargetText:
         self.ends_whole = not piece.endswith(BROKEN)
         self.text = self._sure + piece.rstrip(BROKEN)
         if self.ends_whole:
-            self._sure, self._num_sure = self.text, len(self._ids)
+            self._sure = self.text
+            self._num_sure = len(self._ids)
 
     def continued(self, text: str, most: int) -> list[int]:
         """At most `most` ids that come out where `text` is encoded behind this text; none where they would not be read
@@ -75,7 +76,7 @@ class DraftIds:
         return self._ids if self._ids[: len(prefix)] == prefix else prefix + self._ids
 
     def update(self, text: str) -> None:
-        """`text` begins with the text so far."""
+        """Take over `text`, which begins with the text so far."""
         if text == self._text:
             return
         lookback = LOOKBACK
@@ -94,9 +95,11 @@ class DraftIds:
         """Encode from the token at `place` on; False where nothing before the end came out as it was."""
         at = self._starts[place] if place else 0
         found = self._tokenizer.encode(text[at:], add_special_tokens=False)
-        ids, starts = found.ids, [at + start for start, _ in found.offsets]
+        ids = found.ids
+        starts = [at + start for start, _ in found.offsets]
         if place == 0:
-            self._ids, self._starts = ids, starts
+            self._ids = ids
+            self._starts = starts
             return True
         # A cut changes how the first few come out. From where both agree for a while the new ones go on.
         old = {start: i for i, start in reversed(list(enumerate(self._starts[place:], place)))}
@@ -113,7 +116,7 @@ class DraftIds:
 
 
 def _prefix(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before any text."""
+    """The ids that the tokenizer puts before any text."""
     found = tokenizer.encode("a", add_special_tokens=True)
     first = next((i for i, special in enumerate(found.special_tokens_mask) if not special), 0)
     return list(found.ids[:first])

@@ -1,4 +1,4 @@
-"""Keeps a drafter's faults from the user: whatever it does, what comes out is a proposal or none."""
+"""Keeps a drafter's faults from the user: whatever it does, the result is a proposal or none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from draftproof.drafters.contained import describe
 
 @dataclass(slots=True)
 class ProposalResult:
-    """A proposal of the right form; its ids and counts are still to be cut. `raised`: there is none, and every
-    request's draft state is suspect."""
+    """A proposal of the right shape; its ids and counts are still to be cut. `raised`: the drafter raised, so there are
+    no drafts, and every request's draft state is suspect."""
 
     proposal: Proposal
     raised: bool = False
@@ -65,7 +65,7 @@ class DrafterSandbox:
         return ProposalResult(proposal)
 
     def count_bad_ids(self, num_requests: int) -> None:
-        """A round in which so many requests' drafts had to be cut at an id."""
+        """Count a fault: in this round the drafts of `num_requests` requests had to be cut at an id."""
         self._count(
             f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {num_requests} requests"
         )
@@ -87,7 +87,8 @@ class DrafterSandbox:
             self._count(f"{name}: {describe(error)}")
 
     def _count(self, what: str) -> None:
-        self.num_faults, self.last_fault = self.num_faults + 1, what
+        self.num_faults = self.num_faults + 1
+        self.last_fault = what
         name = name_of(self.drafter)
         if self.num_faults == self._max_faults:
             self.off = True

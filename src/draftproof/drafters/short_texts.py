@@ -15,12 +15,14 @@ from draftproof.models.cost import Cost
 
 
 class ShortTexts(Drafter):
-    """Around any drafter: no draft stands at position `max_model_len` or later. The drafter sees every round all the
-    same, so its state stays in step."""
+    """A drafter around another: no draft stands at position `max_model_len` or later. The inner one still sees every
+    round, so its state stays in step."""
 
     def __init__(self, drafter: Drafter, max_model_len: int) -> None:
-        self.spec, self.name = drafter.spec, name_of(drafter)
-        self._drafter, self._max_model_len = drafter, max_model_len
+        self.spec = drafter.spec
+        self.name = name_of(drafter)
+        self._drafter = drafter
+        self._max_model_len = max_model_len
         self._host_looks = False
 
     def bind(self, runtime: DraftRuntime) -> None:

@@ -1,11 +1,12 @@
 """Suffix drafting: go on as earlier texts did after the longest suffixes met there. Oliaro et al., arXiv 2411.04975.
 
-Texts are the request's own prompt and output, and earlier answers to others. Shapes: C places, K drafts.
+Texts are the request's own prompt and output, and earlier answers to others. Shapes: C places,
+D tokens looked back at, K drafts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -15,18 +16,20 @@ import torch
 from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.suffix_text import END, SuffixIndex
 from draftproof.schema import check_number, check_whole
 
-# of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64
+END = -1  # between two texts, and where a text has no more tokens
+MOST_PLACES = 64  # places of one pair of tokens that are looked at, the newest first
+MOST_BUCKETS = 1 << 20
+# Bounds of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64.
 _BOUNDS = ((2, 1 << 20), (0, 1 << 20), (2, 1 << 26), (0.0, 64.0), (0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixOptions:
-    """`max_tree_depth`: longest suffix looked up, in tokens; `max_spec_factor`: most drafts per token of it;
-    `min_token_prob`: a draft that is less likely, by counting, ends the proposal. Answers are shared across requests
-    up to both `max_cached`; 0 requests: not at all."""
+    """Settings of the method. `max_tree_depth`: longest suffix looked up, in tokens; `max_spec_factor`: most drafts per
+    token of it; `min_token_prob`: a draft that is less likely, by counting, ends the proposal. Answers are shared
+    across requests up to both `max_cached`; 0 requests: not at all."""
 
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
@@ -36,15 +39,77 @@ class SuffixOptions:
 
     def __post_init__(self) -> None:
         for f, (low, high) in zip(fields(self), _BOUNDS, strict=True):
-            name, value = f"speculative_config: {f.name}", getattr(self, f.name)
+            name = f"speculative_config: {f.name}"
+            value = getattr(self, f.name)
             if isinstance(low, int) and isinstance(high, int):
                 check_whole(name, value, low, high)
             else:
                 check_number(name, value, low, high)
 
 
+class SuffixIndex:
+    """The newest `capacity` tokens of one text or many, in fixed memory. Each place is linked to the one before it
+    where these two tokens ended (or others of their hash), so that earlier occurrences are found at once."""
+
+    def __init__(self, capacity: int, most_texts: int | None = None) -> None:
+        self.end = 0  # tokens ever added
+        self._capacity = capacity
+        self._starts: deque[int] | None = None if most_texts is None else deque(maxlen=most_texts)
+        self._tokens = np.full(capacity, END, dtype=np.int32)
+        self._previous = np.full(capacity, -1, dtype=np.int64)
+        self._newest = np.full(1 << max(8, min(capacity, MOST_BUCKETS).bit_length() - 1), -1, dtype=np.int64)
+
+    @property
+    def start(self) -> int:
+        """The oldest token that is still there."""
+        full = self._starts is not None and len(self._starts) == self._starts.maxlen
+        return max(self.end - self._capacity, self._starts[0] if self._starts and full else 0)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the text."""
+        before = int(self._tokens[(self.end - 1) % self._capacity])
+        for token in map(int, tokens):
+            place = self._bucket(before, token)
+            cell = self.end % self._capacity
+            self._tokens[cell] = token
+            self._previous[cell] = self._newest[place]
+            self._newest[place] = self.end
+            self.end = self.end + 1
+            before = token
+
+    def add_whole(self, tokens: Sequence[int]) -> None:
+        """Append a text of its own: nothing is found across its ends."""
+        assert self._starts is not None
+        self._starts.append(self.end)
+        self.add([*tokens[-self._capacity + 1 :], END])
+
+    def tail(self, start: int) -> list[int]:
+        """The tokens from `start` on, as far as they are kept."""
+        return self._tokens[np.arange(max(start, self.start), self.end) % self._capacity].tolist()
+
+    def find(self, suffix_D: np.ndarray, num_ahead: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places where at least the suffix's last two tokens are met, newest first: how many of its tokens match
+        there, int [C], and what followed, [C, K]."""
+        start = self.start
+        places = list[int]()
+        place = int(self._newest[self._bucket(*suffix_D[-2:].tolist())])
+        while place > start and len(places) < MOST_PLACES:
+            if place < self.end - 1:  # the text's end is no earlier place
+                places.append(place)
+            place = int(self._previous[place % self._capacity])
+        places_C1 = np.array(places, dtype=np.int64)[:, None]
+        back_CD = places_C1 - np.arange(len(suffix_D))
+        same_CD = (self._tokens[back_CD % self._capacity] == suffix_D[::-1]) & (back_CD >= start)
+        ahead_CK = places_C1 + np.arange(1, num_ahead + 1)
+        follow_CK = np.where(ahead_CK < self.end, self._tokens[ahead_CK % self._capacity], END)
+        return np.logical_and.accumulate(same_CD, axis=1).sum(1), follow_CK
+
+    def _bucket(self, first: int, second: int) -> int:
+        return ((first * 1_000_003 + second) * 2_654_435_761 >> 8) & (len(self._newest) - 1)
+
+
 class SuffixDrafter(Drafter):
-    """Proposes the continuation that is likeliest to be long: of each text and each suffix of two tokens or more, the
+    """Proposes the continuation that is likeliest to be long: for each text and each suffix of two tokens or more, the
     commonest next token, then the commonest after that, as long as counts support it. No match, no draft."""
 
     spec = DraftSpec(host_tokens=True)
@@ -55,9 +120,8 @@ class SuffixDrafter(Drafter):
         num_texts = options.suffix_decoding_max_cached_requests
         num_tokens = options.suffix_decoding_max_cached_tokens
         self._shared = SuffixIndex(num_tokens, num_texts) if num_texts else None
-        self._requests: dict[
-            int, tuple[SuffixIndex, int]
-        ] = {}  # of a slot: text, and how much of it was given
+        # slot -> its text, and how many of its tokens were given
+        self._requests: dict[int, tuple[SuffixIndex, int]] = {}
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         text = SuffixIndex(self._max_positions)
@@ -65,13 +129,14 @@ class SuffixDrafter(Drafter):
         self._requests[slot] = text, len(tokens)
 
     def release(self, slot: int) -> None:
-        """What was answered is there for others from now on; prompts are not, and neither is a failed admission."""
+        """Keep the answer for others; prompts are not kept, and neither is a failed admission."""
         text, num_given = self._requests.pop(slot, (None, 0))
         if text is not None and text.end > num_given and self._shared is not None:
             self._shared.add_whole(text.tail(num_given))
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        k_R, slots_R = verified.k_R.tolist(), verified.slots_R.tolist()
+        k_R = verified.k_R.tolist()
+        slots_R = verified.slots_R.tolist()
         tokens_RK = np.zeros((len(k_R), num_drafts), dtype=np.int64)
         count_R = np.zeros(len(k_R), dtype=np.int64)
         for r, (slot, k) in enumerate(zip(slots_R, k_R, strict=True)):
@@ -81,7 +146,8 @@ class SuffixDrafter(Drafter):
             text, _ = self._requests[slot]
             text.add(history[text.end :].tolist())
             found = self._continue(text, history, k)
-            tokens_RK[r, : len(found)], count_R[r] = found, len(found)
+            tokens_RK[r, : len(found)] = found
+            count_R[r] = len(found)
         device = verified.k_R.device
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
 
@@ -101,8 +167,10 @@ class SuffixDrafter(Drafter):
         return best[1]
 
     def _walk(self, follow_CK: list[list[int]]) -> tuple[float, list[int]]:
-        """(tokens to be expected of it, the path of the commonest next tokens)."""
-        expected, likely, path = 0.0, 1.0, list[int]()
+        """(tokens that can be expected, the path of the commonest next tokens)."""
+        expected = 0.0
+        likely = 1.0
+        path = list[int]()
         for step in range(len(follow_CK[0])):
             ahead = [row[step] for row in follow_CK if row[step] != END]
             if not ahead:

@@ -1,5 +1,6 @@
 """The network that reads fused states of several target layers beside its tokens: `a = [input_layernorm(embed);
-hidden_norm(h)]` into the first layer, logits from `norm(x)`. One layer or more. Or of the target's last state alone.
+hidden_norm(h)]` into the first layer, logits from `norm(x)`. It has one layer or more,
+and may read the target's last state alone.
 
 Shapes: T target rows, N draft rows, M read rows, F = H fused width.
 """
@@ -25,8 +26,8 @@ from draftproof.models.rope import cos_sin_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TappedSettings:
-    """`layers` describes the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n layers; empty:
-    h is the state after the target's final norm, and there is no fusion."""
+    """Settings of a head. `layers`: the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n
+    layers; empty: h is the state after the target's final norm, and there is no fusion."""
 
     layers: ModelConfig
     draft_vocab_size: int
@@ -39,11 +40,13 @@ class TappedSettings:
 
 
 class TappedNetwork(DraftHead):
-    """Fusion, layers and output head."""
+    """EAGLE-3's network, and P-EAGLE's: fusion, layers and output head."""
 
     def __init__(self, ctx: DraftContext, spec: DraftSpec) -> None:
         s = ctx.settings(TappedSettings)
-        builder, config, hidden = ctx.builder, s.layers, s.layers.hidden_size
+        builder = ctx.builder
+        config = s.layers
+        hidden = s.layers.hidden_size
         check_target(ctx, config, spec.taps.layers)
         self._settings = s
         self.ops = builder.ops
@@ -52,7 +55,8 @@ class TappedNetwork(DraftHead):
         def norm(name: str, size: int) -> Norm:
             return Norm.load(builder, name, size, config.norm_eps)
 
-        fused, num_taps = bool(spec.taps.layers), len(spec.taps.layers)
+        fused = bool(spec.taps.layers)
+        num_taps = len(spec.taps.layers)
         target_hidden = ctx.target.config.hidden_size
         self._input_norm = (
             norm("input_norm", num_taps * target_hidden) if s.norm_before_fc and fused else None
@@ -109,7 +113,8 @@ class TappedNetwork(DraftHead):
 def tapped(ctx: DraftContext) -> Taps:
     """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
     assert ctx.checkpoint is not None
-    taps, n = ctx.settings(TappedSettings).taps, ctx.target.config.num_layers
+    taps = ctx.settings(TappedSettings).taps
+    n = ctx.target.config.num_layers
     ctx.notes["taps"] = "the usual ones, its config names none" if taps is None else "its config's"
     if taps is not None:
         return Taps(layers=taps, final=not taps)

@@ -27,9 +27,9 @@ from draftproof.drafters.token_map import token_texts
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 
-MOST_CONTEXT = 4096  # draft tokens; of a longer text its end is read
+MOST_CONTEXT = 4096  # draft tokens; only the end of a longer text is read
 MOST_STEPS = 4  # draft tokens written for a target token
-MOST_BYTES = 2 << 30  # of cache; who finds no room there is not drafted for
+MOST_BYTES = 2 << 30  # size of the cache; a request that finds no room there is not drafted for
 
 
 @dataclass(slots=True)
@@ -53,15 +53,20 @@ class _Job:
 
 
 class TextDrafter(Drafter):
-    """Greedy at any temperature: other tokens share no noise with the target's."""
+    """The drafter around such a model. It drafts greedily: tokens of another vocabulary share no noise with the
+    target's."""
 
     spec = DraftSpec(host_tokens=True)
 
     def __init__(self, ctx: DraftContext, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
         """`context`: positions that the decoder was made for; `target`, `draft`: tokenizers."""
-        self._target, self._draft, self._decoder = target, draft, decoder
-        self._unknown, self._foreign = _special_alone(target, draft), _special_alone(draft, target)
-        self._builder, self._config = ctx.builder, ctx.config
+        self._target = target
+        self._draft = draft
+        self._decoder = decoder
+        self._unknown = _special_alone(target, draft)
+        self._foreign = _special_alone(draft, target)
+        self._builder = ctx.builder
+        self._config = ctx.config
         self._context = context
         self._requests: dict[int, _Request] = {}
         self._runtime: DraftRuntime | None = None
@@ -71,8 +76,10 @@ class TextDrafter(Drafter):
         """Make room for as many requests as there may be, within `MOST_BYTES`."""
         if self._runtime is not None:
             return
-        size, num_slots = self._config.block_size, self._config.max_num_seqs
-        device, dtype = self._builder.device, self._builder.dtype
+        size = self._config.block_size
+        num_slots = self._config.max_num_seqs
+        device = self._builder.device
+        dtype = self._builder.dtype
         each = math.ceil(self._context / size)
         block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
         num_blocks = max(each, min(num_slots * each, MOST_BYTES // block_bytes))
@@ -93,7 +100,8 @@ class TextDrafter(Drafter):
             self._pages.release(request.blocks)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        wanted, slots = verified.k_R.tolist(), verified.slots_R.tolist()
+        wanted = verified.k_R.tolist()
+        slots = verified.slots_R.tolist()
         tokens_RK = np.zeros((len(wanted), num_drafts), dtype=np.int64)
         count_R = np.zeros(len(wanted), dtype=np.int64)
         jobs = [
@@ -105,7 +113,8 @@ class TextDrafter(Drafter):
             own = next((n for n, i in enumerate(drafted) if i in self._foreign), len(drafted))
             text = job.request.draft.continuation(drafted[:own])
             found = job.request.text.continued(text, wanted[job.index]) if text else []
-            tokens_RK[job.index, : len(found)], count_R[job.index] = found, len(found)
+            tokens_RK[job.index, : len(found)] = found
+            count_R[job.index] = len(found)
         device = verified.k_R.device
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
 
@@ -121,13 +130,14 @@ class TextDrafter(Drafter):
         return found
 
     def _job(self, index: int, slot: int, verified: Verified, k: int) -> _Job | None:
-        """None where nothing can be drafted: in the middle of a character, and without room."""
+        """A request's part of the round; None where nothing can be drafted: within a character, and without room."""
         if slot not in self._requests:
             self.admit(slot, [], 0)
         request = self._requests[slot]
         request.text.add(verified.history(index)[request.text.num_ids :].tolist())
         request.draft.update(request.text.text)
-        ids, num_target = request.draft.ids, request.text.num_ids
+        ids = request.draft.ids
+        num_target = request.text.num_ids
         if not request.text.ends_whole or not ids:
             return None
         steps = min(MOST_STEPS * k, max(k, math.ceil(k * len(ids) / num_target)), self._context // 4)
@@ -149,7 +159,8 @@ class TextDrafter(Drafter):
         if fresh is None:
             return False
         assert self._runtime is not None
-        start, request.blocks = len(request.blocks), request.blocks + fresh
+        start = len(request.blocks)
+        request.blocks = request.blocks + fresh
         table_SB = self._runtime.cache.block_table_SB
         table_SB[slot, start:num_blocks] = torch.tensor(fresh, dtype=torch.int32).to(table_SB.device)
         return True
@@ -177,7 +188,8 @@ class TextDrafter(Drafter):
     def _read(self, jobs: list[_Job]) -> Tensor:
         """Compute what is not cached; the state of each job's last token, [R, H]."""
         rows = [(i, job.slot, p) for i, job in enumerate(jobs) for p in range(job.num_kept, len(job.ids))]
-        most, hidden = self._config.max_num_batched_tokens, list[Tensor]()
+        most = self._config.max_num_batched_tokens
+        hidden = list[Tensor]()
         for start in range(0, len(rows), most):
             part = rows[start : start + most]
             tokens_N = self._upload([jobs[i].ids[p] for i, _, p in part])
@@ -197,13 +209,13 @@ class TextDrafter(Drafter):
 
 
 def context_of(ctx: DraftContext, most_positions: int) -> int:
-    """Draft tokens that are kept of a request."""
+    """Number of draft tokens that are kept of a request."""
     return min(most_positions, MOST_CONTEXT, MOST_STEPS * ctx.max_positions)
 
 
 def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:
-    """What is read of `ids`: all, as long as there is room for drafts, else an end. It begins at a multiple of half the
-    context, so it does not move with every token."""
+    """The part of `ids` that is read: all, as long as there is room for drafts, else an end, which begins at a multiple
+    of half the context, so that it does not move with every token."""
     room = context - context // 4
     if len(ids) <= room:
         return ids

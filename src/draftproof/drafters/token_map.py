@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizers are the same text, and a draft model's weights in its target's ids.
+"""The tokens that two tokenizers share, matched by their text, and a draft model's weights in its target's ids.
 
 Shapes: V target vocabulary, D draft vocabulary, C draft columns whose token the target has too, H hidden.
 """
@@ -21,8 +21,8 @@ _AT_ONCE = 4096  # rows averaged together
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """`draft_V`: int64, the draft's id of each target token's text, -1 where it has none. `pieces`: of target tokens
-    without one, the draft's own encoding of their text."""
+    """A map from target tokens to draft tokens. `draft_V`: int64, the draft's id of each target token's text, -1 where
+    it has none. `pieces`: for target tokens without one, the draft's own encoding of their text."""
 
     draft_V: Tensor
     pieces: Mapping[int, Sequence[int]]
@@ -38,13 +38,14 @@ class TokenMap:
         return self.num_common / max(1, self.num_tokens)
 
     def common_ids(self) -> Tensor | None:
-        """[C]: target id of each draft column, ascending; None where there is one for each."""
+        """Target id of each draft column, [C], ascending; None where each target id has one."""
         return None if self.num_common == len(self.draft_V) else (self.draft_V >= 0).nonzero()[:, 0]
 
 
 def compare(target: Any, draft: Any, target_size: int, draft_size: int) -> TokenMap:
     """The map between two tokenizers whose models have so many ids; of equal texts the lowest id counts."""
-    draft_texts, target_texts = token_texts(draft), token_texts(target)
+    draft_texts = token_texts(draft)
+    target_texts = token_texts(target)
     draft_of = {text: i for i, text in sorted(draft_texts.items(), reverse=True) if i < draft_size}
     draft_V = torch.full((target_size,), -1, dtype=torch.int64)
     missing: dict[int, bytes] = {}
@@ -58,7 +59,7 @@ def compare(target: Any, draft: Any, target_size: int, draft_size: int) -> Token
 
 
 def token_texts(tokenizer: Any) -> dict[int, bytes]:
-    """What each token stands for, in bytes: the same for tokenizers that write spaces and bytes differently."""
+    """The bytes that each token stands for, whichever way its tokenizer writes spaces and bytes."""
     added = {i: token.content.encode() for i, token in tokenizer.get_added_tokens_decoder().items()}
     kind = repr(tokenizer.decoder)
     byte_of = _byte_alphabet() if "ByteLevel" in kind else None
@@ -98,7 +99,7 @@ def _encoded(
 
 
 def translated(weights: Weights, token_map: TokenMap, *, tied: bool) -> Weights:
-    """The weights of the same model in target ids: embeddings [V, H], a head of the C common columns.
+    """The model's weights in target ids: embeddings [V, H], a head of the C common columns.
 
     A token without counterpart is read as the mean of its pieces' embeddings.
     """

@@ -1,4 +1,4 @@
-"""A user's drafter as the engine sees it: it is given copies, contained while it runs, and what it proposes is checked.
+"""A user's drafter as the engine sees it: given copies, contained while it runs, its proposals checked.
 
 Shapes: R requests, K drafts, M rows that are sampled, V columns of logits.
 """
@@ -23,7 +23,7 @@ class UsersDrafter(Drafter):
     """A drafter around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
 
     def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
-        """To be made inside `contained`: the user's `layout` is asked here, and never again."""
+        """Call inside `contained`: the user's `layout` is asked here, and never again."""
         self.drafter: Any = drafter
         self.name = name
         layout = drafter.spec.layout(num_drafts)
@@ -49,7 +49,8 @@ class UsersDrafter(Drafter):
         with contained():
             ids = _plain_ids(self.drafter.propose(given, num_drafts), verified.num_requests, num_drafts)
         counts = [len(row) for row in ids]
-        device, width = verified.k_R.device, max(counts, default=0)
+        device = verified.k_R.device
+        width = max(counts, default=0)
         padded = [row + [0] * (width - len(row)) for row in ids]
         tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
         return Proposal(tokens_RK, torch.tensor(counts, dtype=torch.int64, device=device))
@@ -66,9 +67,9 @@ class UsersDrafter(Drafter):
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:
-    """What a user's `propose` returned, as a list of drafts a request, made of nothing but Python's own ints."""
+    """The result of a user's `propose` as a list of drafts a request, made of nothing but Python's own ints."""
     if isinstance(proposal, Proposal):
-        _check_form(proposal, num_requests)
+        _check_shapes(proposal, num_requests)
         counts = proposal.count_R.tolist()
         rows = [row[:n] for row, n in zip(proposal.tokens_RK.tolist(), counts, strict=True)]
     elif isinstance(proposal, (list, tuple)):
@@ -87,8 +88,9 @@ def _plain_id(token: Any) -> int:
     return plain if -1 <= plain < 1 << 31 else -1  # no vocabulary has it, whichever it is
 
 
-def _check_form(proposal: Proposal, num_requests: int) -> None:
-    tokens, count = proposal.tokens_RK, proposal.count_R
+def _check_shapes(proposal: Proposal, num_requests: int) -> None:
+    tokens = proposal.tokens_RK
+    count = proposal.count_R
     for name, tensor, dims in (("tokens_RK", tokens, 2), ("count_R", count, 1)):
         if not isinstance(tensor, Tensor) or tensor.dim() != dims or tensor.shape[0] != num_requests:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -102,13 +104,14 @@ def _check_form(proposal: Proposal, num_requests: int) -> None:
 
 
 def _copy(verified: Verified) -> Verified:
-    """Custom code may write where it likes: nothing it holds is ours."""
+    """A copy of `verified`, all tensors included: custom code may write where it likes."""
     copies: dict[str, Any] = {
         f.name: value.clone()
         for f in dataclasses.fields(verified)
         if isinstance(value := getattr(verified, f.name), Tensor)
     }
-    history, draw = verified.history, verified.draw
+    history = verified.history
+    draw = verified.draw
     return dataclasses.replace(
         verified,
         **copies,
@@ -155,7 +158,7 @@ class _CopyingDraw:
         return self.draw(logits_MV, rows_M, positions_M, self._taken("ids", ids_V, size)).clone()
 
     def _taken(self, name: str, given: Any, length: int) -> Any:
-        """A copy of so many integers; None where none are given."""
+        """A copy of `length` integers; None where none are given."""
         if given is None:
             return None
         if given.shape != (length,) or given.is_floating_point():

@@ -1,4 +1,4 @@
-"""Whether a draft checkpoint belongs to its target: refused at start, with both values."""
+"""Checks that a draft checkpoint belongs to its target: a mismatch is refused at start, with both values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.loading import Weights
 from draftproof.models.tokenizer_file import read_vocabulary
 
-# what checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are used
-# where the head wants them
+# Tensors that checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are
+# used where the head wants them.
 _IGNORABLE = (
     r"verifier_.*",
     r".*rotary_emb\.inv_freq",
@@ -65,7 +65,8 @@ def check_leftovers(ctx: DraftContext, prefixes: tuple[str, ...] = ("",)) -> Non
 def check_target(ctx: DraftContext, layers: ModelConfig, taps: Sequence[int]) -> None:
     """ValueError where the head was made for another target, with both values."""
     assert ctx.checkpoint is not None
-    where, target = ctx.checkpoint.where, ctx.target.config
+    where = ctx.checkpoint.where
+    target = ctx.target.config
     check_vocabulary(ctx, layers.vocab_size)
     _check_layers(ctx, taps)
     shape = ctx.checkpoint.weights.shape("fc.weight", 2) if taps else None
@@ -83,8 +84,10 @@ def check_target(ctx: DraftContext, layers: ModelConfig, taps: Sequence[int]) ->
 def _check_layers(ctx: DraftContext, taps: Sequence[int]) -> None:
     """ValueError where the head was made for a target of another number of layers, with the files' own ids."""
     assert ctx.checkpoint is not None
-    where, shift = ctx.checkpoint.where, ctx.checkpoint.tap_shift
-    made_for, last = ctx.checkpoint.num_target_layers, ctx.target.config.num_layers
+    where = ctx.checkpoint.where
+    shift = ctx.checkpoint.tap_shift
+    made_for = ctx.checkpoint.num_target_layers
+    last = ctx.target.config.num_layers
     if made_for not in (None, last):
         raise ValueError(
             f"{where}: num_target_layers={made_for}, but the target's num_hidden_layers is {last}; this draft head "
@@ -102,7 +105,8 @@ def _check_layers(ctx: DraftContext, taps: Sequence[int]) -> None:
 def checked_mask_token(ctx: DraftContext, mask_token: int | None) -> int:
     """The id that mask rows carry; ValueError where there is none or the target has no such id."""
     assert ctx.checkpoint is not None
-    where, vocab = ctx.checkpoint.where, ctx.target.config.vocab_size
+    where = ctx.checkpoint.where
+    vocab = ctx.target.config.vocab_size
     if mask_token is None:
         raise ValueError(f"{where}: mask_token_id is missing; add the id that the head was trained with")
     if not 0 <= mask_token < vocab:
@@ -125,8 +129,10 @@ def check_num_drafts(ctx: DraftContext, most: int, why: str) -> None:
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """Equal sizes are not enough: token 17 must be the same text in both. Without both files there is no telling."""
-    draft_ids, target_ids = read_vocabulary(draft), read_vocabulary(target)
+    """ValueError where tokenizers of one size differ: token 17 must be the same text in both. Without both files there
+    is no telling."""
+    draft_ids = read_vocabulary(draft)
+    target_ids = read_vocabulary(target)
     if draft_ids is None or target_ids is None or draft_ids == target_ids:
         return
     token = min(

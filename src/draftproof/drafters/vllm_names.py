@@ -1,4 +1,4 @@
-"""What the keys and method names of vLLM's speculative_config (0.33) become here: one table, and what applies it."""
+"""The meaning here of keys and method names of vLLM's speculative_config (0.33): one table, and what applies it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ ANY = object()  # the row holds for every value that has no row of its own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A key, or one of its values.
+    """A row of the table: a key, or one of its values.
 
     `effect`: "read" as it is, "mapped" to `becomes`, "accepted" (it has nothing to change here, which one INFO line
     says) or "refused". `why`: the reason, and what to use instead. `default`: vLLM's own, which is as good as left out.
-    `kinds`: the types that vLLM takes. `becomes`: our methods; of several, the checkpoint's content says which.
+    `kinds`: the types that vLLM takes. `becomes`: our methods; where there are several, the checkpoint's content says
+    which.
     """
 
     key: str
@@ -216,7 +217,8 @@ def named(settings: SpeculativeConfig) -> SpeculativeConfig:
 
     ValueError for a method that is refused.
     """
-    method, model = settings.method, settings.model
+    method = settings.method
+    model = settings.model
     if method is None:
         method = _method_in(model)
     if method == _CUSTOM:
@@ -243,7 +245,7 @@ def accepts(method: str | None, found: str) -> bool:
 
 
 def read_options(given: Mapping[str, Any], own: Collection[str] | None) -> dict[str, Any]:
-    """What is left of a drafter's options once vLLM's keys are dealt with; `own`: those its method reads, None: any.
+    """The options of a drafter that are left once vLLM's keys are dealt with; `own`: those its method reads, None: any.
 
     ValueError for a key or value that is refused. At most one INFO line: all that has no meaning here.
     """
@@ -273,9 +275,9 @@ def read_options(given: Mapping[str, Any], own: Collection[str] | None) -> dict[
 
 
 def defaults() -> dict[str, Any]:
-    """vLLM's keys with what they are where nobody gives them."""
+    """vLLM's keys with their default values."""
     found: dict[str, Any] = {}
-    for row in TABLE:  # of a key with several rows, the first has it
+    for row in TABLE:  # the first row of a key has its default
         found.setdefault(row.key, row.default)
     return found
 
@@ -305,7 +307,7 @@ def _is_dotted(model: object) -> bool:
 
 
 def _reason(row: Row, value: object) -> str:
-    """ValueError where vLLM takes no such value either."""
+    """The reason why a value changes nothing. ValueError where vLLM takes no such value either."""
     if row.effect == "read":
         return "a setting of other methods"
     fits = isinstance(value, row.kinds) and (bool in row.kinds or not isinstance(value, bool))

@@ -18,13 +18,13 @@ from draftproof.drafters.base import DraftSpec, Verified
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.vllm_names import defaults
 
-# How vLLM calls `propose`: so many arguments by position, these by name. A drafter of ours takes two.
+# vLLM's arguments of `propose`, by position and by name. A drafter of ours takes two.
 POSITIONAL = ("sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu")
 NAMED = ("slot_mappings",)
 
 
 def is_proposer(maker: object) -> bool:
-    """Whether it is a class whose `propose` can be called as vLLM does, and that has no `spec` as ours have."""
+    """Whether `maker` is a class whose `propose` can be called as vLLM does, and that has no `spec` as ours have."""
     propose = getattr(maker, "propose", None)
     if not isinstance(maker, type) or hasattr(maker, "spec") or not callable(propose):
         return False
@@ -53,7 +53,7 @@ def advice(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig:
-    """As much of vLLM's config as is true here. `speculative_config` has all of vLLM's keys, `model_config` has
+    """The part of vLLM's config that holds here. `speculative_config` has all of vLLM's keys, `model_config` has
     max_model_len, `scheduler_config` has max_num_seqs."""
 
     speculative_config: SimpleNamespace
@@ -82,7 +82,7 @@ class VllmProposer:
 
     def __init__(self, proposer: Any, config: VllmConfig) -> None:
         self._proposer = proposer
-        self._num_known: dict[int, int] = {}  # of a slot: tokens when it was looked at last
+        self._num_known: dict[int, int] = {}  # slot -> tokens when it was looked at last
         shape_SL = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self._tokens_SL = np.zeros(shape_SL, dtype=np.int32)
         self._lengths_S = np.zeros(shape_SL[0], dtype=np.int32)
@@ -94,8 +94,8 @@ class VllmProposer:
         self._num_known.pop(slot, None)
 
     def propose(self, verified: Verified, num_drafts: int) -> object:
-        """What the object returns, unchecked. A row of the arrays is a request of this round, in its order. A request
-        whose prompt is not through has sampled nothing."""
+        """The object's result, unchecked. A row of the arrays is a request of this round, in its order. A request whose
+        prompt is not through has sampled nothing."""
         sampled = [self._look(r, verified) for r in range(verified.num_requests)]
         if not any(sampled):
             return [[] for _ in sampled]
@@ -103,8 +103,9 @@ class VllmProposer:
         return found.tolist() if isinstance(found, (np.ndarray, torch.Tensor)) else found
 
     def _look(self, r: int, verified: Verified) -> list[int]:
-        """Write request r's row; the tokens that were sampled since its last one."""
-        slot, known = int(verified.slots_R[r]), np.asarray(verified.history(r))
+        """Write request r's row; returns the tokens that were sampled since its last one."""
+        slot = int(verified.slots_R[r])
+        known = np.asarray(verified.history(r))
         start = self._num_known.get(slot, len(known))
         if start == len(known) and verified.k_R[r] > 0:  # asked about a text that is given, not sampled
             start -= 1
@@ -115,7 +116,7 @@ class VllmProposer:
 
 
 def load(name: str, maker: Any, ctx: DraftContext) -> VllmProposer:
-    """Make the object, and let it load its model if it has one. Raises whatever the class does."""
+    """The drafter around a new object of the class, its model loaded if it has one. Raises whatever the class does."""
     config = VllmConfig.of(name, ctx)
     proposer = maker(config)
     if hasattr(proposer, "load_model"):

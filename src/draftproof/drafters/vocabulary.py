@@ -1,4 +1,4 @@
-"""The tables a draft head reads tokens with and makes logits with: its own, else its target's.
+"""The tables by which a draft head reads tokens and makes logits: its own, else its target's.
 
 A table of the target's is the target's storage, wherever the head can compute with it as it is.
 Shapes: H hidden, D draft vocabulary, V target vocabulary.
@@ -17,7 +17,7 @@ _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def embedding(ctx: DraftContext, layers: ModelConfig) -> Tensor:
-    """[V, H]: the head's own, else the target's."""
+    """The embedding [V, H]: the head's own, else the target's."""
     assert ctx.checkpoint is not None
     shape = (layers.vocab_size, layers.hidden_size)
     _note_owner(ctx, _EMBED)
@@ -37,7 +37,8 @@ def output_head(
     The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be rounded to fp8.
     """
     assert ctx.checkpoint is not None
-    builder, weights = ctx.builder, ctx.checkpoint.weights
+    builder = ctx.builder
+    weights = ctx.checkpoint.weights
     _note_owner(ctx, _HEAD)
     ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(ctx, draft_vocab_size)
     if _HEAD in weights:
@@ -57,9 +58,10 @@ def _note_owner(ctx: DraftContext, name: str) -> None:
 
 
 def _target_ids(ctx: DraftContext, draft_vocab_size: int) -> Tensor:
-    """int64 [D], on the CPU. ValueError where the file names ids that the target has not."""
+    """Target id of each draft id, int64 [D] on the CPU. ValueError where the file names ids that the target has not."""
     assert ctx.checkpoint is not None
-    vocab, weights = ctx.target.config.vocab_size, ctx.checkpoint.weights
+    vocab = ctx.target.config.vocab_size
+    weights = ctx.checkpoint.weights
     ids_D = weights.get("d2t", (draft_vocab_size,), "ids").long() + torch.arange(draft_vocab_size)
     if not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab:
         raise ValueError(f"{ctx.checkpoint.where}: d2t maps outside the vocabulary of {vocab}")

@@ -27,12 +27,17 @@ class XPressSettings:
 
 
 class JacobiDecode(Decode):
-    """After round n the first n drafts are what drawing them one by one would have given."""
+    """Decoding in rounds. After round n the first n drafts are what drawing them one by one would have given."""
 
     def __init__(self, ctx: DraftContext, s: XPressSettings) -> None:
-        builder, c = ctx.builder, s.block
-        hidden, rank, inner, size = c.layers.hidden_size, s.rank, s.rank * s.mlp_ratio, c.block_size
-        self._num_rounds, self._block_size = s.num_rounds, size
+        builder = ctx.builder
+        c = s.block
+        hidden = c.layers.hidden_size
+        rank = s.rank
+        inner = s.rank * s.mlp_ratio
+        size = c.block_size
+        self._num_rounds = s.num_rounds
+        self._block_size = size
         self._before_VE = builder.tensor("refiner_head.token_embed.weight", (c.layers.vocab_size, rank))
         self._own = builder.linear("refiner_head.down_h", hidden, rank)
         self._whole = builder.linear("refiner_head.down_g", hidden, rank)
@@ -48,7 +53,8 @@ class JacobiDecode(Decode):
         self._silu_mul = builder.ops.silu_mul
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], None]:
-        num, first = len(block.logits_KRV), block.first
+        num = len(block.logits_KRV)
+        first = block.first
         known = [block.before_R, block.anchor_R] if first else [block.anchor_R]
         tokens = [draw(k, block.logits_KRV[k]) for k in range(num)]
         cache_JRX = self.cache(block.hidden_JRH)[: first + num]
@@ -68,13 +74,13 @@ class JacobiDecode(Decode):
         return found
 
     def cache(self, hidden_JRH: Tensor) -> Tensor:
-        """What does not change from round to round: each row's state and the whole block's mean, [J, R, 2E]."""
+        """The part that does not change from round to round: each row's state and the block's mean, [J, R, 2E]."""
         num_rows, R, hidden = hidden_JRH.shape
         own = self._own(hidden_JRH.reshape(-1, hidden)).view(num_rows, R, -1)
         return torch.cat((own, self._whole(hidden_JRH.mean(0)).expand_as(own)), -1)
 
     def bias(self, cache_JRX: Tensor, before_JR: Tensor, block: Block) -> Tensor:
-        """What a round adds to the logits of the first J rows, given the token before each: [J, R, V]."""
+        """The bias that a round adds to the logits of the first J rows, given the token before each: [J, R, V]."""
         num_rows, R = before_JR.shape
         before_NE = block.gather(self._before_VE, before_JR.reshape(-1))
         x_NE = self._in(torch.cat((cache_JRX.flatten(0, 1), before_NE), -1))
