@@ -1,4 +1,4 @@
-# make demo | test | test-processors | lint | format | bench | clean;  GPU=1: CUDA build of torch
+# make demo | check | test | test-processors | lint | format | bench | clean;  GPU=1: CUDA build of torch
 # Needs Linux and Python 3.11 or newer; everything is installed into .venv from PyPI.
 
 SHELL := /bin/bash
@@ -12,7 +12,7 @@ EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
 PYTEST_ARGS ?= -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev demo test test-processors lint format bench clean
+.PHONY: help venv dev demo check test test-processors lint format bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -24,15 +24,19 @@ test: $(DEV_STAMP) lint ## install, lint, run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(BIN)/python tools/processors.py --quick --pytest-args='$(PYTEST_ARGS)'
 
+check: $(DEV_STAMP) ## the tests that take seconds: under three minutes on two cores
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow'
+
 test-processors: $(DEV_STAMP) ## equality, conformance and kernel tests as on other processors, in one table
 	$(BIN)/python tools/processors.py --pytest-args='$(PYTEST_ARGS)' $(PROCESSORS_ARGS)
 
-lint: $(DEV_STAMP) ## format, lint, types, import direction, length of functions
+lint: $(DEV_STAMP) ## format, lint, types, import direction, lengths, docstrings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
+	$(BIN)/python tools/docstrings.py
 
 format: $(DEV_STAMP) ## format the code, fix what ruff can fix
 	$(BIN)/ruff format .

@@ -80,7 +80,7 @@ def products() -> tuple[dict[str, dict[int, float]], int]:
     return found, total_bytes
 
 
-# Of the EAGLE-3 head of shapes/llama-3.1-8b-eagle3.
+# Products of the EAGLE-3 head of shapes/llama-3.1-8b-eagle3.
 HEAD_PRODUCTS = {
     "fc": (4096, 12288, BF16),
     "qkv": (6144, 8192, BF16),

@@ -27,8 +27,10 @@ from draftproof.models.rope import cos_sin_table
 class MyHead(DraftHead):
     def __init__(self, ctx: DraftContext) -> None:
         """Say what it reads and keeps, and take its tensors by name from the checkpoint."""
-        s, builder = ctx.settings(TappedSettings), ctx.builder
-        config, hidden = s.layers, s.layers.hidden_size
+        s = ctx.settings(TappedSettings)
+        builder = ctx.builder
+        config = s.layers
+        hidden = s.layers.hidden_size
         self.spec = DraftSpec(
             taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
             layout=lambda _: InputLayout(context="all", shift=1),  # the row of state p carries token p + 1

@@ -34,11 +34,9 @@ class Setting:
     narrow: bool = False
 
 
-MKL, ONEDNN, ATEN = (
-    {"MKL_CBWR": "AVX2"},
-    {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    {"ATEN_CPU_CAPABILITY": "avx2"},
-)
+MKL = {"MKL_CBWR": "AVX2"}
+ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+ATEN = {"ATEN_CPU_CAPABILITY": "avx2"}
 SETTINGS = {
     "default": Setting(),
     "mkl-avx2": Setting(MKL),
@@ -65,7 +63,7 @@ QUICK_TESTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """`failures`: names of tests, or why none ran."""
+    """The result of one run. `failures`: names of tests, or why none ran."""
 
     passed: int
     failed: int
@@ -107,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> Outcome:
-    """pytest with these arguments under the setting `name`."""
+    """The outcome of pytest with these arguments under the setting `name`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = environment_of(name, Path(folder))
         report = Path(folder) / "report.xml"
@@ -120,7 +118,7 @@ def run(name: str, arguments: Sequence[str]) -> Outcome:
 
 
 def run_command(name: str, command: Sequence[str]) -> int:
-    """The exit status of a command under the setting `name`; its output goes where ours does."""
+    """Run a command under the setting `name`, with its output where ours goes; returns its exit status."""
     print(f"== {name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         environment = environment_of(name, Path(folder))
@@ -130,8 +128,9 @@ def run_command(name: str, command: Sequence[str]) -> int:
 
 
 def environment_of(name: str, folder: Path) -> dict[str, str]:
-    """What processes run in; `folder` is for a compiler that knows nothing wider than `MARCH`."""
-    setting, environment = SETTINGS[name], dict(os.environ)
+    """The environment of processes; `folder` is for a compiler that knows nothing wider than `MARCH`."""
+    setting = SETTINGS[name]
+    environment = dict(os.environ)
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof-processors" / name
     cache.mkdir(parents=True, exist_ok=True)
     environment |= setting.environment
@@ -153,7 +152,7 @@ def narrow_compilers(folder: Path) -> Path:
 
 
 def read(report: Path, done: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
-    """What the junit report says; a run without one, or without a test in it, has failed."""
+    """The outcome in the junit report; a run without one has failed."""
     if done.returncode not in (0, 1) or not report.exists():
         said = (done.stdout + done.stderr).strip().splitlines()
         return Outcome(0, 1, 0, seconds, [f"pytest ended with {done.returncode}: {said[-1] if said else ''}"])

@@ -1,4 +1,4 @@
-"""Prints the table of docs/methods.md that says what vLLM's speculative_config becomes here."""
+"""Prints the table of docs/methods.md of what the keys of vLLM's speculative_config become here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAD = ("| key | effect | becomes, or why |", "|---|---|---|")
 
 
 def lines() -> Iterator[str]:
-    """Rows that follow one another and say the same are one line."""
+    """The lines of the table; rows that follow one another and say the same are one line."""
     yield from HEAD
     for _, rows in groupby(TABLE, key=_alike):
         same = list(rows)

@@ -31,11 +31,11 @@ MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How to draft. `method` None: found from the checkpoint `model` points at.
+    """Settings of drafting. `method` None: found from the checkpoint `model` points at.
 
-    `num_speculative_tokens` None: the checkpoint's own number, else 5 (n-gram 4); a chain's members have each their
-    own, and the chain's is the most that any may propose. `policy` "fixed" always asks for
-    that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
+    `num_speculative_tokens` None: the checkpoint's own number, else the method's (5 for most; n-gram 4, suffix 16); a
+    chain's members have each their own, and the chain's is the most that any may propose. `policy` "fixed" always asks
+    for that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
     drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
     capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
@@ -87,7 +87,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
-        """Keys that are no field become `options`."""
+        """The settings in `raw`; keys that are no field become `options`."""
         if not isinstance(raw, Mapping):
             raise ValueError(f"speculative_config={raw!r}: must be a dict such as {{'method': 'ngram'}}")
         names = {f.name for f in dataclasses.fields(cls)} - {"options"}
@@ -103,7 +103,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine can be told. Counts are numbers of tokens, requests or blocks.
+    """Settings of an engine. Counts are numbers of tokens, requests or blocks.
 
     `hf_overrides`: keys that replace those of the target's config.json (None takes one out; dicts are merged).
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
@@ -180,7 +180,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """`LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
+        """The settings in `LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
         reject_unknown_keys("LLM", kwargs, [f.name for f in dataclasses.fields(cls)])
         raw = kwargs.get("speculative_config")
         if raw is not None and not isinstance(raw, SpeculativeConfig):
@@ -189,7 +189,7 @@ class EngineConfig:
 
 
 def _copied(value: Any) -> Any:
-    """Dicts, lists and tuples in copies of ours, at every depth; anything else as it is."""
+    """`value` with its dicts, lists and tuples copied at every depth; anything else as it is."""
     if isinstance(value, Mapping):
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did. A round is one verify pass that emitted tokens for the request.
+    """Counts of speculation. A round is one verify pass that emitted tokens for the request.
 
     `num_rounds` counts rounds after the token that prefill gives. `acceptance_length` (tau) is tokens emitted per
     round, the bonus token included: 1 + accepted / rounds; `acceptance_rate` the share of drafts that were accepted, 0

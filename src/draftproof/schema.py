@@ -62,8 +62,8 @@ LARGEST_NUMBERS: Mapping[str, float] = {
     "attn_logit_softcapping": 1e9,
     "routed_scaling_factor": 1e6,
 }
-MOST = (1 << 31) - 1  # of integers that have no line above
-MOST_NUMBER = 1e9  # of other numbers
+MOST = (1 << 31) - 1  # the largest integer for a key without a line above
+MOST_NUMBER = 1e9  # the largest other number
 MOST_NESTING = 64
 MOST_SHOWN = 120  # characters of a value that is wrong
 
@@ -207,14 +207,14 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-    """true or false; `default` where the key is missing or null."""
+    """A switch, true or false; `default` where the key is missing or null."""
     value = raw.get(key)
     value = default if value is None else value
     return check_flag(f"{where}: {key}", value)
 
 
 def ids(raw: Mapping[str, Any], key: str, where: str, low: int = 0) -> tuple[int, ...]:
-    """Numbers of layers, one at least."""
+    """A list of layer numbers, one at least."""
     value = raw.get(key)
     if not isinstance(value, list) or not value or not all(is_whole(i, low, MOST) for i in value):
         raise ValueError(f"{where}: {key}={shown(value)}: must be a list of layer numbers of at least {low}")

@@ -1,4 +1,4 @@
-"""What users pass in and get back, under vLLM's names and defaults."""
+"""The objects that users pass in and get back, under vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Field names and defaults are vLLM's.
+    """Settings of sampling for one request. Field names and defaults are vLLM's.
 
     Lists and dicts are copied: changing them later changes nothing. `temperature=0` is greedy. `top_k` 0 or -1, `top_p`
     1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes from the
@@ -175,7 +175,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one choice: the unit of `LLM.stream`.
+    """The tokens and text that one step added to one choice: the unit of `LLM.stream`.
 
     `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with. `logprobs`: one dict for
     each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why

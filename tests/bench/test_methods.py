@@ -264,7 +264,7 @@ def test_every_drafter_is_checked_before_anything_is_loaded(
 def test_a_drafter_that_fails_late_leaves_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = str(DATA / "oracle" / "eagle3")  # that it belongs to another target shows when it is built
+    other = str(DATA / "oracle" / "eagle3")  # a head of another target, which shows when it is built
     command = [*QUICK, "--drafters", "ngram", f"mine={other}", "suffix", "--output-dir", str(tmp_path)]
     assert main(command) == 2
     said = capsys.readouterr()

@@ -78,7 +78,7 @@ NONSENSE: tuple[Any, ...] = (
         {"a": {"b": []}},
     ),
 )
-SENSIBLE = {"rope_theta": (10**8, 10**12, 2**31)}  # of them, bases that a model may have
+SENSIBLE = {"rope_theta": (10**8, 10**12, 2**31)}  # values among these that a model may have
 DTYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn),
     *(torch.float8_e5m2, torch.complex64, torch.float64),

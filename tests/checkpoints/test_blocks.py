@@ -52,7 +52,7 @@ def test_a_checkpoint_is_known_by_its_content(tmp_path: Path, folder: str) -> No
 def test_a_checkpoint_is_known_by_its_architectures_name_alone(
     tmp_path: Path, folder: str, ending: str
 ) -> None:
-    """The same name stands for two formats, whose configs differ in their shape."""
+    """One name stands for two formats, whose configs differ in their shape."""
     if folder == "zlab_dflash_a" and ending == "Speculator":
         pytest.skip("only the other format was ever called that")
     raw = json.loads((ORACLE / folder / "config.json").read_text())

@@ -32,7 +32,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def dequantized(head: Path, folder: Path) -> Path:
-    """The same head with its weights written out, by the definition of each strategy."""
+    """A copy of the head with its weights written out, by the definition of each strategy."""
     shutil.copytree(head, folder)
     raw, stored = read_json(head / "config.json"), load_file(head / "model.safetensors")
     weights = raw.pop("quantization_config")["config_groups"]["group_0"]["weights"]

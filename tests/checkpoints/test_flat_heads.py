@@ -83,7 +83,7 @@ def test_a_flat_p_eagle_is_what_eagle3_with_parallel_drafting_asks_for(tmp_path:
 
 
 def test_a_flat_p_eagle_says_what_its_residual_is(tmp_path: Path) -> None:
-    """The same weights, the other convention: as the other format computes it, and not what it was before."""
+    """Other drafts by the other convention of residual: those of the other format, and not what they were before."""
     raw = {**read_json(PEAGLE / "config.json"), "norm_before_residual": True}
     (tmp_path / "normed").mkdir()
     (tmp_path / "normed" / "config.json").write_text(json.dumps(raw))

@@ -179,7 +179,7 @@ def _block_size(rows: Pass) -> int:
 
 
 def _hide_from(rows: Pass, row: int, junk: float) -> Pass:
-    """The same pass with `junk` wherever `row` must not look."""
+    """A copy of the pass with `junk` wherever `row` must not look."""
     end, slot = int(rows.ends[row]), int(rows.slots[row])
     start = max(0, end - rows.window) if rows.window else 0
     k_cache, v_cache = torch.full_like(rows.k_cache, junk), torch.full_like(rows.v_cache, junk)
@@ -201,7 +201,7 @@ def test_a_backend_equals_the_reference(backend: AttentionBackend, shape: Shape,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", few(SHAPES, SHAPES[1], SHAPES[7]), ids=str)
 def test_rows_are_independent(backend: AttentionBackend, shape: Shape, dtype: torch.dtype) -> None:
-    """Of a backend that calls a library's products, where it has its certificate: elsewhere no engine uses it."""
+    """A backend that calls a library's products is looked at where it has its certificate: elsewhere nobody uses it."""
     if not by_construction(backend) and not is_certified(backend, shape, dtype):
         pytest.skip("not certified on this processor, so no engine uses it")
     check_rows_are_independent(backend, mixed(shape, dtype))

@@ -79,7 +79,7 @@ class Pair:
         )
         before = planner.weight_bytes
         drafter = registry.build(checkpoint.method, ctx)
-        self.num_bytes = planner.weight_bytes - before  # that the head's weights take beside the target's
+        self.num_bytes = planner.weight_bytes - before  # bytes of the head's weights beside the target's
         planner.certify()
         assert isinstance(drafter, (HeadDrafter, ModulesDrafter))
         self.drafter = drafter

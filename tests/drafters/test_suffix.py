@@ -19,7 +19,7 @@ def found(text: SuffixIndex, suffix: list[int], k: int) -> list[tuple[int, list[
 
 
 def searched(tokens: list[int], suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
-    """The same by looking everywhere, newest first; the last token is no place, nothing follows it."""
+    """Places found by looking everywhere, newest first; the last token is no place, nothing follows it."""
     places: list[tuple[int, list[int]]] = []
     for place in range(len(tokens) - 2, 0, -1):
         length = 0

@@ -80,7 +80,7 @@ def test_only_tokens_of_both_are_drafted_and_the_rest_is_read_as_its_pieces(tmp_
     for text in prompts():
         drafted += llm.draft(llm.tokenizer.encode(text), 4)
     assert len(set(drafted)) > 5 and set(drafted) <= common
-    # the same with a token that the draft has not
+    # a token that the draft has not
     token = next(i for i in sorted(missing) if len(mapped.pieces[i]) == 2)
     rows_VH = load_file(folder / "model.safetensors")[EMBED]
     expected_H = rows_VH[list(mapped.pieces[token])].float().mean(0).to(rows_VH.dtype).float()

@@ -48,7 +48,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> None:
         assert (together[rows.ends == 0] == 0).all()
         assert torch.equal(rows.run(loop), together)
         assert torch.equal(rows.run(one_chunk_a_run), together)
-        apart = [10, 3, 6, 0]  # of different slots, so each may be a tile of its own
+        apart = [10, 3, 6, 0]  # rows of different slots, so each may be a tile of its own
         assert torch.equal(rows.run(split.begin(1), apart), together[apart])
         assert torch.equal(rows.run(loop.begin(1), apart), together[apart])
         for part in ([10, 3, 6, 2, 8],) if small else (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):

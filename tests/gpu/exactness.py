@@ -154,7 +154,7 @@ class Exactness:
     models: Models
     report: Report
     modes: Sequence[str]
-    settings: dict[str, Sequence[str]]  # of each mode
+    settings: dict[str, Sequence[str]]  # each mode's
     _known: dict[str, dict[str, tuple[Requests, list[RequestOutput]]]] = field(default_factory=dict)
 
     def stage(self, model: str, method: str) -> None:

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def randn(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Of `like`'s dtype, on its device."""
+    """Random numbers of `like`'s dtype, on its device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 

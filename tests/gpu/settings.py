@@ -54,7 +54,7 @@ class Models:
     scratch: Path
 
     def target(self, name: str) -> dict[str, Any]:
-        """Of tiny, small, gemma4 or one with random weights."""
+        """Keywords of the target: tiny, small, gemma4 or one with random weights."""
         found: dict[str, Any] = {"model": str(self.path(name)), "device": self.device, "dtype": "bfloat16"}
         return {**found, "load_format": "dummy"} if name in SHAPES_OF else found
 
@@ -76,7 +76,7 @@ class Models:
         return {**found, "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
 
     def path(self, name: str) -> Path:
-        """Of a model or head; ValueError where it is not at hand."""
+        """The folder of a model or head; ValueError where it is not at hand."""
         base, _, head = name.partition("-")
         if base in SHAPES_OF:
             small = self.scratch if self.quick else None

@@ -118,7 +118,7 @@ def run(ops: StepOps, step: Step, layout: Layout, width: int) -> list[Tensor]:
 
 
 def compare(ops: StepOps, case: Case, layout: Layout, device: torch.device) -> None:
-    """The same step by `ops` and by torch."""
+    """Assert that a step by `ops` is the step by torch."""
     step = make(case)
     width = max(1, int(step.work_3R[2].max()))
     ours, theirs = step.on(device), step.on(torch.device("cpu"))

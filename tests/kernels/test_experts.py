@@ -105,7 +105,7 @@ def test_a_row_is_routed_and_summed_alike_in_any_batch(
     num_experts, bias, routing = routed
     rows, width = 300, 200
     logits, base = 2 * randn(rows, num_experts), randn(rows, width, seed=2).to(dtype)
-    outputs = randn(num_experts, width, seed=3)  # of each expert, the same for every row
+    outputs = randn(num_experts, width, seed=3)  # each expert's, whatever the row
 
     def run(i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, weights = table.experts.route(logits[i], bias, routing)

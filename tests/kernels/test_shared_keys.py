@@ -49,7 +49,7 @@ def test_keys_are_stored_without_values_and_attended_to_as_both(
     (layer,) = allocate([KVShape(heads=1, head_dim=dim, shared=True)], blocks, 3, 2, dtype, CPU).layers
     slots = torch.zeros(rows, dtype=torch.int64)
     q = table.rope_store(qk, positions, slots, cos_sin, None, None, 1e-6, layer.k, None, blocks)
-    both = torch.cat((qk, qk[:, -dim:]), 1)  # the same with values, which the cache does not share
+    both = torch.cat((qk, qk[:, -dim:]), 1)  # with values, which the other cache does not share
     keys, values = torch.zeros_like(layer.k), torch.zeros_like(layer.k)
     expected = table.rope_store(both, positions, slots, cos_sin, None, None, 1e-6, keys, values, blocks)
     assert torch.equal(q, expected) and torch.equal(layer.k, keys) and layer.v is layer.k

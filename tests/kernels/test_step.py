@@ -176,7 +176,7 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
     assert COMPILED is not None
     one, other = TORCH_STEP.draft_rows(layout, *given), COMPILED.draft_rows(layout, *given)
     for name, a, b in zip(one._fields, one, other, strict=True):
-        if name in ("tokens_N", "source_N"):  # of padding rows nobody reads them
+        if name in ("tokens_N", "source_N"):  # nobody reads those of padding rows
             a, b = a[one.positions_N >= 0], b[one.positions_N >= 0]
         assert torch.equal(a, b), name
 

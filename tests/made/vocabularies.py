@@ -18,7 +18,7 @@ Piece = Sequence[int]  # a token's embedding is the mean of these rows of the so
 
 
 def permuted(source: Path, folder: Path) -> Path:
-    """The same network, every token under another id; `folder`."""
+    """The network with every token under another id, saved to `folder`."""
     raw, size = _tokenizer(source), len(_tokenizer(source)["model"]["vocab"])
     new = list(range(size))
     random.Random(0).shuffle(new)

@@ -100,7 +100,7 @@ def test_scores_of_a_stretched_embedding_are_louder() -> None:
 def test_a_pass_reads_the_cached_vectors_once_and_every_weight_as_it_is_kept() -> None:
     config = parse(RAW)
     queries, cached, output = 64 * 32 + 32 * 4 * 24, 64 * 32, 4 * 12 * 64
-    products = 4 * (32 * 24 + 12 * 32)  # of each head: into the cached space, and out of it
+    products = 4 * (32 * 24 + 12 * 32)  # each head's: into the cached space, and out of it
     assert cost.layer_elements(config) == queries + cached + products + output + 3 * 64 * 96
     empty, full = (cost.attention(config, 2, 1, context) for context in (0, 1000))
     assert full.bytes - empty.bytes == 2 * 3 * 1000 * 32 * 2

@@ -54,7 +54,7 @@ def test_a_row_gets_the_parameters_of_its_slot_wherever_it_stands() -> None:
 
 
 def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens() -> None:
-    """The same noise: equal logits give equal tokens, filters included; another position gives others."""
+    """Noise is shared: equal logits give equal tokens, filters included; another position gives others."""
     s, rows = sampler(), 300
     logits_MV = noise(rows)
     slots_M = torch.arange(rows) % 3

@@ -1,4 +1,4 @@
-"""The same prompts through transformers: `generate`, prompt lookup and continuous batching, beside our outputs."""
+"""The prompts of a benchmark through transformers: `generate`, prompt lookup, continuous batching, beside ours."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """As a GPU calls itself; of a CPU its model and the cores that may be used."""
+    """The name that a GPU gives itself; for a CPU its model and the cores that may be used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -41,7 +41,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """Of the working copy that the package is imported from, `-dirty` where files differ; None outside of one."""
+    """The commit of the working copy that the package is imported from, `-dirty` where files differ; None outside."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
     try:

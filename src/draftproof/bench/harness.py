@@ -58,7 +58,7 @@ class Measured:
     tally: Tally = field(default_factory=Tally)
     num_compared: int = 0
     differences: list[Difference] = field(default_factory=list)
-    runs_ahead: bool = False  # of the host's clock
+    runs_ahead: bool = False  # the device works ahead of the host's clock
     device_split: Record | None = None
     roofline_share: float | None = None
 

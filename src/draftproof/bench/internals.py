@@ -158,7 +158,7 @@ class TargetPass:
         return self._compute(*self._inputs)
 
     def repeat(self) -> tuple[Tensor, ...]:
-        """The same as the engine repeats it: from the second call on as one graph or one recorded program."""
+        """The computation as the engine repeats it: from the second call on as one graph or one recorded program."""
         return self._runner.graphs.run(self._key, self._compute, self._inputs)
 
     def calls_of(self, operators: Mapping[str, Sequence[str]]) -> dict[str, Call]:

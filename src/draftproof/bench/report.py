@@ -19,9 +19,8 @@ Results = Mapping[
 Column = tuple[str, str, str | Callable[[Any], str]]  # title, key, and the format of what stands under it
 
 MOST_POSITIONS = 5  # in the table of methods; methods.json has all
-WORTH_SHOWING = (
-    0.1  # of the answers right: a score near 0 says nothing of a drafter, since it can hardly fall
-)
+# Share of right answers. A score near 0 says nothing of a drafter, since it can hardly fall.
+WORTH_SHOWING = 0.1
 
 
 @dataclass(frozen=True, slots=True)

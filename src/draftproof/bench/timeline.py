@@ -17,7 +17,7 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that neither overlap nor touch, in order."""
+    """The time of all intervals, as intervals that neither overlap nor touch, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -34,7 +34,7 @@ def gaps(intervals: Iterable[Interval]) -> list[int]:
 
 
 def idle_share(intervals: Iterable[Interval], shortest: int = 0) -> float:
-    """Of the time from the first start to the last end, the part in pauses of at least `shortest`; 1.0 for none."""
+    """Share of the time from first start to last end in pauses of at least `shortest`; 1.0 where there is no time."""
     merged = merge(intervals)
     if not merged or merged[-1][1] == merged[0][0]:
         return 1.0

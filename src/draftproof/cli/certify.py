@@ -1,4 +1,4 @@
-"""`draftproof certify`: what is exact on this machine, for one model: every operator and product, every version."""
+"""`draftproof certify`: the exactness on this machine of every operator and product of a model, in every version."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ GREEDY, SAMPLED = 0.0, 0.8
 
 @dataclass(slots=True)
 class Timed:
-    """One engine over all prompts; `seconds` of wall clock."""
+    """The result of one engine over all prompts; `seconds` of wall clock."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     seconds: float = 0.0
@@ -78,7 +78,7 @@ def command(
 
 
 def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:
-    """A greedy completion as it comes."""
+    """Stream a greedy completion."""
     ids = prompt.token_ids(llm.tokenizer, chat=False)
     params = dataclasses.replace(llm.default_sampling_params(), temperature=0.0, max_tokens=max_tokens)
     click.echo(
@@ -95,7 +95,7 @@ def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:
 def run_both(
     plain: LLM, drafting: LLM, prompts: Sequence[Prompt], temperature: float, max_tokens: int, batch_size: int
 ) -> list[Timed]:
-    """All prompts through both engines in turn, a batch here, the same batch there, so that both share the weather."""
+    """Run all prompts through both engines in turn, batch by batch, so that what slows the machine slows both."""
     from tqdm import tqdm
 
     inputs = [p.for_llm(plain.tokenizer, chat=False) for p in prompts]
@@ -118,7 +118,7 @@ def run_both(
 
 
 def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int) -> None:
-    """Speed and acceptance of each pair of runs."""
+    """Print speed and acceptance of each pair of runs."""
     from rich import box
     from rich.table import Table
 
@@ -141,8 +141,9 @@ def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int
 
 
 def conclude(pairs: dict[str, list[Timed]]) -> int:
-    """Compare every id; the exit status."""
-    total, differences = Tally(), []
+    """Compare every id, and say so; the exit status."""
+    total = Tally()
+    differences = []
     for plain, drafted in pairs.values():
         total.add(drafted.outputs)
         found = (
@@ -151,7 +152,8 @@ def conclude(pairs: dict[str, list[Timed]]) -> int:
         differences += found
     for difference in differences[:3]:
         click.echo(str(difference))
-    drafts, accepted = total.speculation.num_draft_tokens, total.speculation.num_accepted_tokens
+    drafts = total.speculation.num_draft_tokens
+    accepted = total.speculation.num_accepted_tokens
     if not differences and not accepted:
         click.echo("identical: nothing was accepted, so nothing is proved")
         return 1

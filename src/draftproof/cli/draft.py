@@ -74,7 +74,7 @@ def command(
 
 
 def num_accepted(drafts: list[int], target: list[int]) -> int:
-    """How many leading drafts the target agrees with."""
+    """Number of leading drafts that the target agrees with."""
     agree = [draft == said for draft, said in zip(drafts, target, strict=False)]
     return agree.index(False) if False in agree else len(agree)
 

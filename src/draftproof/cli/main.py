@@ -1,4 +1,4 @@
-"""The command `draftproof`: which commands there are, and how each of them ends."""
+"""The command `draftproof`: its subcommands, and how each of them ends."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from draftproof.frontend.llm import LLM
 
 EMBEDDED_DRAFTER = "tiny-eagle3"
-LEAST = 1e-9  # that counts as above 0
+LEAST = 1e-9  # the least number that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Of a command's fields. None: the flag is of no use to it, and not shown.
+# A command's defaults by field. None: the flag is of no use to it, and not shown.
 OwnDefaults = Mapping[str, int | None]
 
 
@@ -64,7 +64,8 @@ def _flags(config: Any, into: str, function: F, own: OwnDefaults) -> F:
 
 def _option(name: str, kind: Any, text: str, default: object, *, hidden: bool) -> Callable[[F], F]:
     """The click option of one field of type `kind`; its default is shown, and left to the library."""
-    flag, kinds = "--" + name.replace("_", "-"), {kind, *typing.get_args(kind)}
+    flag = "--" + name.replace("_", "-")
+    kinds = {kind, *typing.get_args(kind)}
     if isinstance(default, (bool, int, float, str)):
         text = f"{text} [default: {_shown(default)}]"
     if kind is bool:
@@ -121,7 +122,8 @@ class NumbersType(click.ParamType[Any]):
     name = "n,n,..."
 
     def __init__(self, kind: type[int] | type[float], *, positive: bool = False) -> None:
-        self.kind, self.positive = kind, positive
+        self.kind = kind
+        self.positive = positive
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -169,7 +171,7 @@ def apart(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The same engine, decoding plainly."""
+    """The flags of an engine that decodes plainly."""
     return {name: value for name, value in engine.items() if name != "speculative_config"}
 
 
@@ -177,7 +179,8 @@ def make_llm(engine: Mapping[str, Any]) -> LLM:
     """The engine; torch and the model are loaded here and not before. Says once a command what memory it takes."""
     from draftproof.frontend.llm import LLM
 
-    llm, context = LLM(**engine), click.get_current_context(silent=True)
+    llm = LLM(**engine)
+    context = click.get_current_context(silent=True)
     told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.memory", set())
     if str(llm.memory) not in told:
         click.echo(str(llm.memory), err=True)
@@ -198,7 +201,7 @@ def use_color(wanted: bool | None) -> bool:
 
 
 def print_table(table: Table) -> None:
-    """As wide as the terminal; where there is none, nothing is cut."""
+    """Print a table as wide as the terminal; where there is none, nothing is cut."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table)

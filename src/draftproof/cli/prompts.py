@@ -28,12 +28,12 @@ class Prompt:
 
     @property
     def title(self) -> str:
-        """The first line of what was asked, for people."""
+        """The first line of the prompt, for people."""
         text = self.text if self.text is not None else str((self.messages or [{}])[-1].get("content", ""))
         return " ".join(text.split())[:60]
 
     def for_llm(self, tokenizer: Tokenizer, chat: bool) -> str | dict[str, list[int]]:
-        """What `LLM.generate` takes. `chat`: a raw text is asked as a user's message, too."""
+        """The prompt as `LLM.generate` takes it. `chat`: a raw text is asked as a user's message, too."""
         if self.messages is None and not chat:
             return self.text or ""
         messages = self.messages or [{"role": "user", "content": self.text}]
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def read_prompts(argument: str | None, file: str | None, limit: int | None = None) -> list[Prompt]:
-    """From the argument, else from the file, else from standard input. Raises ValueError where there is none."""
+    """The prompts of the argument, else of the file, else of standard input. ValueError where there are none."""
     if argument is not None and file is not None:
         raise ValueError("PROMPT and --prompt-file: give only one of them")
     if argument is not None and argument != "-":
@@ -62,7 +62,7 @@ def read_prompts(argument: str | None, file: str | None, limit: int | None = Non
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """A .jsonl file, one object a line; any other file, one prompt a line."""
+    """The prompts of a file: .jsonl has one object a line, any other file one prompt a line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _parse(line: str, where: str, number: str) -> Prompt:
 
 
 def _number(reference: object) -> str | None:
-    """A reference that is a number; benchmarks call other things so, too."""
+    """The number in `reference`; None where benchmarks call other things so."""
     text = str(reference).replace(",", "")
     try:
         return text if math.isfinite(float(text)) else None

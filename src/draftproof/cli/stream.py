@@ -41,7 +41,7 @@ class Painter:
 
 
 def write_stream(deltas: Iterable[Delta], painter: Painter | None) -> Delta | None:
-    """Write every delta as it comes, coloured if there is a painter; the last delta."""
+    """Write every delta as it comes, coloured if there is a painter; returns the last delta."""
     write: Callable[..., None] = click.echo
     last = None
     for last in deltas:

@@ -47,12 +47,12 @@ class Setting:
 
 @dataclass(slots=True)
 class Row:
-    """What one setting gave, compared with the reference: plain decoding in the first setting."""
+    """The result of one setting, compared with the reference: plain decoding in the first setting."""
 
     setting: Setting
     tally: Tally
     differences: list[Difference]
-    num_faults: int = 0  # of the drafter
+    num_faults: int = 0  # the drafter's
     last_fault: str = ""
 
 
@@ -123,7 +123,7 @@ def run_all(
     chunks: Sequence[int],
     temperatures: Sequence[float],
 ) -> Iterator[Row]:
-    """Every setting, one engine at a time; the first plain run of each temperature is the reference."""
+    """Run every setting, one engine at a time; the first plain run of each temperature is the reference."""
     references: dict[float, list[RequestOutput]] = {}
     for batch in batches:
         for chunk in chunks:
@@ -150,7 +150,7 @@ def run_all(
 
 
 def seeded(base: SamplingParams, temperature: float, count: int) -> list[SamplingParams]:
-    """One SamplingParams each, with a seed of its own."""
+    """SamplingParams for each prompt, with a seed of its own."""
     return [dataclasses.replace(base, temperature=temperature, seed=seed) for seed in range(count)]
 
 
@@ -169,7 +169,7 @@ def describe(setting: Setting) -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """What was compared."""
+    """Print a line for each setting that was compared."""
     from rich import box
     from rich.table import Table
 
@@ -190,7 +190,8 @@ def print_table(rows: Sequence[Row]) -> None:
     ):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for row in rows:
-        s, t = row.setting, row.tally
+        s = row.setting
+        t = row.tally
         counts = (
             t.requests,
             t.tokens,
@@ -212,11 +213,13 @@ def conclude(rows: Sequence[Row]) -> int:
         total.tokens += row.tally.tokens
         total.logprobs += row.tally.logprobs
         total.speculation.add(row.tally.speculation)
-    different, faults = sum(len(row.differences) for row in rows), sum(row.num_faults for row in rows)
+    different = sum(len(row.differences) for row in rows)
+    faults = sum(row.num_faults for row in rows)
     if faults:
         last = [row.last_fault for row in rows if row.last_fault][-1]
         click.echo(f"faults of the drafter, whose drafts were left out: {faults}; the last: {last}")
-    drafts, accepted = total.speculation.num_draft_tokens, total.speculation.num_accepted_tokens
+    drafts = total.speculation.num_draft_tokens
+    accepted = total.speculation.num_accepted_tokens
     if different:
         click.echo(f"identical: NO, {different} of {total.requests} outputs differ")
         return 1

@@ -75,10 +75,9 @@ class EngineCore:
         self._requests: dict[str, Progress] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._deltas: list[TokenDelta] = []
-        self._step_requests: list[Progress] = []  # of the step that is being made
-        self._trials: deque[list[tuple[Progress, int]]] = (
-            deque()
-        )  # groups under suspicion, with their tokens then
+        self._step_requests: list[Progress] = []  # those in the step that is being made
+        # Groups under suspicion of a fault, each request with its number of tokens then.
+        self._trials: deque[list[tuple[Progress, int]]] = deque()
         self._num_arrived = 0
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:

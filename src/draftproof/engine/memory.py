@@ -29,7 +29,7 @@ class Memory:
 
     @property
     def kv_tokens(self) -> int:
-        """That the cache holds; block 0 belongs to nobody."""
+        """Capacity in tokens; block 0 is reserved as scratch."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
@@ -95,7 +95,7 @@ def _has_bfloat16() -> bool:
 
 
 def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
-    """Of all layers' keys and values."""
+    """Bytes of a token's keys and values in all layers."""
     return sum(shape.bytes_per_token(dtype) for shape in shapes)
 
 

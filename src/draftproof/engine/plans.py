@@ -151,7 +151,7 @@ def _member(raw: Mapping[str, Any], num_drafts: int | None) -> SpeculativeConfig
 
 
 def _folder(settings: SpeculativeConfig) -> Path:
-    """Of the draft checkpoint."""
+    """The folder of the draft checkpoint."""
     assert settings.model is not None
     return resolve(settings.model, settings.revision, field="speculative_config: model")
 

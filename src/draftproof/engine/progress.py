@@ -26,7 +26,7 @@ class Progress:
 
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    num_sent_blocks: int = 0  # of `blocks`, in the device's table
+    num_sent_blocks: int = 0  # blocks that the device's table has
     num_computed: int = 0
     num_pending: int = 0
     num_drafts: int = 0

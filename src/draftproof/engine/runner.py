@@ -312,7 +312,7 @@ class ModelRunner:
     def rehearse(self) -> None:
         """Dummy-run the largest passes, to measure peak activation memory."""
         most = self.max_num_batched_tokens
-        num_prompts = -(-most // self.state.max_len)  # that it takes to fill a pass
+        num_prompts = -(-most // self.state.max_len)  # as many as fill a pass
         each = most // num_prompts
         prompts = BatchShape(
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False

@@ -49,7 +49,9 @@ class Request:
     streamed: bool = False
     first_token_latency: float = 0.0
     num_cached_tokens: int = 0
-    prompt_logprobs: list[LogprobRow] = field(default_factory=list)  # of prompt tokens 1..
+    prompt_logprobs: list[LogprobRow] = field(
+        default_factory=list
+    )  # a row for each prompt token but the first
     pending: deque[Delta] = field(default_factory=deque)
 
     @property

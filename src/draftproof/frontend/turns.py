@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-_processes: set[int] = set()  # that have made an engine: this one, and those that it was forked from
+_processes: set[int] = (
+    set()
+)  # ids of processes that made an engine: this one, and those that it was forked from
 
 
 def claim_process() -> None:
