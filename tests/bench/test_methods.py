@@ -12,7 +12,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import harness, plots, report
-from draftproof.bench.drive import Client, Job, Run
+from draftproof.bench.drive import Client, ClientResult, Job
 from draftproof.bench.harness import Variant
 from draftproof.bench.methods import Comparison, Question, find, is_right
 from draftproof.cli.main import main
@@ -221,7 +221,7 @@ def test_what_was_measured_before_an_interruption_stays(
     class Interrupted(Client):
         left = 8  # ngram: two engines warm up, then two prompts each; in the second repeat
 
-        def run(self, jobs: Sequence[Job]) -> Run:
+        def run(self, jobs: Sequence[Job]) -> ClientResult:
             Interrupted.left -= 1
             if Interrupted.left < 0:
                 raise KeyboardInterrupt

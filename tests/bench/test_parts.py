@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import figures, passes, report, rooflines, workload
-from draftproof.bench.drive import Client, Job, Run, Step, Timing
+from draftproof.bench.drive import Client, ClientResult, Job, Step, Timing
 from draftproof.bench.internals import Clock, Stepper
 from draftproof.cli import bench_setup
 from draftproof.config import EngineConfig
@@ -76,7 +76,7 @@ class FakeStepper:
         self.now += seconds
 
 
-def drive(arrivals: Sequence[float | None], most: int) -> tuple[Run, FakeStepper]:
+def drive(arrivals: Sequence[float | None], most: int) -> tuple[ClientResult, FakeStepper]:
     stepper: Any = FakeStepper()
     jobs = [Job(i, [1], PARAMS, arrival) for i, arrival in enumerate(arrivals)]
     return Client(stepper, most, lambda: stepper.now, stepper.sleep).run(jobs), stepper
@@ -113,7 +113,7 @@ def test_a_step_s_host_time_is_that_of_the_steps_in_which_everybody_decodes() ->
     runs[0].decoding += Clock(launch=0.9)
     assert (slower := figures.host_time(runs)) is not None
     assert slower["launch_ms"] == pytest.approx(250 + 900 / 3) and slower["planning_ms"] == 250
-    assert figures.host_time([Run(decoding=Clock(steps=3, target=1.0))]) is None, (
+    assert figures.host_time([ClientResult(decoding=Clock(steps=3, target=1.0))]) is None, (
         "an engine without such clocks"
     )
 
@@ -138,7 +138,9 @@ def timing(came: float, times: list[float], counts: list[int]) -> Timing:
 
 def test_figures_are_those_of_vllm() -> None:
     """Request 0: first token after 1 s, 4 more in 2 s, in deliveries of 3 and 1; request 1: one token after 2 s."""
-    run = Run(seconds=4.0, timings=[timing(0.0, [1.0, 2.5, 3.0], [1, 3, 1]), timing(1.0, [3.0], [1])])
+    run = ClientResult(
+        seconds=4.0, timings=[timing(0.0, [1.0, 2.5, 3.0], [1, 3, 1]), timing(1.0, [3.0], [1])]
+    )
     found = figures.summarise([run], figures.parse_goodput(["ttft:1500", "tpot:600"]))
     expected = {
         **{"completed": 2, "failed": 0, "duration": 4.0, "total_input_tokens": 20, "total_output_tokens": 6},
@@ -153,7 +155,7 @@ def test_figures_are_those_of_vllm() -> None:
 def test_a_failed_request_counts_as_failed_and_nothing_else() -> None:
     bad = timing(0.0, [], [])
     bad.failed = True
-    found = figures.summarise([Run(seconds=1.0, timings=[bad, timing(0.0, [1.0], [1])])], {})
+    found = figures.summarise([ClientResult(seconds=1.0, timings=[bad, timing(0.0, [1.0], [1])])], {})
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (1, 1, 1)
     assert found["request_goodput"] is None
 

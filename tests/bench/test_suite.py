@@ -14,7 +14,7 @@ import torch
 
 from draftproof import LLM, assets
 from draftproof.bench import against, harness, plots, suite
-from draftproof.bench.drive import Client, Job, Run
+from draftproof.bench.drive import Client, ClientResult, Job
 from draftproof.cli import options
 from draftproof.cli.main import main
 from tests.slow import slow
@@ -75,7 +75,7 @@ def test_what_was_measured_before_an_interruption_is_written(
     class Interrupted(Client):
         left = 3  # two warm-ups, then plain decoding
 
-        def run(self, jobs: Sequence[Job]) -> Run:
+        def run(self, jobs: Sequence[Job]) -> ClientResult:
             Interrupted.left -= 1
             if Interrupted.left < 0:
                 raise KeyboardInterrupt

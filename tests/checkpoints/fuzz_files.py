@@ -248,8 +248,8 @@ def engine(target: Path, head: Path | None) -> LLM:
 def decode(llm: LLM) -> tuple[list[int], int]:
     """(ids, faults of the drafter)."""
     ids = list(llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
-    guard = llm.engine.runner.guard
-    return ids, 0 if guard is None else guard.num_faults
+    sandbox = llm.engine.runner.sandbox
+    return ids, 0 if sandbox is None else sandbox.num_faults
 
 
 def peak_bytes() -> int:

@@ -25,9 +25,9 @@ def engine(model: Path, **settings: Any) -> LLM:
 
 
 def drafter_of(llm: LLM) -> Any:
-    guard = llm.engine.runner.guard
-    assert guard is not None
-    return guard.drafter
+    sandbox = llm.engine.runner.sandbox
+    assert sandbox is not None
+    return sandbox.drafter
 
 
 def changed(source: Path, folder: Path, drop: str = "", **config: Any) -> Path:

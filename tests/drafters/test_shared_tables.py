@@ -127,10 +127,10 @@ def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
     """In an engine, where both lie as the machine's fastest product wants them; memory counts them once."""
     head = Path(__file__).parent.parent / "data" / "tiny-mtp"
     llm = LLM(speculative_config={"model": str(head)})
-    target, guard = llm.engine.runner.target, llm.engine.runner.guard
+    target, sandbox = llm.engine.runner.target, llm.engine.runner.sandbox
     assert target.config.tie_word_embeddings
-    assert guard is not None and isinstance(guard.drafter, HeadDrafter)
-    network: Any = guard.drafter.head
+    assert sandbox is not None and isinstance(sandbox.drafter, HeadDrafter)
+    network: Any = sandbox.drafter.head
     assert network._embed_VH.data_ptr() == target.embed_VH.data_ptr()
     assert network._head is target.head
     stored = open_weights(head)

@@ -32,9 +32,9 @@ def drafting(model: Path, **options: Any) -> LLM:
 
 
 def drafter(llm: LLM) -> Any:
-    guard = llm.engine.runner.guard
-    assert guard is not None
-    return guard.drafter
+    sandbox = llm.engine.runner.sandbox
+    assert sandbox is not None
+    return sandbox.drafter
 
 
 def numbers(llm: LLM, temperature: float) -> tuple[int, int]:

@@ -42,9 +42,9 @@ def test_a_member_drafts_no_more_than_its_own_k() -> None:
     """Neither are more drafts given out, nor is the head unrolled further."""
     llm = engine([{"model": EAGLE3, "num_speculative_tokens": 2}, SUFFIX])
     assert llm.num_speculative_tokens == 16
-    guard = llm.engine.runner.guard
-    assert guard is not None and isinstance(guard.drafter, ChainDrafter)
-    head = guard.drafter._drafters[0]
+    sandbox = llm.engine.runner.sandbox
+    assert sandbox is not None and isinstance(sandbox.drafter, ChainDrafter)
+    head = sandbox.drafter._drafters[0]
     assert isinstance(head, HeadDrafter)
     counting = Counting(head.head)
     head.unroll._head = counting  # type: ignore[attr-defined]

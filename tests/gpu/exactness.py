@@ -24,7 +24,7 @@ from draftproof.bench.harness import free_memory
 from draftproof.bench.stages import Report, describe, parser, run_stages
 from draftproof.cli.verify import failures, seeded
 from tests.conformance.cases import CASES, TARGETS
-from tests.gpu.settings import Models, num_graphs, parts, run_apart, token_prompts
+from tests.gpu.settings import Models, num_graphs, run_apart, token_prompts
 from tests.helpers import check_pages
 
 PLAIN = "plain"
@@ -272,7 +272,8 @@ class Exactness:
     def check_graphs(self, name: str, llm: LLM, mode: str) -> None:
         """Graphs were used where they should be, and pages are all back."""
         llm.engine.drain()  # a pass may still be under way, of requests that have ended
-        pages, number = parts(llm).pages, num_graphs(llm)
+        pages = llm.engine.scheduler.pages
+        number = num_graphs(llm)
         check_pages(pages)
         back = pages.num_free == pages.num_blocks - 1
         detail = f"{number} passes captured, {pages.num_free} of {pages.num_blocks - 1} blocks free"

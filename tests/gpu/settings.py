@@ -15,7 +15,6 @@ from typing import Any
 from bench.models import NUM_DRAFTS, SHAPES_OF, Shape
 from draftproof import LLM, assets
 from draftproof.bench import internals, workload
-from draftproof.engine.runner import ModelRunner
 from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
 
@@ -91,14 +90,9 @@ class Models:
         return found
 
 
-def parts(llm: LLM) -> ModelRunner:
-    """What the engine is made of."""
-    return llm.engine.runner
-
-
 def num_graphs(llm: LLM) -> int:
     """Passes that were captured (on a CPU: recorded) and can be run again."""
-    return len(getattr(parts(llm).graphs, "_entries", ()))
+    return len(getattr(llm.engine.runner.graphs, "_entries", ()))
 
 
 def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:

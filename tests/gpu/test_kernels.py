@@ -86,7 +86,7 @@ def test_prefill_verify_and_decode_rows_agree(cuda: torch.device, window: int) -
 
 
 @pytest.mark.parametrize(
-    ("form", "tiling"),
+    ("form", "cut"),
     [
         ({"most": 16}, {}),
         ({"most": 64, "num_warps": 8}, {}),

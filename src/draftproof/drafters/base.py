@@ -98,6 +98,11 @@ class Verified:
     def num_requests(self) -> int:
         return len(self.slots_R)
 
+    @property
+    def cu_R1(self) -> Tensor:  # noqa: N802
+        """The old name of `query_start_loc_R1`, for one version."""
+        return self.query_start_loc_R1
+
 
 @dataclass(slots=True)
 class Proposal:

@@ -253,6 +253,9 @@ class EngineCore:
                 if request.finish_reason is None and request.slot >= 0:
                     self._apply(request, scheduled, result)
             self.stats.results_seconds += time.perf_counter() - start
+        self._count_drafter_faults()
+
+    def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
         self.stats.num_drafter_faults = health.num_faults
         self.stats.last_drafter_fault = health.last_fault
@@ -323,6 +326,7 @@ class EngineCore:
         if self.scheduler.released and not self._in_flight and self.error is None:
             released, self.scheduler.released = self.scheduler.released, []
             self.runner.run(StepInput(released=released))
+            self._count_drafter_faults()
 
     # Steps that raise.
 
