@@ -111,6 +111,7 @@ def test_right_answers_are_those_of_the_reference() -> None:
     assert " right |" not in report.methods_table(poor)[0], "a score that cannot fall says nothing"
 
 
+@slow
 def test_found_checkpoints_that_do_not_fit_are_left_out_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_head_beside_another_target_is_not_even_tried(tmp_path: Path) -> None:
     assert notes[1].endswith("made for tiny")
 
 
+@slow
 def test_a_head_given_as_the_model_takes_part(tmp_path: Path) -> None:
     head = str(assets.path("tiny-eagle3"))
     assert main([*QUICK, "--model", head, "--drafters", "ngram", "--output-dir", str(tmp_path)]) == 0

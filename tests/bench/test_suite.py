@@ -58,6 +58,7 @@ def test_latency_sweeps_drafts_and_batches_and_finds_outputs_equal(
     assert said.err.count("draft weights") == 1, "the memory line comes once"
 
 
+@slow
 def test_replayed_drafts_are_right_as_often_as_asked(tmp_path: Path) -> None:
     status, results = bench(
         tmp_path, "throughput", "--batch-sizes", "2", "--num-drafts", "2", "--replay-acceptance", "0,1"
@@ -108,6 +109,7 @@ def test_engines_that_do_not_fit_together_run_one_after_the_other(
     assert most == [1, 1, 1]
 
 
+@slow
 def test_output_that_differs_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Verification that keeps the distribution only."""
     status, results = bench(

@@ -16,6 +16,7 @@ def lines_of(output: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
+@slow
 def test_every_operator_and_product_is_listed_and_what_is_used_is_exact(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

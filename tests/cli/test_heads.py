@@ -10,8 +10,10 @@ import pytest
 from draftproof import assets
 from draftproof.cli import options
 from draftproof.cli.main import main
+from tests.slow import slow
 
 
+@slow
 def test_a_head_given_as_the_model_is_verified_against_its_target_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_output_does_not_depend_on_k(plain: Any, method: str, k: Any) -> None:
     assert len(llm.stats.speculation.drafted_per_position) == k
 
 
+@slow
 @pytest.mark.parametrize("method", few(CASES, "eagle3"))
 def test_output_does_not_depend_on_an_adaptive_k(plain: Any, method: str) -> None:
     outputs, llm = run(mixture(), dtype="float32", **drafting(method, policy="adaptive"))

@@ -9,7 +9,7 @@ import pytest
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from tests.conformance.cases import CASES, REPEATS, Requests, prompts, run
-from tests.slow import few
+from tests.slow import few, slow
 
 GREEDY = Requests([*prompts()[:3], REPEATS], [SamplingParams(temperature=0, max_tokens=24, logprobs=1)] * 4)
 SAMPLED = Requests(
@@ -30,6 +30,7 @@ def test_greedy_requests_get_the_exact_tokens(mode: str, method: str) -> None:
     assert llm.stats.speculation.num_accepted_tokens > 0 and llm.stats.num_drafter_faults == 0
 
 
+@slow
 @pytest.mark.parametrize("mode", ["rejection", "block"])
 def test_sampled_requests_are_reproducible_and_other_than_plain_decoding(mode: str) -> None:
     outputs, llm = run(SAMPLED, **settings(mode, "eagle3"))

@@ -95,6 +95,7 @@ def test_a_block_longer_than_k_finds_pages_for_all_its_rows(method: str) -> None
         assert narrow.draft(context, 1, next_token=newest) == wide.draft(context, 7, next_token=newest)[:1]
 
 
+@slow
 def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
     head = str(dspark_from_dflash(Path(DFLASH), tmp_path, "gated"))
     counts = []

@@ -183,6 +183,7 @@ def test_the_same_tokenizer_is_accepted_as_often_through_its_text(tmp_path: Path
     assert expected[1] > 50
 
 
+@slow
 def test_a_round_computes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows: list[int] = []
     original: Callable[..., torch.Tensor] = TextDrafter._pass
@@ -234,6 +235,7 @@ def test_without_room_a_request_is_decoded_plainly_until_there_is_some() -> None
     assert pages.num_free == pages.num_blocks - 1 and llm.stats.num_drafter_faults == 0
 
 
+@slow
 def test_a_chain_may_have_it_beside_others() -> None:
     """Its own cache and its neighbour's pages are two things."""
     members = [{"method": "ngram", "prompt_lookup_min": 4}, {"model": other_tokens()}, {"model": str(SOURCE)}]

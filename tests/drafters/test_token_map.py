@@ -88,6 +88,7 @@ def test_only_tokens_of_both_are_drafted_and_the_rest_is_read_as_its_pieces(tmp_
     assert numbers(llm, 0)[1] > 30
 
 
+@slow
 def test_the_tokenizer_that_the_user_names_is_the_targets(tmp_path: Path) -> None:
     """By it the model's ids are other ids than its target's."""
     shutil.copytree(TINY, tmp_path / "target")
@@ -101,6 +102,7 @@ def test_the_tokenizer_that_the_user_names_is_the_targets(tmp_path: Path) -> Non
     assert numbers(llm, 0) == numbers(drafting(SOURCE), 0)
 
 
+@slow
 def test_most_tokens_in_common_take_the_table_and_few_the_text(tmp_path: Path) -> None:
     kinds = {
         permuted(SOURCE, tmp_path / "permuted"): HeadDrafter,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.slow import few
+from tests.slow import few, slow
 
 DATA = Path(__file__).parent.parent / "data"
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nclass Harmful: pass\n"
@@ -52,6 +52,7 @@ def harmful(to: Path, target: str, keys: dict[str, Any]) -> Path:
     return to
 
 
+@slow
 @pytest.mark.parametrize("target", few(TARGETS, "target_qwen3"))
 def test_code_of_a_folder_is_not_run_and_nobody_is_asked(tmp_path: Path, target: str) -> None:
     folders = [harmful(tmp_path / str(i), target, keys) for i, keys in enumerate(MAPS.values())]

@@ -18,6 +18,7 @@ from draftproof.engine.interface import PendingStep, StepInput
 from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
 from tests.helpers import check_pages
+from tests.slow import slow
 
 LONG = 120  # seconds after which a thread that should have ended is taken for stuck
 EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
@@ -253,6 +254,7 @@ class _Cycle:
         self.stream, self.me = stream, self
 
 
+@slow
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_closed_after_it(
     drafting: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def test_operators_of_both_tables_are_certified(table: ops.Ops, kind: str, dtype
 
 
 @pytest.mark.parametrize("dtype", few([FP32, BF16, torch.float16], BF16))
-@pytest.mark.parametrize("name", few(ATTENTION, "few heads", "window"))
+@pytest.mark.parametrize("name", few(ATTENTION, "few heads"))
 @pytest.mark.parametrize("backend", ["compiled", "elementwise", "reference"])
 def test_attention_that_is_exact_by_construction_is_certified(
     library: native.Library, backend: str, name: str, dtype: torch.dtype

@@ -157,6 +157,7 @@ def test_a_portable_build_is_slower_not_wrong(portable: native.Library, dtype: t
     _close(table.log_normalizer(logits), logits.logsumexp(-1))
 
 
+@slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_portable_attention_is_right_and_row_safe(portable: native.Library, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

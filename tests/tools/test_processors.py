@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
 from tools import processors
 
 ONE_PASSES = """
 import os
 import pytest
+from tests.slow import slow
 
 def test_passes():
     assert os.environ["MKL_CBWR"] == "AVX2"
@@ -39,6 +41,7 @@ def test_a_setting_is_a_row_and_a_failure_is_named(
     assert (tmp_path / "cache" / "draftproof-processors" / "mkl-avx2").is_dir()
 
 
+@slow
 def test_a_run_without_tests_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
