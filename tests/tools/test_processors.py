@@ -14,7 +14,6 @@ from tools import processors
 ONE_PASSES = """
 import os
 import pytest
-from tests.slow import slow
 
 def test_passes():
     assert os.environ["MKL_CBWR"] == "AVX2"
