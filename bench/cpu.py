@@ -10,7 +10,9 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,6 +195,31 @@ def steps(setup: Setup) -> Iterator[Row]:
         }
 
 
+def threads(setup: Setup) -> Iterator[Row]:
+    """Eight threads with one request each beside one call with the eight: their steps are one batch either way."""
+    llm = setup.benchmark().engine(PLAIN)
+    prompts = code_prompts(llm, 8, NUM_PROMPT)
+    found: list[list[list[int]]] = []
+
+    def ids(given: Sequence[list[int]]) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(given, PARAMS, use_tqdm=False)]
+
+    def batch() -> float:
+        start = time.perf_counter()
+        found.append(ids(prompts))
+        return len(prompts) * NUM_NEW / (time.perf_counter() - start)
+
+    def apart() -> float:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            start = time.perf_counter()
+            found.append([each for (each,) in pool.map(ids, ([prompt] for prompt in prompts))])
+            return len(prompts) * NUM_NEW / (time.perf_counter() - start)
+
+    one_call, eight_threads = medians([batch, apart], setup.repeats)
+    assert all(outputs == found[0] for outputs in found)
+    yield {"batch_tok_s": one_call, "threads_tok_s": eight_threads, "ratio": eight_threads / one_call}
+
+
 def startup(setup: Setup) -> Iterator[Row]:
     """A new process to its first token, caches warm; and what importing the package adds to importing torch."""
     script = (
@@ -219,5 +246,6 @@ SECTIONS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "steps": steps,
     "speculation": speculation,
     "exactness": exactness,
+    "threads": threads,
     "startup": startup,
 }
