@@ -33,8 +33,8 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-# The first that builds is used: not every compiler knows the machine, or has OpenMP.
-VARIANTS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
+# The first that builds is used: not every compiler knows the machine.
+VARIANTS = (("-march=native", "-pthread"), ("-pthread",))
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 

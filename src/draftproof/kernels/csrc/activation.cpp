@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -20,8 +21,7 @@ template <bool GELU, class T>
 void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads) {
     int64_t pieces = (width + PIECE - 1) / PIECE;
     int64_t members = team(threads, rows * width * 4);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t item = 0; item < rows * pieces; item++) {
+    parallel(members, rows * pieces, [&](int64_t item) {
         int64_t row = item / pieces, first = item % pieces * PIECE;
         int64_t count = width - first < PIECE ? width - first : PIECE;
         const T* gate = gate_up + row * 2 * width + first;
@@ -32,7 +32,7 @@ void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads)
             [&](int64_t i, int64_t n) {
                 store_n(to + i, gate_mul<GELU>(load_n(gate + i, n), load_n(up + i, n)), n);
             });
-    }
+    });
 }
 
 inline vec tanh_of(vec u) {
@@ -77,13 +77,12 @@ struct SoftCapArgs {
 extern "C" void dp_soft_cap(const SoftCapArgs* a) {
     const float cap = (float)a->cap;
     int64_t pieces = (a->count + PIECE - 1) / PIECE, members = team(a->threads, a->count);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t piece = 0; piece < pieces; piece++) {
+    parallel(members, pieces, [&](int64_t piece) {
         int64_t first = piece * PIECE, count = a->count - first < PIECE ? a->count - first : PIECE;
         const float* x = a->logits + first;
         float* to = a->out + first;
         for_row(
             count, [&](int64_t i) { store(to + i, cap * tanh_of(load(x + i) / cap)); },
             [&](int64_t i, int64_t n) { store_n(to + i, cap * tanh_of(load_n(x + i, n) / cap), n); });
-    }
+    });
 }

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "attention_amx.h"
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -270,16 +271,12 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
     }
     int64_t count = items.size();
     int64_t members = work * s.heads * s.head_dim < 65536 ? 1 : std::min(threads, count);
-#pragma omp parallel num_threads(members) if (members > 1)
-    {
-        Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < count; i++) {
-            const Item& item = items[i];
-            const int32_t* blocks = table + slots[item.first_row] * s.table_width;
-            run_item(Queries(s, item, ends + item.first_row), scratch, q, k_cache, v_cache, blocks, out);
-        }
-    }
+    parallel(members, count, [&](int64_t i) {
+        static thread_local Scratch scratch;
+        const Item& item = items[i];
+        const int32_t* blocks = table + slots[item.first_row] * s.table_width;
+        run_item(Queries(s, item, ends + item.first_row), scratch, q, k_cache, v_cache, blocks, out);
+    });
 }
 
 }  // namespace

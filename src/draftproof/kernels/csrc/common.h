@@ -1,4 +1,4 @@
-// What every compiled operator shares: 16-lane vectors, loads and stores per dtype, exp, and the parallel loop.
+// What every compiled operator shares: 16-lane vectors, loads and stores per dtype, exp, and how many threads a loop is worth.
 //
 // Bits: a row's arithmetic happens in an order fixed by its width alone. The build uses -ffp-contract=off, and a fused
 // multiply-add appears only where `madd` is written, so vector bodies and tails agree.

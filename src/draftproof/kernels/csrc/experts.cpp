@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -118,13 +119,11 @@ void combine_row(const CombineArgs& a, int64_t row) {
 // experts [rows, top_k], ascending; weights [rows, top_k].
 extern "C" void dp_route(const RouteArgs* a) {
     int64_t members = std::min(team(a->threads, a->rows * a->num * (4 + a->top_k)), std::max<int64_t>(a->rows, 1));
-#pragma omp parallel num_threads(members) if (members > 1)
-    {
+    parallel_ranges(members, a->rows, [&](int64_t first, int64_t last) {
         std::vector<float> scores(a->num), choice(a->num);
         std::vector<char> marks(a->num);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a->rows; row++) route(*a, row, scores.data(), choice.data(), marks.data());
-    }
+        for (int64_t row = first; row < last; row++) route(*a, row, scores.data(), choice.data(), marks.data());
+    });
 }
 
 // source [pairs]: the row of each pair in order of experts; place [pairs]: where a pair went; starts [num + 1].
@@ -143,6 +142,7 @@ extern "C" void dp_group(const GroupArgs* a) {
 // y [pairs, width] fp32; base and out [rows, width].
 extern "C" void dp_combine(const CombineArgs* a) {
     int64_t members = team(a->threads, a->rows * a->width * a->top_k);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t row = 0; row < a->rows; row++) DP_DISPATCH(a->dtype, T, combine_row<T>(*a, row));
+    parallel_ranges(members, a->rows, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) DP_DISPATCH(a->dtype, T, combine_row<T>(*a, row));
+    });
 }

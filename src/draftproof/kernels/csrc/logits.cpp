@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -43,11 +44,10 @@ extern "C" void dp_log_normalizer(const float* logits, float* out, int64_t rows,
     int64_t pieces = (width + PIECE - 1) / PIECE;
     std::vector<Part> parts(rows * pieces);
     int64_t members = team(threads, rows * width);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t item = 0; item < rows * pieces; item++) {
+    parallel(members, rows * pieces, [&](int64_t item) {
         int64_t first = item % pieces * PIECE;
         parts[item] = piece(logits + item / pieces * width + first, std::min(PIECE, width - first));
-    }
+    });
     for (int64_t r = 0; r < rows; r++) {
         const Part* row = parts.data() + r * pieces;
         float top = -INFINITY, total = 0.0f;

@@ -1,5 +1,6 @@
 // RMS norm, alone and after a residual addition.
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -41,15 +42,16 @@ template <class T, class W>
 void run(const T* x, const T* residual, const W* weight, T* out, T* sum, int64_t rows, int64_t width, float eps,
          int64_t threads) {
     int64_t members = team(threads, rows * width);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const T* from = x + r * width;
-        if (residual) {
-            add_row(from, residual + r * width, sum + r * width, width);
-            from = sum + r * width;
+    parallel_ranges(members, rows, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; r++) {
+            const T* from = x + r * width;
+            if (residual) {
+                add_row(from, residual + r * width, sum + r * width, width);
+                from = sum + r * width;
+            }
+            norm_row(from, weight, out + r * width, width, eps);
         }
-        norm_row(from, weight, out + r * width, width, eps);
-    }
+    });
 }
 
 }  // namespace

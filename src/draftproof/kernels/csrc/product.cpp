@@ -11,6 +11,7 @@
 
 #include "amx.h"
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -202,8 +203,7 @@ template <class T, class O>
 void run(const Problem& p, O* out, int64_t threads) {
     int64_t count = (p.outputs + TILE - 1) / TILE;
     int64_t members = std::min(team(threads, p.outputs * p.words), count);
-#pragma omp parallel for num_threads(members) if (members > 1) schedule(static)
-    for (int64_t m = 0; m < members; m++) tiles<T>(p, out, count * m / members, count * (m + 1) / members);
+    parallel_ranges(members, count, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
 }
 
 // Each expert's rows by its weight; a part of an expert's outputs at a time, so that few experts keep all threads busy.
@@ -216,15 +216,14 @@ void run_grouped(const Problem& whole, const int64_t* starts, int64_t experts, O
         if (starts[e] < starts[e + 1]) active.push_back(e);
     int64_t items = active.size() * parts;
     int64_t members = std::min(team(threads, whole.outputs * whole.words * (int64_t)active.size()), items);
-#pragma omp parallel for num_threads(members) if (members > 1) schedule(dynamic)
-    for (int64_t item = 0; item < items; item++) {
+    parallel(members, items, [&](int64_t item) {
         int64_t e = active[item / parts], first = item % parts * PART;
         Problem p = whole;
         p.weights = whole.tile(e * count);
         p.x += starts[e] * p.stride;
         p.rows = starts[e + 1] - starts[e];
         tiles<T>(p, out + starts[e] * p.outputs, first, std::min(first + PART, count));
-    }
+    });
 }
 
 void widen_row(const fp16* x, float* out, int64_t width) {
@@ -241,14 +240,15 @@ Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
     bool as_it_is = a.dtype != FP16 && row_bytes == stride * 4;
     if (!as_it_is) copy.resize(a.rows * stride);
     int64_t members = as_it_is ? 1 : team(a.threads, a.rows * a.inputs);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t r = 0; r < (as_it_is ? 0 : a.rows); r++) {
-        const char* from = (const char*)a.x + r * row_bytes;
-        if (a.dtype == FP16)
-            widen_row((const fp16*)from, (float*)copy.data() + r * stride, a.inputs);
-        else
-            std::memcpy(copy.data() + r * stride, from, row_bytes);
-    }
+    parallel_ranges(members, as_it_is ? 0 : a.rows, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; r++) {
+            const char* from = (const char*)a.x + r * row_bytes;
+            if (a.dtype == FP16)
+                widen_row((const fp16*)from, (float*)copy.data() + r * stride, a.inputs);
+            else
+                std::memcpy(copy.data() + r * stride, from, row_bytes);
+        }
+    });
     const uint32_t* x = as_it_is ? (const uint32_t*)a.x : copy.data();
     return {a.weights, bias, x, a.rows, a.outputs, words, stride, stride * TILE * word_bytes(a.dtype)};
 }
@@ -266,8 +266,7 @@ extern "C" void dp_product_pack(const char* weight, char* packed, int64_t output
     int64_t row_bytes = inputs * (dtype == FP32 ? 4 : 2), word = word_bytes(dtype);
     int64_t words = word_count(inputs, dtype), stride = padded(words);
     int64_t tiles = (outputs + TILE - 1) / TILE;
-#pragma omp parallel for num_threads(threads) if (outputs * inputs > 65536)
-    for (int64_t t = 0; t < tiles; t++)
+    parallel(outputs * inputs > 65536 ? threads : 1, tiles, [&](int64_t t) {
         for (int64_t first = 0; first < words; first += LANES)
             for (int64_t row = t * TILE; row < std::min((t + 1) * TILE, outputs); row++) {
                 const char* from = weight + row * row_bytes;
@@ -275,6 +274,7 @@ extern "C" void dp_product_pack(const char* weight, char* packed, int64_t output
                 for (int64_t k = first; k < std::min(first + LANES, words); k++)
                     std::memcpy(to + k * TILE * word, from + k * word, std::min(word, row_bytes - k * word));
             }
+    });
 }
 
 // x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32, bf16 or fp16.

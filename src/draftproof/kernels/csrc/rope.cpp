@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -64,14 +65,13 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
          int64_t threads) {
     int64_t all_heads = s.heads + (v_cache ? 2 : 1) * s.kv_heads, D = s.head_dim;
     int64_t members = team(threads, s.rows * all_heads * D);
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t r = 0; r < s.rows; r++) {
+    auto store_row = [&](int64_t r) {
         const T* row = qkv + r * all_heads * D;
         T* q = q_out + r * s.heads * D;
         int64_t position = positions[r];
         if (position < 0) {
             std::memset((void*)q, 0, s.heads * D * sizeof(T));
-            continue;
+            return;
         }
         const float* cos = cos_sin + position * s.rotary_dim;
         int64_t half = s.rotary_dim / 2;
@@ -95,7 +95,10 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
             if (v_norm) norm(head, v_norm, D, s.eps);
             from_float(head, v_cache + ((block * s.kv_heads + h) * s.block_size + offset) * D, D);
         }
-    }
+    };
+    parallel_ranges(members, s.rows, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; r++) store_row(r);
+    });
 }
 
 const float* widen(const void* norm, int64_t dtype, int64_t width, float* buffer) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -276,8 +277,7 @@ extern "C" void dp_sample(const SampleArgs* a) {
     const int64_t *top_k = a->top_k, *seeds = a->seeds, *positions = a->positions, *ids = a->ids;
     int64_t *out = a->out, rows = a->rows, width = a->width, threads = a->threads;
     int64_t members = rows > 1 ? team(threads, rows * width) : 1;
-#pragma omp parallel for num_threads(members) if (members > 1)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel(members, rows, [&](int64_t r) {
         Row row{logits + r * width, ids, width};
         float top = largest(row), t = temperature[r];
         if (!std::isfinite(top)) {
@@ -292,7 +292,7 @@ extern "C" void dp_sample(const SampleArgs* a) {
             out[r] = gumbel_max(row, -INFINITY, seeds[r], positions[r],
                                 [&](int64_t i) { return (row.at(i) - top) / t; });
         }
-    }
+    });
 }
 
 // For tests: the random bits of each (row, token), uint32 in int64, as kernels/noise.py's token_bits.

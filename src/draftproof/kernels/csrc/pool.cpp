@@ -1,0 +1,180 @@
+// The threads behind pool.h.
+//
+// A loop is published as one word, `claims`: how many blocks are left in its low half, how many threads may take part in
+// its high half. Taking a block is one compare-and-swap that lowers the low half; it can only succeed while blocks are
+// left, and whoever holds a block keeps the loop alive, because the caller returns when all blocks are finished. So the
+// other fields are read after a block was taken, and never change under a reader.
+//
+// Example: 16 blocks for 2 threads: claims = 2 << 32 | 16. The thread that swaps in 2 << 32 | 15 computes block 0.
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+namespace dp {
+namespace {
+
+constexpr int64_t MOST_WORKERS = 255;
+// An idle worker looks for work so long before it sleeps: the operators of a pass follow each other by some microseconds.
+constexpr std::chrono::microseconds AWAKE(50);
+constexpr int LOOKS = 64;  // between two readings of the clock
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// How numbers are rounded and whether subnormal ones are flushed: a worker's must be the caller's.
+inline uint32_t rounding() {
+#if defined(__x86_64__)
+    return _mm_getcsr();
+#else
+    return 0;
+#endif
+}
+
+inline void set_rounding(uint32_t mode) {
+#if defined(__x86_64__)
+    if (_mm_getcsr() != mode) _mm_setcsr(mode);
+#else
+    (void)mode;
+#endif
+}
+
+class Pool {
+  public:
+    void run(int64_t members, int64_t count, Block block, void* body) {
+        if (!used_.try_lock()) {
+            for (int64_t i = 0; i < count; i++) block(body, i);
+            return;
+        }
+        std::lock_guard<std::mutex> held(used_, std::adopt_lock);
+        hire(std::min(members - 1, MOST_WORKERS));
+        block_ = block;
+        body_ = body;
+        count_ = count;
+        rounding_ = rounding();
+        finished_.store(0, std::memory_order_relaxed);
+        claims_.store((uint64_t)members << 32 | (uint64_t)count);
+        loops_.fetch_add(1);
+        if (asleep_.load() > 0) {
+            std::lock_guard<std::mutex> lock(sleep_);
+            wake_.notify_all();
+        }
+        work(0);
+        wait_for_others(count);
+    }
+
+  private:
+    void hire(int64_t wanted) {
+        for (; workers_ < wanted; workers_++) {
+            try {
+                std::thread(&Pool::serve, this, workers_ + 1).detach();
+            } catch (const std::system_error&) {
+                return;  // no more threads to be had: fewer do the work
+            }
+        }
+    }
+
+    // Takes blocks until there is none for thread `number` (the caller is 0); returns whether it took any.
+    bool work(int64_t number) {
+        bool any = false;
+        uint64_t seen = claims_.load();
+        while ((uint32_t)seen != 0 && (int64_t)(seen >> 32) > number) {
+            if (!claims_.compare_exchange_weak(seen, seen - 1)) continue;
+            any = true;
+            int64_t count = count_;
+            if (number) set_rounding(rounding_);
+            block_(body_, count - (int64_t)(uint32_t)seen);
+            if (finished_.fetch_add(1) + 1 == count && waiting_.load()) {
+                std::lock_guard<std::mutex> lock(sleep_);
+                done_.notify_one();
+            }
+            seen = claims_.load();
+        }
+        return any;
+    }
+
+    void wait_for_others(int64_t count) {
+        auto start = std::chrono::steady_clock::now();
+        while (finished_.load() != count) {
+            for (int i = 0; i < LOOKS && finished_.load() != count; i++) pause();
+            if (std::chrono::steady_clock::now() - start < AWAKE) continue;
+            std::unique_lock<std::mutex> lock(sleep_);
+            waiting_.store(true);
+            done_.wait(lock, [&] { return finished_.load() == count; });
+            waiting_.store(false);
+        }
+    }
+
+    void serve(int64_t number) {
+        for (;;) {
+            uint64_t loop = loops_.load();
+            auto start = std::chrono::steady_clock::now();
+            while (!work(number) && loops_.load() == loop) {
+                for (int i = 0; i < LOOKS && loops_.load() == loop; i++) pause();
+                if (std::chrono::steady_clock::now() - start < AWAKE) continue;
+                std::unique_lock<std::mutex> lock(sleep_);
+                asleep_.fetch_add(1);
+                wake_.wait(lock, [&] { return loops_.load() != loop; });
+                asleep_.fetch_sub(1);
+            }
+        }
+    }
+
+    std::mutex used_, sleep_;
+    std::condition_variable wake_, done_;
+    int64_t workers_ = 0;
+    Block block_ = nullptr;
+    void* body_ = nullptr;
+    int64_t count_ = 0;
+    uint32_t rounding_ = 0;
+    // apart, since they are written by different threads all the time
+    alignas(64) std::atomic<uint64_t> claims_{0};
+    alignas(64) std::atomic<int64_t> finished_{0};
+    alignas(64) std::atomic<uint64_t> loops_{0};
+    std::atomic<int64_t> asleep_{0};
+    std::atomic<bool> waiting_{false};
+};
+
+// Never destroyed: workers outlive main's end.
+std::atomic<Pool*> pool{nullptr};
+
+void forget() { pool.store(new Pool); }  // in a child: the workers and whoever held a lock are not there
+
+Pool& the_pool() {
+    Pool* found = pool.load();
+    if (found) return *found;
+    static std::mutex once;
+    std::lock_guard<std::mutex> lock(once);
+    if (!pool.load()) {
+#if defined(__unix__) || defined(__APPLE__)
+        pthread_atfork(nullptr, nullptr, forget);
+#endif
+        pool.store(new Pool);
+    }
+    return *pool.load();
+}
+
+}  // namespace
+
+void run_blocks(int64_t members, int64_t count, Block block, void* body) {
+    the_pool().run(members, count, block, body);
+}
+
+}  // namespace dp

@@ -1,0 +1,44 @@
+// One pool of threads for every operator: loops are cut into blocks, and whoever is awake takes the next block.
+//
+// Bits: a block is computed by one thread in a fixed order, so the number of threads that take part changes none.
+// Waiting: the caller takes blocks itself, so a worker that the system has not scheduled is never waited for, only one
+// that is in the middle of a block. A caller that finds the pool in use by another thread computes all its blocks alone.
+// After fork() a child has a pool of its own, without workers until they are needed.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace dp {
+
+typedef void (*Block)(void* body, int64_t index);
+
+// Calls block(body, i) for each i in [0, count), on at most `members` threads, the caller among them.
+void run_blocks(int64_t members, int64_t count, Block block, void* body);
+
+// body(i) for each i in [0, count); each is a block, so it should be some microseconds of work.
+template <class Body>
+inline void parallel(int64_t members, int64_t count, Body&& body) {
+    if (members <= 1 || count <= 1) {
+        for (int64_t i = 0; i < count; i++) body(i);
+        return;
+    }
+    using Kept = typename std::remove_reference<Body>::type;
+    run_blocks(members, count, [](void* b, int64_t i) { (*(Kept*)b)(i); }, (void*)&body);
+}
+
+constexpr int64_t BLOCKS_EACH = 8;  // blocks a thread, so that a thread that comes late leaves its share to others
+
+// body(from, to) over ranges of [0, count): BLOCKS_EACH for each member. Example: 100 over 2 members -> 16 ranges of 6 or 7.
+template <class Body>
+inline void parallel_ranges(int64_t members, int64_t count, Body&& body) {
+    if (members <= 1) {
+        if (count > 0) body((int64_t)0, count);
+        return;
+    }
+    int64_t blocks = std::min(count, members * BLOCKS_EACH);
+    parallel(members, blocks, [&](int64_t b) { body(count * b / blocks, count * (b + 1) / blocks); });
+}
+
+}  // namespace dp
