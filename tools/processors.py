@@ -47,7 +47,9 @@ SETTINGS = {
     "all-avx2": Setting({**MKL, **ONEDNN, **ATEN}, narrow=True),
     "openblas-haswell": Setting({"OPENBLAS_CORETYPE": "Haswell"}),
 }
-TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters", "tests/checkpoints")
+TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters")
+# Triton's interpreter computes with numpy, and its sums are made without BLAS: no library has a say in them.
+LEFT_OUT = ("--deselect=tests/kernels/test_triton_interpreter.py",)
 QUICK = ("mkl-avx2", "all-avx2")
 QUICK_TESTS = (
     "tests/conformance/test_attention.py",
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     print(HEAD, flush=True)
     for name in names:
-        outcome = run(name, [*shlex.split(given.pytest_args), *tests])
+        outcome = run(name, [*shlex.split(given.pytest_args), *LEFT_OUT, *tests])
         print(outcome.row(name), flush=True)
         failed |= outcome.failed > 0
     return int(failed)
