@@ -27,7 +27,7 @@ test: $(DEV_STAMP) lint ## install, lint, run all tests
 check: $(DEV_STAMP) ## the tests that take seconds: under three minutes on two cores
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow'
 
-test-processors: $(DEV_STAMP) ## equality, conformance and kernel tests as on other processors, in one table
+test-processors: $(DEV_STAMP) ## equality and kernel tests as on other processors; PROCESSORS_ARGS=--slow: all of them
 	$(BIN)/python tools/processors.py --pytest-args='$(PYTEST_ARGS)' $(PROCESSORS_ARGS)
 
 lint: $(DEV_STAMP) ## format, lint, types, import direction, lengths, docstrings
