@@ -18,7 +18,7 @@ from draftproof.engine.interface import PendingStep, StepInput
 from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
 from tests.helpers import check_pages
-from tests.slow import slow
+from tests.slow import few, slow
 
 LONG = 120  # seconds after which a thread that should have ended is taken for stuck
 EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
@@ -72,7 +72,7 @@ def nothing_left(llm: LLM) -> bool:
     return pages.num_free == pages.num_blocks - 1 and not llm.requests.running
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
+@pytest.mark.parametrize("num_threads", few([2, 4], 2))
 def test_threads_get_what_one_gets(drafting: LLM, num_threads: int) -> None:
     expected = generate(drafting)
     drafts = drafting.draft([5, 6, 7], 3, next_token=8)

@@ -18,6 +18,7 @@ from draftproof.kernels.certify import Shape
 from draftproof.kernels.experts import TORCH_EXPERTS, CompiledExperts, Routing
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.norm import row_sum
+from tests.slow import few
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -172,7 +173,7 @@ def pack(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", few([True, False], True))
 def test_each_row_meets_its_experts_weight_with_the_same_bits_in_any_grouping(
     shape: Shape, compiled: bool, library: native.Library, tmp_path: Path, threads: Threads
 ) -> None:

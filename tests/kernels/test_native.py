@@ -68,6 +68,7 @@ print(*{name for name in files if "gomp" in name or "iomp" in name or "libomp" i
 """
 
 
+@slow
 @pytest.mark.usefixtures("library")
 def test_no_openmp_runtime_is_loaded_beside_torchs() -> None:
     """In a process of its own: what other tests import brings runtimes along."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import native, ops
+from tests.slow import few
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]
 
@@ -254,7 +255,7 @@ def test_rope_store_writes_a_cache_of_another_dtype(table: ops.Ops, dtype: torch
     assert torch.equal(k_cache, k_wide.to(dtype)) and torch.equal(v_cache, v_wide.to(dtype))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6, 14])
+@pytest.mark.parametrize("count", few([1, 2, 3, 6, 14], 1, 14))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch_at_any_number_of_threads(
     table: ops.Ops, threads: Threads, dtype: torch.dtype, count: int
