@@ -29,7 +29,7 @@ struct Dot {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(DP_DOT)
 template <>
 struct Dot<bf16> {
     static constexpr int PER_WORD = 2;

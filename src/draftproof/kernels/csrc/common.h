@@ -8,6 +8,11 @@
 #include <cstdint>
 #include <cstring>
 
+// bf16 by the processor's own instructions, where it has them and nobody asked for the bits of one that has none.
+#if defined(__AVX512BF16__) && !defined(DP_WIDENED)
+#define DP_DOT 1
+#endif
+
 #if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)

@@ -19,7 +19,7 @@ using namespace dp;
 constexpr int64_t TILE = 2 * LANES;
 
 // bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
-#if defined(__AVX512BF16__)
+#if defined(DP_DOT)
 constexpr bool HAS_DOT = true;
 #else
 constexpr bool HAS_DOT = false;
@@ -76,7 +76,7 @@ DP_INLINE uvec::part words_at(const char* tile, int64_t index) {
 // Step s of a word.
 template <class T>
 DP_INLINE vec::part step(vec::part acc, uvec::part words, int s, uint32_t x) {
-#if defined(__AVX512BF16__)
+#if defined(DP_DOT)
     if constexpr (IS_BF16<T>)
         return (vec::part)_mm512_dpbf16_ps((__m512)acc, (__m512bh)words, (__m512bh)_mm512_set1_epi32((int)x));
 #endif
@@ -316,4 +316,12 @@ extern "C" void dp_grouped_product(const GroupedArgs* a) {
     Problem p = problem_of(*a, nullptr, copy);
     DP_DISPATCH(a->dtype, T,
                 DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
+}
+
+// What the bits of bf16 results depend on.
+extern "C" const char* dp_bf16_arithmetic() {
+#if defined(DP_AMX)
+    if (amx_allowed()) return "AMX";
+#endif
+    return HAS_DOT ? "dot product" : "widened";
 }
