@@ -109,8 +109,9 @@ class EngineConfig:
     `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
     `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
     and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
-    torch operators (slower); `enforce_eager=True` runs every pass afresh instead of recording it. What is given is
-    copied.
+    torch operators (slower); `bf16_arithmetic="widened"` leaves the processor's bf16 instructions alone, so that x86-64
+    processors with AVX2 and later ones have equal bits in bf16, as they have in fp32; `enforce_eager=True` runs every
+    pass afresh instead of recording it. What is given is copied.
     """
 
     model: str | None = documented(
@@ -145,6 +146,9 @@ class EngineConfig:
     block_size: int = documented(16, "Tokens in a block of the key-value cache.")
     enable_prefix_caching: bool = documented(True, "Reuse the cache of prompts that start alike.")
     seed: int = documented(0, "Engine seed: requests without a seed of their own follow from it.")
+    bf16_arithmetic: Literal["auto", "widened"] = documented(
+        "auto", "auto, or widened: compiled operators have one processor's bits on all of them in bf16, too."
+    )
     exact: bool = documented(True, "Make every row independent of its batch, bit for bit.")
     verification: Verification = documented(
         "exact", "exact (bit-equal output), or rejection or block (equal in distribution only)."
@@ -159,6 +163,7 @@ class EngineConfig:
         object.__setattr__(self, "hf_overrides", _copied(self.hf_overrides))
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("bf16_arithmetic", self.bf16_arithmetic, ("auto", "widened"))
         check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             check_whole(name, getattr(self, name), 1)

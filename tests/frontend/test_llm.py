@@ -373,15 +373,29 @@ def test_draft_needs_a_drafter_and_a_sensible_k(llm: LLM, drafting: LLM) -> None
         drafting.draft([1, 2, 3], 6)
 
 
-def test_auto_dtype_is_what_the_processor_computes_in() -> None:
+def test_auto_dtype_is_the_files_where_it_can_be_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof.engine import memory
     from draftproof.engine.memory import pick_dtype
+    from draftproof.kernels import native
 
     stored = read_config(assets.path("tiny")).dtype
     import torch
 
     assert stored == torch.bfloat16
-    assert pick_dtype("auto", stored, torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    assert pick_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
+    cpu, library = torch.device("cpu"), native.load()
+    assert library is not None
+    assert pick_dtype("auto", torch.float32, cpu, library) == torch.float32
+    monkeypatch.setattr(memory, "_has_bfloat16", lambda: False)
+    for half in (torch.bfloat16, torch.float16):
+        assert pick_dtype("auto", half, cpu, library) == half
+        assert pick_dtype("auto", half, cpu, None) == torch.float32
+
+
+def test_the_arithmetic_can_be_one_that_all_processors_have() -> None:
+    with LLM(dtype="bfloat16", max_model_len=64, bf16_arithmetic="widened") as llm:
+        assert llm.arithmetic == "bfloat16, widened"
+    with pytest.raises(ValueError, match="bf16_arithmetic='widened': only the compiled operators"):
+        LLM(native=False, max_model_len=64, bf16_arithmetic="widened")
 
 
 def test_requests_and_engine_count_the_same_accepted_drafts() -> None:

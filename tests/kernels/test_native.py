@@ -186,11 +186,6 @@ def test_a_portable_product_is_exact(portable: native.Library, dtype: torch.dtyp
     together = linear_fn(x)
     assert torch.equal(torch.cat([linear_fn(row) for row in x.split(1)]), together)
     torch.testing.assert_close(together, x.double().matmul(weight.double().T).float(), atol=1e-2, rtol=1e-2)
-    names = [candidate.name for candidate in products.candidates(torch.device("cpu"), dtype, dtype, portable)]
-    # oneDNN is faster there, but has no fp16
-    assert ("compiled" in names) == (dtype == torch.float16)
-    wide = products.candidates(torch.device("cpu"), torch.bfloat16, torch.float32, portable)
-    assert wide[0].name == "compiled"  # but cannot do this
 
 
 @pytest.mark.parametrize("build", ["portable", "library"])

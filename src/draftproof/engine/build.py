@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from draftproof import assets
-from draftproof.attention import registry as backends
 from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
@@ -35,17 +34,16 @@ from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
-from draftproof.kernels import graphs, native
+from draftproof.kernels import graphs
 from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.room import free_bytes
 from draftproof.models.config import ModelConfig, read_config
-from draftproof.models.decoder import Decoder, kv_shapes
+from draftproof.models.decoder import Decoder
 from draftproof.models.layers import LayerBuilder
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
-from draftproof.models.operators import Where
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -65,6 +63,7 @@ class Loaded:
     max_model_len: int
     num_drafts: int  # K, 0 without a drafter
     memory: memory.Memory
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +75,7 @@ class _Base:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    arithmetic: str
     ops: Ops
     backend: AttentionBackend
     planner: LinearPlanner
@@ -122,6 +122,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
         memory=used,
+        arithmetic=base.arithmetic,
     )
 
 
@@ -159,12 +160,9 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
 def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
     model = read_config(directory, overrides=config.hf_overrides)
     device = memory.pick_device(config.device)
-    backends.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
-    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
     max_model_len = _max_model_len(config, model)
     memory.check_tables(config, max_model_len, _rotary_sizes(model), device)
-    library = native.load(progress) if config.native and device.type == "cpu" else None
-    where = Where(device=device, dtype=dtype, block_size=config.block_size)
+    where, library = operators.where_to_run(config, model, progress)
     ops, backend = operators.select(config, model, where, library, progress)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
@@ -172,7 +170,8 @@ def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _
         directory=directory,
         model=model,
         device=device,
-        dtype=dtype,
+        dtype=where.dtype,
+        arithmetic=operators.arithmetic(where, library),
         ops=ops,
         backend=backend,
         planner=LinearPlanner(

@@ -53,9 +53,8 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> lis
     """
     config, directory = locate(config)
     model = read_config(directory, overrides=config.hf_overrides)
-    where = operators.where_to_run(config, model)
+    where, library = operators.where_to_run(config, model, progress)
     device, dtype = where.device, where.dtype
-    library = native.load(progress) if config.native and device.type == "cpu" else None
     certifier = OperatorCertifier(device, library, fresh=True)
     lines = list(_operator_lines(config, model, where, library, certifier))
     planner = LinearPlanner(

@@ -10,6 +10,7 @@ import torch
 
 from draftproof.cache.pool import KVShape
 from draftproof.config import EngineConfig
+from draftproof.kernels import native
 from draftproof.kernels.room import free_bytes
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
@@ -78,15 +79,19 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """`auto`: as stored, but half precision only where the processor computes in bfloat16."""
+def pick_dtype(
+    name: str, stored: torch.dtype | None, device: torch.device, library: native.Library | None
+) -> torch.dtype:
+    """`auto`: as stored, but half precision only where the compiled operators or the processor compute in it."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if stored in (None, torch.float32):
         return torch.float32
     if device.type == "cuda":
         return stored
-    return torch.bfloat16 if _has_bfloat16() else torch.float32
+    if _has_bfloat16():
+        return torch.bfloat16
+    return torch.float32 if library is None else stored
 
 
 def _has_bfloat16() -> bool:

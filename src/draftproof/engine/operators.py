@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend
 from draftproof.config import EngineConfig
@@ -22,12 +24,29 @@ from draftproof.models.operators import Where, target_cases
 ATTENTION = "attention"
 
 
-def where_to_run(config: EngineConfig, model: ModelConfig) -> Where:
-    """The device and dtype of an engine. Raises ValueError for settings and sizes that cannot run here."""
+def where_to_run(
+    config: EngineConfig, model: ModelConfig, progress: native.Progress | None
+) -> tuple[Where, native.Library | None]:
+    """The device and dtype of an engine, and the compiled operators. Raises ValueError for settings and sizes that
+    cannot run here."""
     device = memory.pick_device(config.device)
     registry.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
-    dtype = memory.pick_dtype(config.dtype, model.dtype, device)
-    return Where(device=device, dtype=dtype, block_size=config.block_size)
+    widened = config.bf16_arithmetic == "widened"
+    usable = config.native and device.type == "cpu"
+    library = native.load(progress, widened=widened) if usable else None
+    if widened and library is None:
+        raise ValueError(
+            "bf16_arithmetic='widened': only the compiled operators of a CPU have it; leave it out"
+        )
+    dtype = memory.pick_dtype(config.dtype, model.dtype, device, library)
+    return Where(device=device, dtype=dtype, block_size=config.block_size), library
+
+
+def arithmetic(where: Where, library: native.Library | None) -> str:
+    """The target's dtype, and for bf16 in compiled operators what they make of it: in fp32, and where that name is the
+    same, machines agree in every bit."""
+    name = str(where.dtype).removeprefix("torch.")
+    return name if library is None or where.dtype != torch.bfloat16 else f"{name}, {library.bf16_arithmetic}"
 
 
 def versions_of(

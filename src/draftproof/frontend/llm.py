@@ -34,8 +34,9 @@ class LLM:
     Threads may share it: their requests are one batch. A process that is forked off may not (RuntimeError); it is
     spawned, and makes an `LLM` of its own. `close`, or leaving `with LLM(...) as llm`, gives its memory back.
 
-    `engine` is the `EngineCore`, `requests` what is asked of it; while another thread may use this object they are for
-    looking at only.
+    `arithmetic` names what the bits of results depend on beside the model: two machines on which it is "float32" or
+    the same kind of bf16 agree, where both run the compiled operators and have fused multiply-adds. `engine` is the
+    `EngineCore`, `requests` what is asked of it; while another thread may use this object they are for looking at only.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class LLM:
         self.model_config = loaded.model
         self.max_model_len = loaded.max_model_len
         self.memory = loaded.memory
-        logging.getLogger(__name__).info("%s", self.memory)
+        self.arithmetic = loaded.arithmetic
+        logging.getLogger(__name__).info("%s; arithmetic: %s", self.memory, self.arithmetic)
         self.num_speculative_tokens = loaded.num_drafts
         tokenizer = self._load_tokenizer(loaded.directory)
         inputs = InputProcessor(

@@ -35,6 +35,7 @@ FLAGS = (
 )
 # The first that builds is used: not every compiler knows the machine.
 VARIANTS = (("-march=native", "-pthread"), ("-pthread",))
+WIDENED = "-DDP_WIDENED"  # leaves the processor's bf16 instructions alone
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -48,6 +49,14 @@ class Library:
         self._dll = ctypes.CDLL(str(path))
 
         self._recorder: Recorder | None = None
+
+    @property
+    def bf16_arithmetic(self) -> str:
+        """What a bf16 result's bits depend on: "widened" to fp32, "dot product" of pairs, or "AMX" tiles. fp32 has one
+        arithmetic on every processor with fused multiply-adds."""
+        name = self._dll.dp_bf16_arithmetic
+        name.restype = ctypes.c_char_p
+        return bytes(name()).decode()
 
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
         """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
@@ -138,8 +147,13 @@ def default_cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "draftproof"
 
 
-def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Library | None:
-    """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0."""
+def load(
+    progress: Progress | None = None, cache_dir: Path | None = None, *, widened: bool = False
+) -> Library | None:
+    """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0.
+
+    `widened`: the one that computes bf16 as fp32, whatever instructions there are.
+    """
     if os.environ.get("DRAFTPROOF_NATIVE") == "0":
         return None
     compiler = find_compiler()
@@ -151,12 +165,13 @@ def load(progress: Progress | None = None, cache_dir: Path | None = None) -> Lib
         )
         return None
     try:
-        key = build_key(compiler)
+        extra = (WIDENED,) if widened else ()
+        key = build_key(compiler, extra)
         path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
         if path.exists():
             with contextlib.suppress(OSError):  # spoilt: build it anew
                 return Library(path, key)
-        _build(compiler, path, progress)
+        _build(compiler, path, progress, extra)
         return Library(path, key)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
@@ -177,9 +192,9 @@ def source_files() -> list[Path]:
     return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def build_key(compiler: str) -> str:
+def build_key(compiler: str, extra: Sequence[str] = ()) -> str:
     """Hash of everything the binary depends on: sources, flags, compiler, processor."""
-    digest = hashlib.sha256(repr((FLAGS, VARIANTS, compiler)).encode())
+    digest = hashlib.sha256(repr((FLAGS, VARIANTS, *extra, compiler)).encode())
     for path in source_files():
         digest.update(path.name.encode() + path.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
@@ -210,13 +225,13 @@ def _folder(path: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="draftproof-"))
 
 
-def _build(compiler: str, path: Path, progress: Progress | None) -> None:
+def _build(compiler: str, path: Path, progress: Progress | None, extra: Sequence[str]) -> None:
     """Compile and link into `path`. Atomic: two processes may build at once, the later rename wins."""
     sources = [source for source in source_files() if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         for number, variant in enumerate(VARIANTS):
             try:
-                built = compile_library(compiler, variant, sources, Path(folder), progress)
+                built = compile_library(compiler, (*variant, *extra), sources, Path(folder), progress)
                 break
             except subprocess.SubprocessError:
                 if number == len(VARIANTS) - 1:

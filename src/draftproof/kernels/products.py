@@ -54,12 +54,9 @@ def candidates(
         return linear.candidates(device, dtype)
     found = []
     if device.type == "cpu" and library is not None and {dtype, out_dtype} <= DTYPE_CODES.keys():
-        wide = bool(library.function("dp_product_is_wide", "", "i")())
-        # Without wide vectors oneDNN is faster, but it cannot write fp32 from bf16 weights, nor take fp16 there.
-        if wide or dtype == torch.float16 or (out_dtype != dtype and dtype == torch.bfloat16):
-            found.append(
-                Candidate("compiled", lambda w, b, out: CompiledLinear(library, w, b, out), any_rows=True)
-            )
+        found.append(
+            Candidate("compiled", lambda w, b, out: CompiledLinear(library, w, b, out), any_rows=True)
+        )
     if device.type == "cpu" and _onednn_takes(out_dtype if out_dtype != dtype else dtype):
         found.append(Candidate("packed", _packed))
     found.append(Candidate("plain", _plain))

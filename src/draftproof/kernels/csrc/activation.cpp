@@ -11,7 +11,7 @@ using namespace dp;
 constexpr int64_t PIECE = 1024;  // elementwise, so pieces of a row may go to different threads
 
 template <bool GELU>
-inline vec gate_mul(vec gate, vec up) {
+DP_INLINE vec gate_mul(vec gate, vec up) {
     vec slope = gate;
     if (GELU) slope = 1.5957691216057308f * gate * (1.0f + 0.044715f * (gate * gate));
     return gate / (1.0f + dp::exp(-slope)) * up;
@@ -35,7 +35,7 @@ void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads)
     });
 }
 
-inline vec tanh_of(vec u) {
+DP_INLINE vec tanh_of(vec u) {
     const ivec sign = (ivec)u & (int32_t)0x80000000;
     vec size = (vec)((ivec)u & 0x7fffffff), square = u * u;
     vec terms = splat(-5.70498872745e-3f);

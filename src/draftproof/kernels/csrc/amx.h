@@ -3,7 +3,7 @@
 
 #include "common.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(DP_DOT) && defined(__linux__)
 #define DP_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>

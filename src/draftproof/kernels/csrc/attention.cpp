@@ -25,29 +25,23 @@ struct Dot {
     static constexpr int PER_WORD = 1;
     static uvec word(const T* p) { return (uvec)load(p); }
     static uvec word_n(const T* p, int64_t n) { return (uvec)load_n(p, n); }
-    static vec step(vec acc, vec k, uint32_t q) {
-        float x;
-        std::memcpy(&x, &q, 4);
-        return madd(k, splat(x), acc);
+    static vec::part step(vec::part acc, uvec::part k, uint32_t q) {
+        return madd((vec::part)k, (vec::part)(q - uvec::part{}), acc);
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(DP_DOT)
 template <>
 struct Dot<bf16> {
     static constexpr int PER_WORD = 2;
-    static uvec word(const bf16* p) {
-        uvec v;
-        std::memcpy(&v, p, sizeof v);
-        return v;
-    }
+    static uvec word(const bf16* p) { return read<uvec>((const uint32_t*)p); }
     static uvec word_n(const bf16* p, int64_t n) {
         bf16 buffer[2 * LANES] = {};
         std::memcpy(buffer, p, n * sizeof(bf16));
         return word(buffer);
     }
-    static vec step(vec acc, vec k, uint32_t q) {
-        return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)k, (__m512bh)_mm512_set1_epi32((int)q));
+    static vec::part step(vec::part acc, uvec::part k, uint32_t q) {
+        return (vec::part)_mm512_dpbf16_ps((__m512)acc, (__m512bh)k, (__m512bh)_mm512_set1_epi32((int)q));
     }
 };
 #endif
@@ -69,48 +63,51 @@ void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words) {
         }
 }
 
+// How many registers of keys or values N queries are taken against at a time.
+constexpr int together(int n) {
+    int count = 4 * PARTS;
+    while (count > 1 && n * count > REGISTERS / 2) count /= 2;
+    return count;
+}
+
 // Scores of N queries against 64 keys.
 template <class T, int N>
 void score(const uint32_t* const* q, const uvec* k_words, int64_t words, vec* const* out) {
-    vec acc[N][GROUPS] = {};
-    for (int64_t w = 0; w < words; w++)
-        for (int g = 0; g < GROUPS; g++) {
-            vec k = (vec)k_words[w * GROUPS + g];
-            for (int n = 0; n < N; n++) acc[n][g] = Dot<T>::step(acc[n][g], k, q[n][w]);
-        }
-    for (int n = 0; n < N; n++)
-        for (int g = 0; g < GROUPS; g++) out[n][g] = acc[n][g];
+    constexpr int P = together(N);
+    for (int first = 0; first < GROUPS * PARTS; first += P) {
+        const uvec::part* keys = k_words->parts + first;
+        vec::part acc[N][P] = {};
+        for (int64_t w = 0; w < words; w++, keys += GROUPS * PARTS)
+            for (int i = 0; i < P; i++)
+                for (int n = 0; n < N; n++) acc[n][i] = Dot<T>::step(acc[n][i], keys[i], q[n][w]);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < P; i++) out[n]->parts[first + i] = acc[n][i];
+    }
 }
 
-// acc += sum over keys from..to of weight * value, for N queries and V vectors of the head.
-template <int N, int V>
-void weigh_vectors(vec* const* acc, const float* const* weights, const vec* values, int64_t stride, int64_t from,
-                   int64_t to) {
-    vec total[N][V];
+// acc += sum over keys from..to of weight * value, for N queries and P registers of the head from the first on.
+template <int N, int P>
+void weigh_parts(vec* const* acc, const float* const* weights, const vec* values, int64_t vectors, int64_t first,
+                 int64_t from, int64_t to) {
+    vec::part total[N][P];
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) total[n][v] = acc[n][v];
-    for (int64_t key = from; key < to; key++)
-        for (int v = 0; v < V; v++) {
-            vec value = values[key * stride + v];
-            for (int n = 0; n < N; n++) total[n][v] = madd(splat(weights[n][key]), value, total[n][v]);
-        }
+        for (int i = 0; i < P; i++) total[n][i] = acc[n]->parts[first + i];
+    for (int64_t key = from; key < to; key++) {
+        const vec::part* value = (values + key * vectors)->parts + first;
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < P; i++) total[n][i] = madd(weights[n][key] - vec::part{}, value[i], total[n][i]);
+    }
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) acc[n][v] = total[n][v];
+        for (int i = 0; i < P; i++) acc[n]->parts[first + i] = total[n][i];
 }
 
 template <int N>
 void weigh(vec* const* acc, const float* const* weights, const vec* values, int64_t vectors, int64_t from, int64_t to) {
+    constexpr int P = together(N);
     if (from >= to) return;
-    vec* at[N];
-    int64_t v = 0;
-    for (; v + 4 <= vectors; v += 4) {
-        for (int n = 0; n < N; n++) at[n] = acc[n] + v;
-        weigh_vectors<N, 4>(at, weights, values + v, vectors, from, to);
-    }
-    for (; v < vectors; v++) {
-        for (int n = 0; n < N; n++) at[n] = acc[n] + v;
-        weigh_vectors<N, 1>(at, weights, values + v, vectors, from, to);
-    }
+    int64_t i = 0;
+    for (; i + P <= vectors * PARTS; i += P) weigh_parts<N, P>(acc, weights, values, vectors, i, from, to);
+    for (; i < vectors * PARTS; i++) weigh_parts<N, 1>(acc, weights, values, vectors, i, from, to);
 }
 
 // One work item.

@@ -61,9 +61,8 @@ struct Queries {
     }
 };
 
-inline ivec lanes_in(int g, Range seen) {
-    const ivec count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    ivec key = count + g * LANES;
+DP_INLINE ivec lanes_in(int g, Range seen) {
+    ivec key = ivec(g * LANES) + numbers();
     return (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
 }
 
@@ -112,39 +111,45 @@ struct Softmax {
             }
             totals[n] = total;
             if (decay[n] != 1.0f)
-                for (int64_t v = 0; v < vectors; v++) acc[n * vectors + v] *= factor;
+                for (int64_t v = 0; v < vectors; v++) acc[n * vectors + v] = acc[n * vectors + v] * factor;
         }
     }
 };
 
 // 16 x 16 words.
 template <int SPAN>
-inline void exchange(uvec& a, uvec& b) {  // swaps the off-diagonal SPAN x SPAN blocks of two rows
-    ivec from_a, from_b;
-    for (int j = 0; j < LANES; j++) {
-        from_a[j] = (j & SPAN) ? LANES + j - SPAN : j;
-        from_b[j] = (j & SPAN) ? LANES + j : j + SPAN;
+DP_INLINE void exchange(uvec& a, uvec& b) {  // swaps the off-diagonal SPAN x SPAN blocks of two rows
+    if (SPAN >= PART) {
+        for (int i = 0; i < PARTS; i++)
+            if (i * PART & SPAN) std::swap(a.parts[i], b.parts[i - SPAN / PART]);
+        return;
     }
+    ivec::part from_a, from_b;
+    for (int j = 0; j < PART; j++) {
+        from_a[j] = (j & SPAN) ? PART + j - SPAN : j;
+        from_b[j] = (j & SPAN) ? PART + j : j + SPAN;
+    }
+    for (int i = 0; i < PARTS; i++) {
+        uvec::part x = a.parts[i], y = b.parts[i];
 #if defined(__clang__)
-    uvec x, y;
-    for (int j = 0; j < LANES; j++) {
-        x[j] = from_a[j] < LANES ? a[from_a[j]] : b[from_a[j] - LANES];
-        y[j] = from_b[j] < LANES ? a[from_b[j]] : b[from_b[j] - LANES];
-    }
+        for (int j = 0; j < PART; j++) {
+            a.parts[i][j] = from_a[j] < PART ? x[from_a[j]] : y[from_a[j] - PART];
+            b.parts[i][j] = from_b[j] < PART ? x[from_b[j]] : y[from_b[j] - PART];
+        }
 #else
-    uvec x = __builtin_shuffle(a, b, from_a), y = __builtin_shuffle(a, b, from_b);
+        a.parts[i] = __builtin_shuffle(x, y, from_a);
+        b.parts[i] = __builtin_shuffle(x, y, from_b);
 #endif
-    a = x;
-    b = y;
+    }
 }
 
 template <int SPAN>
-inline void exchange_all(uvec* rows) {
+DP_INLINE void exchange_all(uvec* rows) {
     for (int i = 0; i < LANES; i++)
         if (!(i & SPAN)) exchange<SPAN>(rows[i], rows[i + SPAN]);
 }
 
-inline void transpose(uvec* rows) {
+DP_INLINE void transpose(uvec* rows) {
     exchange_all<1>(rows);
     exchange_all<2>(rows);
     exchange_all<4>(rows);

@@ -139,8 +139,8 @@ class AmxWorker {
         for (int64_t d = 0; d < dims_; d += 32, to += 2) {
             __m512i even = has_first ? _mm512_loadu_si512(first + d) : nothing;
             __m512i odd = has_second ? _mm512_loadu_si512(first + dims_ + d) : nothing;
-            to[0] = (uvec)_mm512_unpacklo_epi16(even, odd);
-            to[1] = (uvec)_mm512_unpackhi_epi16(even, odd);
+            to[0].parts[0] = (uvec::part)_mm512_unpacklo_epi16(even, odd);
+            to[1].parts[0] = (uvec::part)_mm512_unpackhi_epi16(even, odd);
         }
     }
 
@@ -156,11 +156,11 @@ class AmxWorker {
         for (int64_t n = 0; n < q_.count; n++)
             for (int64_t half = first; half < last; half++) {
                 const vec* w = soft_.weights + n * GROUPS + 2 * half;
-                __m512bh high = _mm512_cvtne2ps_pbh((__m512)w[1], (__m512)w[0]);
+                __m512bh high = _mm512_cvtne2ps_pbh((__m512)w[1].parts[0], (__m512)w[0].parts[0]);
                 bf16 back[2 * LANES];
                 std::memcpy(back, &high, sizeof high);
                 vec rest0 = w[0] - load(back), rest1 = w[1] - load(back + LANES);
-                __m512bh low = _mm512_cvtne2ps_pbh((__m512)rest1, (__m512)rest0);
+                __m512bh low = _mm512_cvtne2ps_pbh((__m512)rest1.parts[0], (__m512)rest0.parts[0]);
                 std::memcpy(high_ + n * GROUPS / 2 + half, &high, sizeof high);
                 std::memcpy(low_ + n * GROUPS / 2 + half, &low, sizeof low);
             }
@@ -226,8 +226,11 @@ class AmxWorker {
             for (int64_t d = 0; d < dims_; d += 32, acc += 2) {
                 // Adding 0 makes -0 into 0: which of the two a sum of zeros is may depend on keys that others see.
                 vec low = acc[0] / total + 0.0f, high = acc[1] / total + 0.0f;
-                store(to + d, (vec)_mm512_permutex2var_ps((__m512)low, first, (__m512)high));
-                store(to + d + LANES, (vec)_mm512_permutex2var_ps((__m512)low, second, (__m512)high));
+                __m512 a = (__m512)low.parts[0], b = (__m512)high.parts[0];
+                low.parts[0] = (vec::part)_mm512_permutex2var_ps(a, first, b);
+                high.parts[0] = (vec::part)_mm512_permutex2var_ps(a, second, b);
+                store(to + d, low);
+                store(to + d + LANES, high);
             }
         }
     }

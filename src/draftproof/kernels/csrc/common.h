@@ -8,18 +8,150 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
+// bf16 by the processor's own instructions, where it has them and nobody asked for the bits of one that has none.
+#if defined(__AVX512BF16__) && !defined(DP_WIDENED)
+#define DP_DOT 1
 #endif
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Passing 16 lanes through memory would cost more than most of these functions.
+#define DP_INLINE [[gnu::always_inline]] inline
 
 namespace dp {
 
 constexpr int LANES = 16;
 constexpr int64_t MAX_HEAD_DIM = 1024;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
+
+// The registers that 16 lanes take, and how many there are.
+#if defined(__AVX512F__)
+constexpr int PARTS = 1, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int PARTS = 2, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int PARTS = 4, REGISTERS = 32;
+#else
+constexpr int PARTS = 4, REGISTERS = 16;
+#endif
+constexpr int PART = LANES / PARTS;  // lanes of one register
+
+// 16 numbers. A number stands for 16 equal ones; comparisons give lanes of all ones or zero; a cast keeps the bits.
+template <class E>
+struct Lanes {
+    typedef E part __attribute__((vector_size(PART * sizeof(E))));
+    part parts[PARTS];
+
+    Lanes() = default;
+    Lanes(E x) {
+        for (part& p : parts) p = x - part{};
+    }
+    template <class F>
+    explicit Lanes(const Lanes<F>& other) {
+        for (int i = 0; i < PARTS; i++) parts[i] = (part)other.parts[i];
+    }
+    E operator[](int64_t lane) const { return ((const E*)parts)[lane]; }
+    E& operator[](int64_t lane) { return ((E*)parts)[lane]; }
+
+#define DP_OPERATOR(Result, op)                                            \
+    DP_INLINE friend Lanes<Result> operator op(Lanes a, Lanes b) {                   \
+        Lanes<Result> out;                                                 \
+        for (int i = 0; i < PARTS; i++) out.parts[i] = a.parts[i] op b.parts[i]; \
+        return out;                                                        \
+    }
+    DP_OPERATOR(E, +)
+    DP_OPERATOR(E, -)
+    DP_OPERATOR(E, *)
+    DP_OPERATOR(E, /)
+    DP_OPERATOR(E, &)
+    DP_OPERATOR(E, |)
+    DP_OPERATOR(E, ^)
+    DP_OPERATOR(E, <<)
+    DP_OPERATOR(E, >>)
+    DP_OPERATOR(int32_t, <)
+    DP_OPERATOR(int32_t, >)
+    DP_OPERATOR(int32_t, >=)
+    DP_OPERATOR(int32_t, ==)
+    DP_OPERATOR(int32_t, !=)
+#undef DP_OPERATOR
+
+    Lanes operator~() const { return *this ^ Lanes(-1); }
+    Lanes operator-() const {
+        Lanes out;
+        for (int i = 0; i < PARTS; i++) out.parts[i] = -parts[i];
+        return out;
+    }
+};
+
+typedef Lanes<float> vec;
+typedef Lanes<int32_t> ivec;
+typedef Lanes<uint32_t> uvec;
+typedef Lanes<uint16_t> hvec;
+
+DP_INLINE ivec numbers() {  // 0 to 15
+    static constexpr int32_t all[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec v;
+    std::memcpy(v.parts, all, sizeof all);
+    return v;
+}
+
+template <class To, class From>
+DP_INLINE To convert(const From& from) {  // numbers of another type
+    To to;
+    for (int i = 0; i < PARTS; i++) to.parts[i] = __builtin_convertvector(from.parts[i], typename To::part);
+    return to;
+}
+
+// Of one register: choosing, a * b + c (fused wherever the machine can), and fp16 to fp32 and back.
+DP_INLINE vec::part select(ivec::part mask, vec::part a, vec::part b) { return mask ? a : b; }
+
+DP_INLINE vec::part madd(vec::part a, vec::part b, vec::part c) {
+#if defined(__AVX512F__)
+    return (vec::part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec::part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec::part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Exact, subnormal numbers too, whatever the floating-point unit does with its own.
+DP_INLINE vec::part widen(hvec::part h) {
+#if defined(__AVX512F__)
+    return (vec::part)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    return (vec::part)_mm256_cvtph_ps((__m128i)h);
+#else
+    ivec::part bits = __builtin_convertvector(h, ivec::part);
+    ivec::part size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 for what is not finite
+    ivec::part not_finite = size >= 31 << 23;
+    vec::part normal = (vec::part)(size + (112 << 23) + (not_finite & (112 << 23)));
+    const float smallest_normal = 6.103515625e-5f;  // 2^-14, to which a subnormal number is added and taken off
+    vec::part subnormal = (vec::part)(size + (113 << 23)) - smallest_normal;
+    return (vec::part)((ivec::part)select(size < 1 << 23, subnormal, normal) | (bits & 0x8000) << 16);
+#endif
+}
+
+DP_INLINE hvec::part narrow(vec::part v) {  // rounds to nearest even; from 65520 on infinity
+#if defined(__AVX512F__)
+    return (hvec::part)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    return (hvec::part)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+    ivec::part bits = (ivec::part)v, size = bits & 0x7fffffff;
+    ivec::part normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    // beside 0.5 the last bit of fp32 is fp16's smallest number
+    ivec::part subnormal = (ivec::part)((vec::part)size + 0.5f) - 0x3f000000;
+    ivec::part small = size < 0x38800000, large = size >= 0x47800000, nan = size > 0x7f800000;  // 2^-14, 2^16
+    ivec::part rounded = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00) | (nan & 0x200);
+    return __builtin_convertvector(rounded | ((bits >> 16) & 0x8000), hvec::part);
+#endif
+}
 
 struct bf16 {
     uint16_t bits;
@@ -31,94 +163,60 @@ struct fp16 {  // kept and loaded only: arithmetic is fp32
 
 enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
-inline vec splat(float x) { return x - vec{}; }
+DP_INLINE vec splat(float x) { return vec(x); }
 
-inline vec select(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+DP_INLINE vec select(ivec mask, vec a, vec b) {
+    for (int i = 0; i < PARTS; i++) a.parts[i] = select(mask.parts[i], a.parts[i], b.parts[i]);
+    return a;
+}
 
-inline vec load(const float* p) {
-    vec v;
-    std::memcpy(&v, p, sizeof v);
+template <class V, class T>
+DP_INLINE V read(const T* p) {
+    V v;
+    for (int i = 0; i < PARTS; i++) std::memcpy(&v.parts[i], p + i * PART, sizeof v.parts[i]);
     return v;
 }
 
-inline vec load(const bf16* p) {
-    hvec h;
-    std::memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
+template <class V, class T>
+DP_INLINE void write(T* p, V v) {
+    for (int i = 0; i < PARTS; i++) std::memcpy(p + i * PART, &v.parts[i], sizeof v.parts[i]);
 }
 
-// fp16 numbers in fp32: exact, subnormal ones too, whatever the floating-point unit does with its own.
-inline vec widen(hvec h) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__)
-    __m128i halves[2];
-    std::memcpy(halves, &h, sizeof h);
-    __m256 wide[2] = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
-    return load((const float*)wide);
-#else
-    ivec bits = __builtin_convertvector(h, ivec);
-    ivec size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 for what is not finite
-    ivec not_finite = size >= 31 << 23;
-    vec normal = (vec)(size + (112 << 23) + (not_finite & (112 << 23)));
-    const float smallest_normal = 6.103515625e-5f;  // 2^-14, to which a subnormal number is added and taken off
-    vec subnormal = (vec)(size + (113 << 23)) - smallest_normal;
-    return (vec)((ivec)select(size < 1 << 23, subnormal, normal) | (bits & 0x8000) << 16);
-#endif
+DP_INLINE vec load(const float* p) { return read<vec>(p); }
+DP_INLINE vec load(const bf16* p) { return (vec)(convert<uvec>(read<hvec>(p)) << 16); }
+
+DP_INLINE vec load(const fp16* p) {
+    hvec h = read<hvec>(p);
+    vec v;
+    for (int i = 0; i < PARTS; i++) v.parts[i] = widen(h.parts[i]);
+    return v;
 }
 
-inline hvec narrow(vec v) {  // rounds to nearest even; from 65520 on infinity
-#if defined(__AVX512F__)
-    return (hvec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__F16C__)
-    __m256 wide[2];
-    std::memcpy(wide, &v, sizeof v);
-    __m128i halves[2] = {_mm256_cvtps_ph(wide[0], _MM_FROUND_TO_NEAREST_INT),
-                         _mm256_cvtps_ph(wide[1], _MM_FROUND_TO_NEAREST_INT)};
-    hvec h;
-    std::memcpy(&h, halves, sizeof h);
-    return h;
-#else
-    ivec bits = (ivec)v, size = bits & 0x7fffffff;
-    ivec normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
-    ivec subnormal = (ivec)((vec)size + 0.5f) - 0x3f000000;  // beside 0.5 the last bit of fp32 is fp16's smallest number
-    ivec small = size < 0x38800000, large = size >= 0x47800000, nan = size > 0x7f800000;  // 2^-14, 2^16
-    ivec rounded = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00) | (nan & 0x200);
-    return __builtin_convertvector(rounded | ((bits >> 16) & 0x8000), hvec);
-#endif
-}
+DP_INLINE void store(float* p, vec v) { write(p, v); }
 
-inline vec load(const fp16* p) {
-    hvec h;
-    std::memcpy(&h, p, sizeof h);
-    return widen(h);
-}
-
-inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
-
-inline void store(bf16* p, vec v) {  // rounds to nearest even, as torch does
+DP_INLINE void store(bf16* p, vec v) {  // rounds to nearest even, as torch does
     uvec u = (uvec)v;
     uvec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     uvec nan = (uvec)((u & 0x7fffffffu) > 0x7f800000u);
-    hvec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
-    std::memcpy(p, &h, sizeof h);
+    write(p, convert<hvec>((rounded & ~nan) | (nan & 0x7fc0u)));
 }
 
-inline void store(fp16* p, vec v) {
-    hvec h = narrow(v);
-    std::memcpy(p, &h, sizeof h);
+DP_INLINE void store(fp16* p, vec v) {
+    hvec h;
+    for (int i = 0; i < PARTS; i++) h.parts[i] = narrow(v.parts[i]);
+    write(p, h);
 }
 
 // The first n < 16 lanes; the others read as zero and are not written.
 template <class T>
-inline vec load_n(const T* p, int64_t n) {
+DP_INLINE vec load_n(const T* p, int64_t n) {
     T buffer[LANES] = {};
     std::memcpy(buffer, p, n * sizeof(T));
     return load(buffer);
 }
 
 template <class T>
-inline void store_n(T* p, vec v, int64_t n) {
+DP_INLINE void store_n(T* p, vec v, int64_t n) {
     T buffer[LANES];
     store(buffer, v);
     std::memcpy(p, buffer, n * sizeof(T));
@@ -126,46 +224,43 @@ inline void store_n(T* p, vec v, int64_t n) {
 
 // body(offset, load, store) over a row of `width`, 16 elements at a time and then the rest.
 template <class Full, class Tail>
-inline void for_row(int64_t width, Full full, Tail tail) {
+DP_INLINE void for_row(int64_t width, Full full, Tail tail) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) full(i);
     if (i < width) tail(i, width - i);
 }
 
-inline vec madd(vec a, vec b, vec c) {  // a * b + c, fused where the machine can
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
+DP_INLINE vec madd(vec a, vec b, vec c) {
+    for (int i = 0; i < PARTS; i++) c.parts[i] = madd(a.parts[i], b.parts[i], c.parts[i]);
+    return c;
 }
 
-inline vec max(vec a, vec b) { return select(a > b, a, b); }
+DP_INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
 
-inline float sum(vec v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)v);
-#endif
-    float lane[LANES];
-    store(lane, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+// Lanes 8 apart together, then 4, 2 and 1 apart.
+template <class Both>
+DP_INLINE float tree(vec v, Both both) {
+    typedef float eight __attribute__((vector_size(32)));
+    typedef float four __attribute__((vector_size(16)));
+    eight halves[2];
+    four quarters[2];
+    std::memcpy(halves, v.parts, sizeof halves);
+    eight half = both(halves[0], halves[1]);
+    std::memcpy(quarters, &half, sizeof quarters);
+    four q = both(quarters[0], quarters[1]);
+    return both(both(q[0], q[2]), both(q[1], q[3]));
 }
 
-inline float max(vec v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)v);
-#endif
-    float lane[LANES];
-    store(lane, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-    return lane[0];
+DP_INLINE float sum(vec v) {
+    return tree(v, [](auto a, auto b) { return a + b; });
+}
+
+DP_INLINE float max(vec v) {
+    return tree(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e^x to about 1 ulp; 0 below -87.3, infinity above 88.7, NaN stays NaN, exp(0) is exactly 1.
-inline vec exp(vec x) {
+DP_INLINE vec exp(vec x) {
     const vec low = splat(-87.33654f), high = splat(88.72283f);
     const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
     ivec under = x < low, over = x > high;
@@ -189,7 +284,7 @@ inline vec exp(vec x) {
     return select(under, vec{}, select(over, splat(INFINITY), result));
 }
 
-inline float exp(float x) { return exp(splat(x))[0]; }
+DP_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
 // Rows small enough that waking other threads costs more than it saves run on the caller alone.
 inline int64_t team(int64_t threads, int64_t elements) { return elements < 16384 ? 1 : threads; }

@@ -18,7 +18,21 @@ namespace {
 using namespace dp;
 
 constexpr int64_t TILE = 2 * LANES;
-constexpr int64_t ROWS = 8;  // rows that share one reading of a tile where there is no AMX
+
+// bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
+#if defined(DP_DOT)
+constexpr bool HAS_DOT = true;
+#else
+constexpr bool HAS_DOT = false;
+#endif
+template <class T>
+constexpr bool IS_BF16 = std::is_same<T, bf16>::value;
+template <class T>
+constexpr int STEPS = IS_BF16<T> && !HAS_DOT ? 2 : 1;  // of a word
+template <class T>
+constexpr int SUMS = REGISTERS == 32 ? 24 : STEPS<T> == 2 ? 10 : 12;  // registers for sums
+template <class T>
+constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);  // most rows that share one reading of a tile where there is no AMX
 
 struct Args {
     const void* x;
@@ -43,42 +57,32 @@ int64_t padded(int64_t words) { return (words + LANES - 1) / LANES * LANES; }
 struct Problem {
     const char* weights;
     const float* bias;
-    const uint32_t* x;  // words, rows at a stride of `stride` words, zeros from `inputs` to the stride
+    const uint32_t* x;  // what each step takes, rows at a stride of `stride` steps, zeros from `inputs` to the stride
     int64_t rows, outputs, words, stride, tile_bytes;
 
     const char* tile(int64_t t) const { return weights + t * tile_bytes; }
 };
 
-// The words of 16 outputs: those of a tile one after the other, two for each place along K.
+// The words of one register of outputs.
 template <class T>
-inline uvec words_at(const char* tile, int64_t index) {
-    return ((const uvec*)tile)[index];
+DP_INLINE uvec::part words_at(const char* tile, int64_t index) {
+    typename std::conditional<std::is_same<T, fp16>::value, hvec, uvec>::type::part words;
+    std::memcpy(&words, tile + index * sizeof words, sizeof words);
+    if constexpr (std::is_same<T, fp16>::value)
+        return (uvec::part)widen(words);
+    else
+        return words;
 }
 
-template <>
-inline uvec words_at<fp16>(const char* tile, int64_t index) {
-    return (uvec)load((const fp16*)tile + index * LANES);
-}
-
-inline vec as_float(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return splat(x);
-}
-
+// Step s of a word.
 template <class T>
-inline vec step(vec acc, uvec weights, uint32_t word) {
-    return madd((vec)weights, as_float(word), acc);
-}
-
-template <>
-inline vec step<bf16>(vec acc, uvec weights, uint32_t word) {
-#if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)word));
-#else
-    acc = madd((vec)(weights << 16), as_float(word << 16), acc);
-    return madd((vec)(weights & 0xffff0000u), as_float(word & 0xffff0000u), acc);
+DP_INLINE vec::part step(vec::part acc, uvec::part words, int s, uint32_t x) {
+#if defined(DP_DOT)
+    if constexpr (IS_BF16<T>)
+        return (vec::part)_mm512_dpbf16_ps((__m512)acc, (__m512bh)words, (__m512bh)_mm512_set1_epi32((int)x));
 #endif
+    if constexpr (IS_BF16<T>) words = s ? words & 0xffff0000u : words << 16;
+    return madd((vec::part)words, (vec::part)(x - uvec::part{}), acc);
 }
 
 template <class O>
@@ -90,44 +94,60 @@ void write(O* out, vec value, const float* bias, int64_t count) {
         store(out, value);
 }
 
+// 16 outputs of a row, from `column` on; those past the last are left out.
 template <class O>
-void write_tile_row(const Problem& p, O* out, int64_t row, int64_t t, vec first, vec second) {
-    int64_t column = t * TILE, left = p.outputs - column;
-    O* to = out + row * p.outputs + column;
-    write(to, first, p.bias ? p.bias + column : nullptr, std::min<int64_t>(left, LANES));
-    left -= LANES;
-    if (left > 0)
-        write(to + LANES, second, p.bias ? p.bias + column + LANES : nullptr, std::min<int64_t>(left, LANES));
+void write_outputs(const Problem& p, O* out, int64_t row, int64_t column, vec value) {
+    int64_t count = std::min<int64_t>(p.outputs - column, LANES);
+    if (count > 0) write(out + row * p.outputs + column, value, p.bias ? p.bias + column : nullptr, count);
+}
+
+// R rows and C vectors of a tile, from the vector `first` on.
+template <class T, class O, int R, int C>
+void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
+    const char* weights = p.tile(t);
+    const uint32_t* x = p.x + row * p.stride;
+    vec acc[R][C] = {};
+    for (int64_t k = 0; k < p.words; k++) {
+        uvec::part w[C * PARTS];
+        for (int i = 0; i < C * PARTS; i++) w[i] = words_at<T>(weights, (2 * k + first) * PARTS + i);
+        for (int s = 0; s < STEPS<T>; s++)
+            for (int r = 0; r < R; r++) {
+                uint32_t word = x[r * p.stride + k * STEPS<T> + s];
+                for (int i = 0; i < C * PARTS; i++) {
+                    vec::part& sum = acc[r][i / PARTS].parts[i % PARTS];
+                    sum = step<T>(sum, w[i], s, word);
+                }
+            }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) write_outputs(p, out, row + r, t * TILE + (first + c) * LANES, acc[r][c]);
 }
 
 template <class T, class O, int R>
 void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
-    const char* weights = p.tile(t);
-    const uint32_t* x = p.x + row * p.stride;
-    vec acc[R][2] = {};
-    for (int64_t k = 0; k < p.words; k++) {
-        uvec w0 = words_at<T>(weights, 2 * k), w1 = words_at<T>(weights, 2 * k + 1);
-        for (int r = 0; r < R; r++) {
-            uint32_t word = x[r * p.stride + k];
-            acc[r][0] = step<T>(acc[r][0], w0, word);
-            acc[r][1] = step<T>(acc[r][1], w1, word);
-        }
+    if constexpr (2 * R * PARTS < SUMS<T>) {
+        block<T, O, R, 2>(p, out, row, t, 0);
+    } else {
+        block<T, O, R, 1>(p, out, row, t, 0);
+        block<T, O, R, 1>(p, out, row, t, 1);
     }
-    for (int r = 0; r < R; r++) write_tile_row(p, out, row + r, t, acc[r][0], acc[r][1]);
+}
+
+template <class T, class O, int R = ROWS<T>>
+void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) {
+    if (rows == R)
+        tile_rows<T, O, R>(p, out, row, t);
+    else if constexpr (R > 1)
+        up_to_rows<T, O, R - 1>(p, out, row, t, rows);
 }
 
 template <class T, class O>
 void vector_tile(const Problem& p, O* out, int64_t t) {
-    for (int64_t row = 0; row < p.rows; row += ROWS) switch (std::min(ROWS, p.rows - row)) {
-            case 1: tile_rows<T, O, 1>(p, out, row, t); break;
-            case 2: tile_rows<T, O, 2>(p, out, row, t); break;
-            case 3: tile_rows<T, O, 3>(p, out, row, t); break;
-            case 4: tile_rows<T, O, 4>(p, out, row, t); break;
-            case 5: tile_rows<T, O, 5>(p, out, row, t); break;
-            case 6: tile_rows<T, O, 6>(p, out, row, t); break;
-            case 7: tile_rows<T, O, 7>(p, out, row, t); break;
-            default: tile_rows<T, O, 8>(p, out, row, t);
-        }
+    int64_t blocks = (p.rows + ROWS<T> - 1) / ROWS<T>;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t row = p.rows * b / blocks;
+        up_to_rows<T, O>(p, out, row, t, p.rows * (b + 1) / blocks - row);
+    }
 }
 
 #if defined(DP_AMX)
@@ -174,7 +194,8 @@ void amx_block(const Problem& p, O* out, int64_t row, int64_t rows, int64_t t) {
     }
     _tile_stored(0, &sums[0][0], sizeof sums[0]);
     _tile_stored(1, &sums[0][LANES], sizeof sums[0]);
-    for (int64_t r = 0; r < rows; r++) write_tile_row(p, out, row + r, t, load(sums[r]), load(sums[r] + LANES));
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < 2; c++) write_outputs(p, out, row + r, t * TILE + c * LANES, load(sums[r] + c * LANES));
 }
 
 // Whole blocks first, then the rest: the tiles are configured for a number of rows.
@@ -226,31 +247,35 @@ void run_grouped(const Problem& whole, const int64_t* starts, int64_t experts, O
     });
 }
 
-void widen_row(const fp16* x, float* out, int64_t width) {
+template <class T>
+void widen_row(const T* x, float* out, int64_t width) {
     for_row(
         width, [&](int64_t i) { store(out + i, load(x + i)); },
         [&](int64_t i, int64_t n) { store_n(out + i, load_n(x + i, n), n); });
 }
 
-// x as words, zeros up to the stride; `copy` holds them where they do not lie like that already.
+// x step by step, zeros up to the stride; `copy` holds it where it does not lie like that already.
 template <class A>
 Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
-    int64_t words = word_count(a.inputs, a.dtype), stride = padded(words);
+    int64_t words = word_count(a.inputs, a.dtype), stride = padded(words), tile_bytes = stride * TILE * word_bytes(a.dtype);
     int64_t row_bytes = a.inputs * (a.dtype == FP32 ? 4 : 2);
-    bool as_it_is = a.dtype != FP16 && row_bytes == stride * 4;
+    if (a.dtype == BF16) stride *= STEPS<bf16>;
+    bool widened = a.dtype == FP16 || (a.dtype == BF16 && !HAS_DOT);
+    bool as_it_is = !widened && row_bytes == stride * 4;
     if (!as_it_is) copy.resize(a.rows * stride);
     int64_t members = as_it_is ? 1 : team(a.threads, a.rows * a.inputs);
     parallel_ranges(members, as_it_is ? 0 : a.rows, [&](int64_t first, int64_t last) {
         for (int64_t r = first; r < last; r++) {
             const char* from = (const char*)a.x + r * row_bytes;
-            if (a.dtype == FP16)
-                widen_row((const fp16*)from, (float*)copy.data() + r * stride, a.inputs);
+            uint32_t* to = copy.data() + r * stride;
+            if (widened)
+                DP_DISPATCH(a.dtype, T, widen_row((const T*)from, (float*)to, a.inputs));
             else
-                std::memcpy(copy.data() + r * stride, from, row_bytes);
+                std::memcpy(to, from, row_bytes);
         }
     });
     const uint32_t* x = as_it_is ? (const uint32_t*)a.x : copy.data();
-    return {a.weights, bias, x, a.rows, a.outputs, words, stride, stride * TILE * word_bytes(a.dtype)};
+    return {a.weights, bias, x, a.rows, a.outputs, words, stride, tile_bytes};
 }
 
 }  // namespace
@@ -293,11 +318,10 @@ extern "C" void dp_grouped_product(const GroupedArgs* a) {
                 DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
 }
 
-// Whether this build's product is as fast as the machine allows (16 lanes at a time).
-extern "C" int64_t dp_product_is_wide() {
-#if defined(__AVX512F__)
-    return 1;
-#else
-    return 0;
+// What the bits of bf16 results depend on.
+extern "C" const char* dp_bf16_arithmetic() {
+#if defined(DP_AMX)
+    if (amx_allowed()) return "AMX";
 #endif
+    return HAS_DOT ? "dot product" : "widened";
 }

@@ -14,14 +14,14 @@ namespace {
 
 using namespace dp;
 
-typedef double dvec __attribute__((vector_size(128)));
-typedef int64_t lvec __attribute__((vector_size(128)));
+typedef Lanes<double> dvec;
+typedef Lanes<int64_t> lvec;
 
 // The integer hash: kernels/noise.py's, word for word.
 constexpr uint32_t LANE_A = 0x9E3779B9u, LANE_B = 0x85EBCA77u;
 
 template <class Word>
-inline Word mix(Word x) {
+DP_INLINE Word mix(Word x) {
     x = x ^ (x >> 16);
     x = x * 0x7FEB352Du;
     x = x ^ (x >> 15);
@@ -35,9 +35,9 @@ inline uint32_t absorb(uint32_t start, int64_t seed, int64_t position) {
     return mix((state + LANE_A) ^ (uint32_t)position);
 }
 
-inline bool any(ivec mask) {
+DP_INLINE bool any(ivec mask) {
 #if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+    return _mm512_test_epi32_mask((__m512i)mask.parts[0], (__m512i)mask.parts[0]) != 0;
 #else
     uint64_t word[8], all = 0;
     std::memcpy(word, &mask, sizeof word);
@@ -47,7 +47,7 @@ inline bool any(ivec mask) {
 }
 
 // log of positive normal numbers, about 1 ulp.
-inline vec log(vec x) {
+DP_INLINE vec log(vec x) {
     // x = m * 2^e with m in [sqrt(1/2), sqrt(2))
     ivec bits = (ivec)x - 0x3f3504f3;
     ivec e = bits >> 23;
@@ -61,19 +61,19 @@ inline vec log(vec x) {
     p = madd(p, f, splat(2.0000714765e-1f));
     p = madd(p, f, splat(-2.4999993993e-1f));
     p = madd(p, f, splat(3.3333331174e-1f));
-    vec n = __builtin_convertvector(e, vec), square = f * f;
+    vec n = convert<vec>(e), square = f * f;
     vec rest = madd(n, splat(-2.12194440e-4f), p * f * square);
     rest = madd(square, splat(-0.5f), rest);
     return madd(n, splat(0.693359375f), f + rest);
 }
 
-inline vec uniform(uvec bits) {  // in [2^-33, 1 - 2^-24]
-    vec u = (__builtin_convertvector(bits, vec) + 0.5f) * 0x1p-32f;
+DP_INLINE vec uniform(uvec bits) {  // in [2^-33, 1 - 2^-24]
+    vec u = (convert<vec>(bits) + 0.5f) * 0x1p-32f;
     const vec below_one = splat(1.0f - 0x1p-24f);
     return select(u > below_one, below_one, u);
 }
 
-inline vec gumbel(vec u) {
+DP_INLINE vec gumbel(vec u) {
     vec w = 1.0f - u;
     // log(1 - u) loses digits where u is small; u / (1 - w) puts back what rounding w took.
     vec exact = -log(w) * (u / (1.0f - w));
@@ -81,8 +81,8 @@ inline vec gumbel(vec u) {
 }
 
 // At least gumbel(u): -log(1 - u) >= u, and a float's bits are a lower bound of its base-2 logarithm.
-inline vec gumbel_bound(vec u) {
-    return madd(__builtin_convertvector((ivec)u, vec), splat(-0.69314718f * 0x1p-23f), splat(127 * 0.69314718f));
+DP_INLINE vec gumbel_bound(vec u) {
+    return madd(convert<vec>((ivec)u), splat(-0.69314718f * 0x1p-23f), splat(127 * 0.69314718f));
 }
 
 // One row: columns past the end read as -inf.
@@ -101,11 +101,10 @@ struct Row {
     int64_t id(int64_t i) const { return ids ? ids[i] : i; }
 
     uvec words(int64_t i) const {
-        const uvec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        if (!ids) return lane + (uint32_t)i;
+        if (!ids) return (uvec)numbers() + (uint32_t)i;
         lvec wide = {};
         std::memcpy(&wide, ids + i, std::min<int64_t>(LANES, width - i) * sizeof(int64_t));
-        return __builtin_convertvector(wide, uvec);
+        return convert<uvec>(wide);
     }
 };
 
@@ -115,7 +114,7 @@ float largest(const Row& row) {
     ivec nan = {};
     for (int64_t i = 0; i < row.width; i += LANES) {
         vec v = row.at(i);
-        nan |= v != v;
+        nan = nan | (v != v);
         top = max(v, top);
     }
     return any(nan) ? NAN : max(top);
@@ -140,7 +139,7 @@ double mass(const float* values, int64_t count, float low) {
         int64_t n = std::min<int64_t>(LANES, count - i);
         vec v = n == LANES ? load(values + i) : load_n(values + i, n);
         for (int64_t k = n; k < LANES; k++) v[k] = -INFINITY;
-        total += __builtin_convertvector(select(v >= splat(low), dp::exp(v), vec{}), dvec);
+        total = total + convert<dvec>(select(v >= splat(low), dp::exp(v), vec{}));
     }
     double sum = 0;
     for (int64_t k = 0; k < LANES; k++) sum += total[k];
