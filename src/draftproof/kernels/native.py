@@ -49,6 +49,10 @@ class Library:
 
         self._recorder: Recorder | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        return self._recorder is not None
+
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
         """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
 
