@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
+from draftproof.kernels import native
+from draftproof.kernels.native import Program
 
 EAGLE3: dict[str, Any] = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
 PARAMS = [
@@ -73,3 +77,36 @@ def test_a_step_is_what_its_vector_says() -> None:
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
     assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize("speculative, num_programs", [(None, 1), (EAGLE3, 2)])
+def test_a_decoding_step_that_comes_again_is_run_without_python(
+    monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any] | None, num_programs: int
+) -> None:
+    """One program computes, samples and commits; a second one drafts."""
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
+    with LLM(max_model_len=128, speculative_config=speculative) as llm:
+        (expected,) = llm.generate(PROMPTS[0], params, use_tqdm=False)  # records what comes again
+        run, calls = Program.__call__, list[Program]()
+        monkeypatch.setattr(Program, "__call__", lambda program: (calls.append(program), run(program)))
+        num_before = llm.stats.num_steps
+        (found,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        num_decoding = llm.stats.num_steps - num_before - 1
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
+    assert len(calls) <= num_programs * num_decoding + 1  # the prompt's pass
+
+
+def test_a_request_that_asks_for_processing_takes_no_program() -> None:
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(max_model_len=128) as llm:
+
+        def ids(params: SamplingParams) -> list[int]:
+            return list(llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+        first = ids(plain)
+        asking = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logit_bias={first[3]: -100})
+        found = ids(asking)
+        assert found[:3] == first[:3] and first[3] not in found
+        assert ids(plain) == first and ids(asking) == found

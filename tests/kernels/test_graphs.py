@@ -46,3 +46,27 @@ def test_programs_stop_at_a_bound_on_memory(library: native.Library, monkeypatch
         (out,) = recorded.run(("rows", count), lambda x_TH: (ops.silu_mul(x_TH),), (given,))
         assert torch.equal(out, ops.silu_mul(given))
     assert recorded.program(("rows", 2)) is not None and recorded.program(("rows", 3)) is None
+
+
+def test_a_function_s_own_runs_become_part_of_its_program(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    total_H = torch.zeros(2, 64)
+
+    def inner(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.concat((x_TH, x_TH)),)
+
+    def outer(x_TH: Tensor) -> dict[str, Tensor]:
+        (wide,) = recorded.run(("inner",), inner, (x_TH,))
+        return {"out": ops.silu_mul(wide), "constant": total_H}
+
+    first = recorded.run(("outer",), outer, (rows(0),))
+    assert recorded.holds(("outer",)) and not recorded.holds(("inner",))
+    again = recorded.run(("outer",), outer, (rows(1),))
+    assert again is first
+    assert torch.equal(again["out"], ops.silu_mul(ops.concat((rows(1), rows(1)))))
+
+
+def test_nothing_is_held_of_a_function_that_cannot_be_recorded(library: native.Library) -> None:
+    recorded = Recorded(library)
+    found = [recorded.run(("key",), lambda x_TH: x_TH + 1, (rows(seed),)) for seed in range(2)]
+    assert not recorded.holds(("key",)) and torch.equal(found[1], rows(1) + 1)

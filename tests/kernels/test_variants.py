@@ -38,7 +38,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, library: native.Library) ->
     assert compiler is not None
     folder = tmp_path_factory.mktemp("narrow")
     sources = [path for path in native.source_files() if path.suffix == ".cpp"]
-    variant = ("-march=x86-64-v3", "-fopenmp")
+    variant = ("-march=x86-64-v3", "-pthread")
     return native.Library(native.compile_library(compiler, variant, sources, folder, None), "narrow")
 
 

@@ -137,7 +137,11 @@ class HeadDrafter(Drafter):
         key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), num_requests, num)
         # a draw without inputs depends on more than the buffers
         drawn = (runtime.graphs if draw.inputs and verified.repeats else EAGER).run(key, run, inputs)
-        tokens_RK = torch.stack(drawn[:num], 1) if num else verified.next_R.new_zeros((num_requests, 0))
+        tokens_RK = (
+            runtime.ops.concat([drawn_R[:, None] for drawn_R in drawn[:num]])
+            if num
+            else verified.next_R.new_empty((num_requests, 0))
+        )
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
 

@@ -334,8 +334,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
-    on_device = device.type == "cuda" and drafting.trusted and not spec.host_tokens
-    on_device = on_device and config.verification == "exact"
+    on_device = drafting.trusted and not spec.host_tokens and config.verification == "exact"
     return ModelRunner(
         target=target,
         ops=base.ops,
@@ -352,7 +351,8 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         graphs=base.graphs,
         num_drafts=num_drafts,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
-        async_depth=int(on_device),
+        on_device=on_device,
+        async_depth=int(on_device and device.type == "cuda"),
         num_threads=torch.get_num_threads(),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from draftproof.types import SamplingParams
 
@@ -62,8 +62,7 @@ class Admission:
     bad_words_ids: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
 
     `start`: position of the first, an upper bound while an earlier pass is in flight. `num_drafts` are wanted after the
@@ -126,6 +125,9 @@ class DrafterHealth:
     off: bool = False
     num_faults: int = 0
     last_fault: str = ""
+
+
+HEALTHY = DrafterHealth()
 
 
 class PendingStep(Protocol):

@@ -49,9 +49,13 @@ class LogprobScorer:
         self._target = target
         self._sampler = sampler
 
-    def outputs(self, scheduled: Sequence[ScheduledRequest], result_RX: Tensor, logits_MV: Tensor) -> Scores:
+    def outputs(
+        self, scheduled: Sequence[ScheduledRequest], result_RX: Tensor, logits_MV: Tensor
+    ) -> Scores | None:
         """Scores of the tokens in the first columns of `result_RX`, sampled from `logits_MV`; rejected ones' are not
-        read."""
+        read. None where nobody asks."""
+        if all(s.num_logprobs is None for s in scheduled):
+            return None
         scores, rows, tokens_at, first = Scores(), list[int](), list[int](), 0
         for r, s in enumerate(scheduled):
             if s.num_logprobs is not None and s.num_sampled:
@@ -66,8 +70,12 @@ class LogprobScorer:
             self._score(scores, logits_PV, result_RX.reshape(-1)[tokens_at_P].clamp(min=0))
         return scores
 
-    def prompts(self, scheduled: Sequence[ScheduledRequest], hidden_TH: Tensor, tokens_SL: Tensor) -> Scores:
-        """Scores of prompt tokens: the row at position p scores the token at p + 1."""
+    def prompts(
+        self, scheduled: Sequence[ScheduledRequest], hidden_TH: Tensor, tokens_SL: Tensor
+    ) -> Scores | None:
+        """Scores of prompt tokens: the row at position p scores the token at p + 1. None where nobody asks."""
+        if not any(s.scored[1] for s in scheduled):
+            return None
         scores, rows, tokens_at, first = Scores(), list[int](), list[int](), 0
         for r, s in enumerate(scheduled):
             first_row, num_rows = s.scored

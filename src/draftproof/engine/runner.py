@@ -7,11 +7,10 @@ Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Proposal, Verified, no_proposal
-from draftproof.drafters.sandbox import DrafterSandbox, ProposalResult
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.interface import (
+    HEALTHY,
     NO_NUMBER,
     NONE_LEFT,
     DeviceFaultError,
@@ -33,10 +33,10 @@ from draftproof.engine.interface import (
 )
 from draftproof.engine.logprobs import LogprobScorer, Scores
 from draftproof.engine.state import BatchShape, State
-from draftproof.kernels.certify import own_precision, threads
+from draftproof.kernels.certify import is_undisturbed, own_precision, threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.transfer import Arrivals, download, upload
+from draftproof.kernels.transfer import ArrivingRows, download_rows, upload
 from draftproof.models.decoder import Decoder
 from draftproof.sampling import sampler
 from draftproof.sampling.params import SamplingTable
@@ -66,9 +66,9 @@ class LaunchedStep:
 
     runner: ModelRunner
     scheduled: Sequence[ScheduledRequest]
-    result: Arrivals | None = None  # None: nothing was computed
-    output_scores: Scores = field(default_factory=Scores)
-    prompt_scores: Scores = field(default_factory=Scores)
+    result: ArrivingRows | None = None  # None: nothing was computed
+    output_scores: Scores | None = None
+    prompt_scores: Scores | None = None
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     draft_state_lost: bool = False
@@ -77,10 +77,11 @@ class LaunchedStep:
         """The one place where results are read from the device."""
         if self.result is None:
             return []
-        with _device_faults():
-            (result_RX,) = self.result.wait()
-            rows = result_RX.tolist()
+        try:
+            rows = self.result.wait()
             results = [self._row(r, row) for r, row in zip(range(len(self.scheduled)), rows, strict=False)]
+        except torch.AcceleratorError as error:
+            raise _device_fault(error) from error
         num_broken = sum(row[-1] for row in rows[: len(self.scheduled)])
         if num_broken:
             self.runner.count_bad_ids(num_broken)
@@ -93,19 +94,17 @@ class LaunchedStep:
             failure = NONE_LEFT if token_ids.pop() == sampler.NONE_LEFT else NO_NUMBER
         lost = bool(is_broken) and self.runner.drafter_has_kv
         result = RowResult(token_ids, num_drafted, num_proposed, lost, failure)
-        result.logprobs = self.output_scores.rows_of(index, token_ids)
-        result.prompt_logprobs = self.prompt_scores.rows_of(index, None)
+        if self.output_scores is not None:
+            result.logprobs = self.output_scores.rows_of(index, token_ids)
+        if self.prompt_scores is not None:
+            result.prompt_logprobs = self.prompt_scores.rows_of(index, None)
         return result
 
 
-@contextlib.contextmanager
-def _device_faults() -> Iterator[None]:
-    """DeviceFaultError for what a GPU does not recover from; running out of memory is not among it."""
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise DeviceFaultError(f"the GPU failed ({first_line}); start a new process") from error
+def _device_fault(error: torch.AcceleratorError) -> DeviceFaultError:
+    """What a GPU does not recover from; running out of memory is not among it."""
+    first_line = str(error).strip().partition("\n")[0]
+    return DeviceFaultError(f"the GPU failed ({first_line}); start a new process")
 
 
 def _as_certified(method: Callable[P, R]) -> Callable[P, R]:
@@ -117,6 +116,8 @@ def _as_certified(method: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         runner = args[0]
         assert isinstance(runner, ModelRunner)
+        if is_undisturbed(runner.num_threads):  # asking costs less than setting
+            return method(*args, **kwargs)
         with torch.inference_mode(False), threads(runner.num_threads), own_precision():
             return method(*args, **kwargs)
 
@@ -139,6 +140,7 @@ class ModelRunner:
     spec: DraftSpec
     scorer: LogprobScorer
     graphs: Graphs
+    on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
@@ -152,11 +154,9 @@ class ModelRunner:
 
     def drafter_health(self) -> DrafterHealth:
         sandbox = self.sandbox
-        return (
-            DrafterHealth()
-            if sandbox is None
-            else DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault)
-        )
+        if sandbox is None or not sandbox.num_faults:
+            return HEALTHY
+        return DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault)
 
     def count_bad_ids(self, num_requests: int) -> None:
         """So many requests' drafts had to be cut at an id that is none."""
@@ -170,11 +170,13 @@ class ModelRunner:
     @_as_certified
     def run(self, step: StepInput) -> LaunchedStep:
         """Compute the step's rows, verify, commit, draft what is wanted."""
-        with _device_faults():
+        try:
             self._place(step)
             if not step.scheduled:
                 return LaunchedStep(runner=self, scheduled=())
             return self._launch(step)
+        except torch.AcceleratorError as error:
+            raise _device_fault(error) from error
 
     def _place(self, step: StepInput) -> None:
         """Slots that are given up, slots that are taken, new blocks."""
@@ -193,24 +195,26 @@ class ModelRunner:
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         scheduled, shape = step.scheduled, self._padded(step)
-        full_graph = shape in self.captured and self.table.graph_safe(s.slot for s in scheduled)
+        graph_safe = self.table.graph_safe(s.slot for s in scheduled)
+        full_graph = graph_safe and shape in self.captured
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
             shape = BatchShape.of(scheduled, repeats=repeats)
         else:
             num_rows = shape.most_sampled
-            scheduled = [replace(s, num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
+            scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
         scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
         launched = LaunchedStep(runner=self, scheduled=scheduled)
         if full_graph:
-            function = partial(self.step_tensors, shape)
+            function = partial(self.step_tensors, shape, [])
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
-            tensors = self._run_parts(launched, shape, scheduled_4R)
+            recorded = step.all_decode and graph_safe and shape.repeats and self.graphs.calls_once
+            tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX, logits_MV)
         launched.prompt_scores = self.scorer.prompts(scheduled, hidden_TH, self.state.slots.tokens_SL)
-        launched.result = download([result_RX])
+        launched.result = download_rows(result_RX)
         return launched
 
     def _padded(self, step: StepInput) -> BatchShape | None:
@@ -224,31 +228,51 @@ class ModelRunner:
         return BatchShape.decoding(num_requests, num_rows_each, num_drafts)
 
     def _run_parts(
-        self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor
-    ) -> tuple[Tensor, ...]:
-        """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host."""
-        start, nobody = time.perf_counter(), self.state.scratch_slot
+        self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host.
+
+        recorded: all that this reads lies where it lay when such a step ran first, `scheduled_4R` too.
+        """
+        start, sandbox, graphs = time.perf_counter(), self.sandbox, self.graphs if recorded else EAGER
         slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
-        checked = self.verify_rows(shape, scheduled_4R, slots + [nobody] * (shape.num_sampled - len(slots)))
+        slots += [self.state.scratch_slot] * (shape.num_sampled - len(slots))
+        if sandbox is None:
+            function = partial(self.step_tensors, shape, slots, scheduled_4R)
+            closed = graphs.run(("step", shape), function, ())
+            launched.target_seconds = time.perf_counter() - start
+            return closed
+        key = ("verify", shape.num_requests, shape.num_rows, shape.most_rows)
+        checked = graphs.run(key, partial(self.verify_rows, shape, slots, scheduled_4R), ())
         middle = time.perf_counter()
-        result = self._propose(checked.verified, shape.num_drafts)
-        closed = self._close(checked, result.proposal)
-        launched.draft_state_lost = result.raised and self.drafter_has_kv
+        draft = partial(self._draft, sandbox, checked, shape.num_drafts)
+        stays = self.on_device and not sandbox.off and graphs.holds(key)
+        closed, raised = (graphs if stays else EAGER).run(("draft", shape), draft, ())
+        launched.draft_state_lost = raised and self.drafter_has_kv
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
-    def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> tuple[Tensor, ...]:
-        """A whole pass over requests that ask for no processing, as a function of device memory alone: (result_RX,
+    def _draft(
+        self, sandbox: DrafterSandbox, checked: VerifiedPass, num_drafts: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+        """(what `_close` gives, whether the drafter raised)."""
+        result = sandbox.propose(checked.verified, num_drafts)
+        return self._close(checked, result.proposal), result.raised
+
+    def step_tensors(
+        self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A whole pass, for requests that ask for no processing a function of device memory alone: (result_RX,
         logits_MV, hidden_TH).
 
         The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
         """
-        checked, sandbox = self.verify_rows(shape, scheduled_4R, []), self.sandbox
+        checked, sandbox = self.verify_rows(shape, slots_host, scheduled_4R), self.sandbox
         if sandbox is None:
-            return self._close(checked, no_proposal(checked.verified))
+            return self._close(checked, self.state.no_drafts(shape.num_requests))
         return self._close(checked, sandbox.drafter.propose(checked.verified, shape.num_drafts))
 
-    def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor, slots_host: list[int]) -> VerifiedPass:
+    def verify_rows(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
         rows, verify = self.state.fill(shape, scheduled_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
@@ -277,20 +301,12 @@ class ModelRunner:
         logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
         return (logits_MV, out.hidden_TH, *out.taps)
 
-    def _propose(self, verified: Verified, num_drafts: int) -> ProposalResult:
-        sandbox = self.sandbox
-        return (
-            ProposalResult(no_proposal(verified))
-            if sandbox is None
-            else sandbox.propose(verified, num_drafts)
-        )
-
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
         verdict = checked.verdict
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
         columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
-        result_RX = torch.cat((verdict.tokens_RW, torch.stack(columns, 1)), dim=1)
+        result_RX = self.ops.concat((verdict.tokens_RW, *(column_R[:, None] for column_R in columns)))
         return result_RX, checked.logits_MV, checked.hidden_TH
 
     @_as_certified
@@ -302,7 +318,7 @@ class ModelRunner:
         shapes = [self._decoding(R) for R in reversed(self.buckets) if self.async_depth]
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
-            function = partial(self.step_tensors, shape)
+            function = partial(self.step_tensors, shape, [])
             if self.graphs.prepare(("step", shape), function, (self.state.idle(shape),)):
                 self.captured.add(shape)
         if shapes:
@@ -318,7 +334,7 @@ class ModelRunner:
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
         )
         for shape in (prompts, *map(self._decoding, self.buckets)):
-            self.step_tensors(shape, self.state.idle(shape))
+            self.step_tensors(shape, [], self.state.idle(shape))
 
     def _decoding(self, num_requests: int) -> BatchShape:
         return BatchShape.decoding(num_requests, 1 + self.num_drafts, self.num_drafts)

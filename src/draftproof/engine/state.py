@@ -16,7 +16,7 @@ from torch import Tensor
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.kernels.step import PassRows, SlotState, StepOps
-from draftproof.kernels.transfer import upload
+from draftproof.kernels.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
@@ -78,8 +78,12 @@ class State:
             draft_count_S=zeros(num_slots + 1),
             limit_S=zeros(num_slots + 1),
         )
+        self.nothing_S = zeros(num_slots + 1)
         self.block_table_SB = zeros(num_slots + 1, max_blocks, dtype=torch.int32)
         self._ops = ops
+        # On a CPU steps are written to places that stay, one for each number of requests.
+        self._table = Integers(self.block_table_SB) if device.type == "cpu" else None
+        self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
         """A request takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
@@ -100,19 +104,30 @@ class State:
     ) -> Tensor:
         """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
         up to `num_requests` with rows of the scratch slot like the first request's; and what is new in the block table,
-        (slot, page, block) each."""
+        (slot, page, block) each. On a CPU it is one tensor for each number of requests, written anew."""
         columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
         columns += [(self.scratch_slot, *columns[0][1:])] * (num_requests - len(columns))
         flat = [x for row in zip(*columns, strict=True) for x in row]
+        width, num_entries = self.block_table_SB.shape[1], len(entries)
+        if self._table is not None:
+            for slot, page, block in entries:
+                self._table.items[slot * width + page] = block
+            return self._write(flat, num_requests)
         if not entries:
             return upload(flat, self.device).view(4, num_requests)
-        width, num_entries = self.block_table_SB.shape[1], len(entries)
         flat += [slot * width + page for slot, page, _ in entries]
         flat += [block for _, _, block in entries]
         sizes = (4 * num_requests, num_entries, num_entries)
         scheduled_4R, index_E, block_E = upload(flat, self.device).split(sizes)
         self.block_table_SB.view(-1).index_copy_(0, index_E, block_E.int())
         return scheduled_4R.view(4, num_requests)
+
+    def _write(self, flat: list[int], num_requests: int) -> Tensor:
+        step = self._steps.get(num_requests)
+        if step is None:
+            step = self._steps[num_requests] = Integers(torch.zeros((4, num_requests), dtype=torch.int64))
+        step.items[:] = flat
+        return step.tensor
 
     def idle(self, shape: BatchShape) -> Tensor:
         """`load`'s tensor for a pass of requests alike in which nobody takes part."""
@@ -164,6 +179,11 @@ class State:
     def history(self, slot: int) -> Tensor:
         """The slot's known tokens, int32, on the host: free on a CPU, a wait for the device elsewhere."""
         return self.slots.tokens_SL[slot, : int(self.slots.length_S[slot])].cpu()
+
+    def no_drafts(self, num_requests: int) -> Proposal:
+        """A proposal of no drafts, in memory that stays."""
+        nothing_R = self.nothing_S[:num_requests]
+        return Proposal(nothing_R[:, None][:, :0], nothing_R)
 
     def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""

@@ -216,6 +216,17 @@ def threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+def is_undisturbed(num_threads: int) -> bool:
+    """Whether torch is set as `threads` and `own_precision` would set it, and tensors outlive their call."""
+    return (
+        torch.get_num_threads() == num_threads
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
+        and torch.get_float32_matmul_precision() == "highest"
+    )
+
+
 @contextlib.contextmanager
 def own_precision() -> Iterator[None]:
     """The model's dtypes and fp32 sums, whatever a caller set: autocast and matmul precision would choose others.

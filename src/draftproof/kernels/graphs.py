@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.kernels.native import Library, Program
 
-Function = Callable[..., tuple[Tensor, ...]]
+T = TypeVar("T")  # what a function gives: tensors, or an object that holds them
 Key = tuple[Hashable, ...]
-T = TypeVar("T")
 MOST_PROGRAMS = 256
 OFTEN = 3  # runs after which a GPU captures what nobody prepared; passes with prompts are hardly ever alike
 MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
@@ -41,24 +40,38 @@ _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided
 
 
 class Graphs(Protocol):
-    """The service that runs a function again. Functions may themselves call `run`."""
+    """The service that runs a function again. Functions may themselves call `run`.
 
-    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
-        """Record `function` now, which calls it. False if nothing was recorded. Only a function that was prepared may
-        change memory that it reads: any other first run may call the function twice."""
+    `calls_once`: a function may change memory that it reads. Else only one that was prepared may, since any other first
+    run may call the function twice.
+    """
+
+    calls_once: bool
+
+    def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
+        """Record `function` now, which calls it. False if nothing was recorded."""
         ...
 
-    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T: ...
+
+    def holds(self, key: Key) -> bool:
+        """Whether every run of `key` gives the same object, its tensors overwritten."""
+        ...
 
 
 class Eager:
     """The service that records nothing and calls the function."""
 
-    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+    calls_once = True
+
+    def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False
 
-    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         return function(*inputs)
+
+    def holds(self, key: Key) -> bool:
+        return False
 
 
 EAGER = Eager()
@@ -67,7 +80,7 @@ EAGER = Eager()
 @dataclass(slots=True)
 class _Entry:
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    outputs: Any
     program: Program | None  # None: the function does something that cannot be recorded
 
 
@@ -75,38 +88,45 @@ class Recorded:
     """The service of a CPU with the compiled operators: their calls are recorded once, and later run without Python.
 
     A function that computes anything by other means than those operators is found out while it is recorded, and runs
-    as it is from then on.
+    as it is from then on. What a function runs through this service becomes part of its program.
     """
+
+    calls_once = True
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._entries: dict[Key, _Entry] = {}
         self._num_bytes = 0
 
-    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+    def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False  # the first run costs no more than any call
 
-    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
+        if self._library.is_recording:
+            return function(*inputs)
         key = (*key, torch.get_num_threads())
         entry = self._entries.get(key)
         if entry is None:
             if len(self._entries) >= MOST_PROGRAMS or self._num_bytes >= MOST_BYTES:
                 return function(*inputs)
             entry = self._entries[key] = self._record(function, inputs)
-            return entry.outputs
+            return cast(T, entry.outputs)
         if entry.program is None:
             return function(*inputs)
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
         entry.program()
-        return entry.outputs
+        return cast(T, entry.outputs)
+
+    def holds(self, key: Key) -> bool:
+        return not self._library.is_recording and self.program(key) is not None
 
     def program(self, key: Key) -> Program | None:
         """What was recorded under `key`, for measuring."""
         entry = self._entries.get((*key, torch.get_num_threads()))
         return None if entry is None else entry.program
 
-    def _record(self, function: Function, inputs: tuple[Tensor, ...]) -> _Entry:
+    def _record(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Entry:
         static = tuple(t.clone() for t in inputs)
         with self._library.record() as recorder, _Watch() as watch:
             outputs = function(*static)
@@ -133,13 +153,15 @@ def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGra
 class _Capture:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    outputs: Any
 
 
 class Captured:
     """The service of a GPU: CUDA graphs, for functions that were prepared and for those that come back often. A
     function runs once as it is before it is captured, which compiles its kernels; what it runs through this service
     becomes part of its graph."""
+
+    calls_once = False
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Capture] = {}
@@ -148,11 +170,11 @@ class Captured:
         # Memory pools by the first part of a key: graphs that share one may overwrite each other's results.
         self._pools: dict[Hashable, Any] = {}
 
-    def prepare(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> bool:
+    def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         self._entries[key] = self._capture(key[0], function, inputs)
         return True
 
-    def run(self, key: Key, function: Function, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         if self._is_capturing:
             return function(*inputs)
         entry = self._entries.get(key)
@@ -164,9 +186,12 @@ class Captured:
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
         entry.graph.replay()
-        return entry.outputs
+        return cast(T, entry.outputs)
 
-    def _capture(self, kind: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> _Capture:
+    def holds(self, key: Key) -> bool:
+        return key in self._entries
+
+    def _capture(self, kind: Hashable, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Capture:
         static = tuple(t.clone() for t in inputs)
         self._is_capturing = True
         try:

@@ -58,6 +58,10 @@ class Library:
         name.restype = ctypes.c_char_p
         return bytes(name()).decode()
 
+    @property
+    def is_recording(self) -> bool:
+        return self._recorder is not None
+
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
         """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
 

@@ -188,7 +188,7 @@ def compiled_ops(library: native.Library) -> Ops:
         silu_mul=activation.GateMulCompiled(library, gelu=False),
         gelu_mul=activation.GateMulCompiled(library, gelu=True),
         gather=rows.GatherCompiled(library),
-        pick=rows.pick_torch,
+        pick=rows.PickCompiled(library),
         concat=rows.ConcatCompiled(library),
         swap=rows.SwapCompiled(library),
         sample=sample.SampleCompiled(library),

@@ -53,6 +53,23 @@ class GatherCompiled:
         return out_TH
 
 
+class PickCompiled:
+    """`pick_torch` in C++: as calls that can be recorded."""
+
+    def __init__(self, library: Library) -> None:
+        self._run, self._pack = library.packed("dp_gather", "3P2q")
+
+    def __call__(self, columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
+        num = len(index_T)
+        found = []
+        for column_V in columns:
+            out_T = column_V.new_empty(num)
+            pointers = (column_V.data_ptr(), index_T.data_ptr(), out_T.data_ptr())
+            self._run(self._pack(*pointers, num, column_V.element_size()), out_T)
+            found.append(out_T)
+        return tuple(found)
+
+
 class ConcatCompiled:
     """`concat_torch` in C++."""
 

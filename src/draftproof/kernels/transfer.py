@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,17 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+class Integers:
+    """A CPU's int64 or int32 numbers at a fixed place, which Python writes without torch: a call of torch takes as long
+    as many numbers, most of all while a pass has the caches to itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.device.type == "cpu" and tensor.is_contiguous()
+        kind: Any = ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_int32
+        self.tensor = tensor
+        self.items: Any = (kind * tensor.numel()).from_address(tensor.data_ptr())
 
 
 @dataclass(slots=True)
@@ -38,3 +51,27 @@ def download(tensors: Sequence[Tensor]) -> Arrivals:
     copied = torch.cuda.Event()
     copied.record()
     return Arrivals(copies, copied)
+
+
+@dataclass(slots=True)
+class ArrivingRows:
+    """A matrix of integers on its way to the host."""
+
+    _rows: list[list[int]]
+    _arrivals: Arrivals | None = None
+
+    def wait(self) -> list[list[int]]:
+        """Its rows, once they are there."""
+        if self._arrivals is not None:
+            self._rows = self._arrivals.wait()[0].tolist()
+            self._arrivals = None
+        return self._rows
+
+
+def download_rows(table_RX: Tensor) -> ArrivingRows:
+    """A copy of what an int64 matrix holds when the device comes to this point."""
+    if table_RX.device.type != "cpu":
+        return ArrivingRows([], download([table_RX]))
+    rows, width = table_RX.shape
+    flat = Integers(table_RX).items[:]
+    return ArrivingRows([flat[r * width : (r + 1) * width] for r in range(rows)])
