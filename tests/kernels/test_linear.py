@@ -9,7 +9,7 @@ import contextlib
 import json
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -248,15 +248,30 @@ def test_a_certificate_that_costs_more_than_it_gains_is_not_used(monkeypatch: py
         return Timed(lambda x: right(x) if len(x) >= 24 else wrong(x), [1.0, 1.0, 1.0, 1.0])
 
     def times(linear_fn: LinearFn, x_TK: Tensor, rows: tuple[int, ...]) -> list[float]:
-        return [9.0, 9.0, 1.0, 1.0] if isinstance(linear_fn, BucketLinear) else linear_fn.us  # type: ignore[attr-defined]
+        return linear_fn.us  # type: ignore[attr-defined]
+
+    def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -> LinearFn:
+        return Timed(
+            linear_fn, [9.0, 9.0, 1.0, 1.0] if candidate.name == "sometimes" else [2.0, 2.0, 2.0, 2.0]
+        )
 
     monkeypatch.setattr(cpu_planner, "_times", times)
+    monkeypatch.setattr(cpu_planner, "planned", planned)
     shape = Shape(64, INPUTS, torch.float32, torch.float32, False)
-    choice = cpu_planner.plan(
-        shape, [Candidate("always", always, any_rows=True), Candidate("sometimes", sometimes)]
-    )
+    choice = cpu_planner.plan(shape, [Candidate("always", always), Candidate("sometimes", sometimes)])
     assert choice.candidate == "always"
     assert {v.candidate: v.exact == 1 for v in choice.results} == {"always": True, "sometimes": False}
+
+
+def test_what_is_exact_by_construction_is_not_left_to_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine's timings would stay on the disk, and steps would never be recorded."""
+    slow = Candidate("ours", lambda w, b, out: products.SLOW.make(w, b, out), any_rows=True)
+    quick = Candidate("theirs", lambda w, b, out: products.SLOW.make(w, b, out))
+    us = iter([9.0, 1.0] * 9)
+    monkeypatch.setattr(cpu_planner, "_times", lambda linear_fn, x_TK, rows: [next(us)] * len(rows))
+    shape = Shape(64, INPUTS, torch.float32, torch.float32, False)
+    assert cpu_planner.plan(shape, [slow, quick]).candidate == "ours"
+    assert cpu_planner.plan(shape, [slow, quick], thorough=True).candidate == "ours"
 
 
 def test_data_that_cannot_see_a_split_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The planner of a CPU: for each weight shape the fastest candidate that has the reference's bits.
 
-Candidates do not share a weight on a CPU (each packs it), so a shape has one. All are timed first; the fastest is
-certified, and timed again as its certificate lets it run, until the fastest of all is one that has its certificate.
+Candidates do not share a weight on a CPU (each packs it), so a shape has one. The compiled product, where there is one,
+is taken whatever the clock says: it is exact by construction, only its calls can be recorded as a program, and timings
+made while a machine is busy would stay on the disk. Without it all are timed first; the fastest is certified, and timed
+again as its certificate lets it run, until the fastest of all is one that has its certificate.
 All that have one have the same bits, so the clock may decide.
 Shapes: T rows, K inputs, N outputs.
 """
@@ -43,6 +45,8 @@ class _Trial:
 
 def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = False) -> Choice:
     """Time, then certify; `candidates` in their fixed order, the first is the reference. `thorough`: certify all."""
+    if candidates[0].any_rows and not thorough:
+        candidates = candidates[:1]
     table = bucket_table(shape, 0, CPU)
     rows = tuple(t for t in TIMED_ROWS if t <= table[-1])
     x_TK, weight_NK = cancelling(max(rows), shape, seed=0)
@@ -69,6 +73,8 @@ def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = Fals
 
 def _fastest(trials: Sequence[_Trial], others: Sequence[Sequence[float]]) -> _Trial:
     """The first in the fixed order that no later one beats clearly; slowness is counted against `others`."""
+    if trials[0].candidate.any_rows:
+        return trials[0]
     slowness = [_relative(c.us, others) for c in trials]
     return next(c for c, slow in zip(trials, slowness, strict=True) if slow <= CLEARLY_SLOWER * min(slowness))
 
