@@ -15,10 +15,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
 
 
+def make(**settings: Any) -> LLM:
+    config = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
+    return LLM(dtype="float32", max_model_len=256, speculative_config=config, **settings)
+
+
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    config = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
-    return LLM(dtype="float32", max_model_len=256, speculative_config=config)
+    return make()
+
+
+@pytest.fixture(scope="module")
+def eager() -> LLM:
+    """An engine that calls each of its parts in each step; where steps are programs, they are only called at first."""
+    return make(enforce_eager=True)
 
 
 def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> Any:
@@ -29,12 +39,18 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "part", ["verifier.verify", "state.commit", "state.load", "state.fill", "scorer.outputs", "results"]
+    ("engine", "part"),
+    [
+        *[("eager", part) for part in ("verifier.verify", "state.commit", "state.load", "state.fill")],
+        *[(engine, part) for engine in ("eager", "drafting") for part in ("scorer.outputs", "results")],
+        ("drafting", "graphs.run"),
+    ],
 )
 def test_after_a_step_that_broke_off_everything_goes_on(
-    drafting: LLM, monkeypatch: pytest.MonkeyPatch, part: str
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, engine: str, part: str
 ) -> None:
     """Ctrl-C in `generate` while a stream is open: the stream's text is as if nothing had been."""
+    drafting: LLM = request.getfixturevalue(engine)
     expected = generate(drafting, [PROMPT, "import os"], LONG)
     stream = drafting.stream(PROMPT, LONG)
     text = next(stream).text
