@@ -21,7 +21,7 @@ template <bool GELU, class T>
 void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads) {
     int64_t pieces = (width + PIECE - 1) / PIECE;
     int64_t members = team(threads, rows * width * 4);
-    parallel(members, rows * pieces, [&](int64_t item) {
+    parallel_items(members, rows * pieces, [&](int64_t item) {
         int64_t row = item / pieces, first = item % pieces * PIECE;
         int64_t count = width - first < PIECE ? width - first : PIECE;
         const T* gate = gate_up + row * 2 * width + first;
@@ -77,7 +77,7 @@ struct SoftCapArgs {
 extern "C" void dp_soft_cap(const SoftCapArgs* a) {
     const float cap = (float)a->cap;
     int64_t pieces = (a->count + PIECE - 1) / PIECE, members = team(a->threads, a->count);
-    parallel(members, pieces, [&](int64_t piece) {
+    parallel_items(members, pieces, [&](int64_t piece) {
         int64_t first = piece * PIECE, count = a->count - first < PIECE ? a->count - first : PIECE;
         const float* x = a->logits + first;
         float* to = a->out + first;

@@ -119,7 +119,7 @@ void combine_row(const CombineArgs& a, int64_t row) {
 // experts [rows, top_k], ascending; weights [rows, top_k].
 extern "C" void dp_route(const RouteArgs* a) {
     int64_t members = std::min(team(a->threads, a->rows * a->num * (4 + a->top_k)), std::max<int64_t>(a->rows, 1));
-    parallel_ranges(members, a->rows, [&](int64_t first, int64_t last) {
+    parallel_ranges(members, a->rows, a->rows, [&](int64_t first, int64_t last) {
         std::vector<float> scores(a->num), choice(a->num);
         std::vector<char> marks(a->num);
         for (int64_t row = first; row < last; row++) route(*a, row, scores.data(), choice.data(), marks.data());
@@ -142,7 +142,5 @@ extern "C" void dp_group(const GroupArgs* a) {
 // y [pairs, width] fp32; base and out [rows, width].
 extern "C" void dp_combine(const CombineArgs* a) {
     int64_t members = team(a->threads, a->rows * a->width * a->top_k);
-    parallel_ranges(members, a->rows, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; row++) DP_DISPATCH(a->dtype, T, combine_row<T>(*a, row));
-    });
+    parallel_items(members, a->rows, [&](int64_t row) { DP_DISPATCH(a->dtype, T, combine_row<T>(*a, row)); });
 }

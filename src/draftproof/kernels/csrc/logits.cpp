@@ -44,7 +44,7 @@ extern "C" void dp_log_normalizer(const float* logits, float* out, int64_t rows,
     int64_t pieces = (width + PIECE - 1) / PIECE;
     std::vector<Part> parts(rows * pieces);
     int64_t members = team(threads, rows * width);
-    parallel(members, rows * pieces, [&](int64_t item) {
+    parallel_items(members, rows * pieces, [&](int64_t item) {
         int64_t first = item % pieces * PIECE;
         parts[item] = piece(logits + item / pieces * width + first, std::min(PIECE, width - first));
     });

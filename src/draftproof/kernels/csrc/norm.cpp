@@ -42,15 +42,13 @@ template <class T, class W>
 void run(const T* x, const T* residual, const W* weight, T* out, T* sum, int64_t rows, int64_t width, float eps,
          int64_t threads) {
     int64_t members = team(threads, rows * width);
-    parallel_ranges(members, rows, [&](int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; r++) {
-            const T* from = x + r * width;
-            if (residual) {
-                add_row(from, residual + r * width, sum + r * width, width);
-                from = sum + r * width;
-            }
-            norm_row(from, weight, out + r * width, width, eps);
+    parallel_items(members, rows, [&](int64_t r) {
+        const T* from = x + r * width;
+        if (residual) {
+            add_row(from, residual + r * width, sum + r * width, width);
+            from = sum + r * width;
         }
+        norm_row(from, weight, out + r * width, width, eps);
     });
 }
 

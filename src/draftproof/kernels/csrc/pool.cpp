@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t MOST_WORKERS = 255;
 // An idle worker looks for work so long before it sleeps: the operators of a pass follow each other by some microseconds.
-constexpr std::chrono::microseconds AWAKE(50);
+constexpr std::chrono::microseconds AWAKE(200);
 constexpr int LOOKS = 64;  // between two readings of the clock
 
 inline void pause() {

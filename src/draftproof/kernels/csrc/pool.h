@@ -28,17 +28,28 @@ inline void parallel(int64_t members, int64_t count, Body&& body) {
     run_blocks(members, count, [](void* b, int64_t i) { (*(Kept*)b)(i); }, (void*)&body);
 }
 
-constexpr int64_t BLOCKS_EACH = 8;  // blocks a thread, so that a thread that comes late leaves its share to others
+// Most blocks a thread, so that one that comes late leaves its share to others.
+constexpr int64_t BLOCKS_EACH = 8;
 
-// body(from, to) over ranges of [0, count): BLOCKS_EACH for each member. Example: 100 over 2 members -> 16 ranges of 6 or 7.
+// body(from, to) over ranges of [0, count), of at least `least` indices where that leaves one for each member. Example:
+// 100 over 2 members -> 16 ranges of 6 or 7; with least = 30 -> 3 of 33 or 34; with least = 80 -> 2 of 50.
 template <class Body>
-inline void parallel_ranges(int64_t members, int64_t count, Body&& body) {
+inline void parallel_ranges(int64_t members, int64_t count, int64_t least, Body&& body) {
     if (members <= 1) {
         if (count > 0) body((int64_t)0, count);
         return;
     }
-    int64_t blocks = std::min(count, members * BLOCKS_EACH);
+    int64_t blocks = std::max(members, std::min(members * BLOCKS_EACH, count / std::max<int64_t>(least, 1)));
+    blocks = std::min(blocks, count);
     parallel(members, blocks, [&](int64_t b) { body(count * b / blocks, count * (b + 1) / blocks); });
+}
+
+// body(i) for each i in [0, count), a range for each member: for items that are little work each.
+template <class Body>
+inline void parallel_items(int64_t members, int64_t count, Body&& body) {
+    parallel_ranges(members, count, count, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) body(i);
+    });
 }
 
 }  // namespace dp

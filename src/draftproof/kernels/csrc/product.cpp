@@ -18,6 +18,7 @@ namespace {
 using namespace dp;
 
 constexpr int64_t TILE = 2 * LANES;
+constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
 
 // bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
 #if defined(DP_DOT)
@@ -224,7 +225,8 @@ template <class T, class O>
 void run(const Problem& p, O* out, int64_t threads) {
     int64_t count = (p.outputs + TILE - 1) / TILE;
     int64_t members = std::min(team(threads, p.outputs * p.words), count);
-    parallel_ranges(members, count, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
+    int64_t least = (BLOCK_BYTES + p.tile_bytes - 1) / p.tile_bytes;
+    parallel_ranges(members, count, least, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
 }
 
 // Each expert's rows by its weight; a part of an expert's outputs at a time, so that few experts keep all threads busy.
@@ -264,15 +266,13 @@ Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
     bool as_it_is = !widened && row_bytes == stride * 4;
     if (!as_it_is) copy.resize(a.rows * stride);
     int64_t members = as_it_is ? 1 : team(a.threads, a.rows * a.inputs);
-    parallel_ranges(members, as_it_is ? 0 : a.rows, [&](int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; r++) {
-            const char* from = (const char*)a.x + r * row_bytes;
-            uint32_t* to = copy.data() + r * stride;
-            if (widened)
-                DP_DISPATCH(a.dtype, T, widen_row((const T*)from, (float*)to, a.inputs));
-            else
-                std::memcpy(to, from, row_bytes);
-        }
+    parallel_items(members, as_it_is ? 0 : a.rows, [&](int64_t r) {
+        const char* from = (const char*)a.x + r * row_bytes;
+        uint32_t* to = copy.data() + r * stride;
+        if (widened)
+            DP_DISPATCH(a.dtype, T, widen_row((const T*)from, (float*)to, a.inputs));
+        else
+            std::memcpy(to, from, row_bytes);
     });
     const uint32_t* x = as_it_is ? (const uint32_t*)a.x : copy.data();
     return {a.weights, bias, x, a.rows, a.outputs, words, stride, tile_bytes};
@@ -291,7 +291,7 @@ extern "C" void dp_product_pack(const char* weight, char* packed, int64_t output
     int64_t row_bytes = inputs * (dtype == FP32 ? 4 : 2), word = word_bytes(dtype);
     int64_t words = word_count(inputs, dtype), stride = padded(words);
     int64_t tiles = (outputs + TILE - 1) / TILE;
-    parallel(outputs * inputs > 65536 ? threads : 1, tiles, [&](int64_t t) {
+    parallel_items(outputs * inputs > 65536 ? threads : 1, tiles, [&](int64_t t) {
         for (int64_t first = 0; first < words; first += LANES)
             for (int64_t row = t * TILE; row < std::min((t + 1) * TILE, outputs); row++) {
                 const char* from = weight + row * row_bytes;

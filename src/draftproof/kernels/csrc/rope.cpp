@@ -65,7 +65,7 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
          int64_t threads) {
     int64_t all_heads = s.heads + (v_cache ? 2 : 1) * s.kv_heads, D = s.head_dim;
     int64_t members = team(threads, s.rows * all_heads * D);
-    auto store_row = [&](int64_t r) {
+    parallel_items(members, s.rows, [&](int64_t r) {
         const T* row = qkv + r * all_heads * D;
         T* q = q_out + r * s.heads * D;
         int64_t position = positions[r];
@@ -95,9 +95,6 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
             if (v_norm) norm(head, v_norm, D, s.eps);
             from_float(head, v_cache + ((block * s.kv_heads + h) * s.block_size + offset) * D, D);
         }
-    };
-    parallel_ranges(members, s.rows, [&](int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; r++) store_row(r);
     });
 }
 
