@@ -161,8 +161,8 @@ class AmxWorker {
                 std::memcpy(back, &high, sizeof high);
                 vec rest0 = w[0] - load(back), rest1 = w[1] - load(back + LANES);
                 __m512bh low = _mm512_cvtne2ps_pbh((__m512)rest1.parts[0], (__m512)rest0.parts[0]);
-                std::memcpy(high_ + n * GROUPS / 2 + half, &high, sizeof high);
-                std::memcpy(low_ + n * GROUPS / 2 + half, &low, sizeof low);
+                std::memcpy(high_[n * GROUPS / 2 + half].parts, &high, sizeof high);
+                std::memcpy(low_[n * GROUPS / 2 + half].parts, &low, sizeof low);
             }
     }
 

@@ -1,7 +1,8 @@
-// What every compiled operator shares: 16-lane vectors, loads and stores per dtype, exp, and how many threads a loop is worth.
+// What every compiled operator shares: 16 lanes, loads and stores per dtype, exp, and how many threads a loop is worth.
 //
-// Bits: a row's arithmetic happens in an order fixed by its width alone. The build uses -ffp-contract=off, and a fused
-// multiply-add appears only where `madd` is written, so vector bodies and tails agree.
+// Bits: a row's arithmetic happens in an order fixed by its width alone, over 16 lanes whatever a register holds. The
+// build uses -ffp-contract=off, and a fused multiply-add appears only where `madd` is written, so vector bodies and tails
+// agree, and so do processors that have one.
 #pragma once
 
 #include <cmath>
@@ -49,6 +50,12 @@ struct Lanes {
     Lanes(E x) {
         for (part& p : parts) p = x - part{};
     }
+    // Register by register: compilers may copy a structure in smaller pieces, which are slow to read back whole.
+    DP_INLINE Lanes(const Lanes& other) { *this = other; }
+    DP_INLINE Lanes& operator=(const Lanes& other) {
+        for (int i = 0; i < PARTS; i++) parts[i] = other.parts[i];
+        return *this;
+    }
     template <class F>
     explicit Lanes(const Lanes<F>& other) {
         for (int i = 0; i < PARTS; i++) parts[i] = (part)other.parts[i];
@@ -56,11 +63,11 @@ struct Lanes {
     E operator[](int64_t lane) const { return ((const E*)parts)[lane]; }
     E& operator[](int64_t lane) { return ((E*)parts)[lane]; }
 
-#define DP_OPERATOR(Result, op)                                            \
-    DP_INLINE friend Lanes<Result> operator op(Lanes a, Lanes b) {                   \
-        Lanes<Result> out;                                                 \
+#define DP_OPERATOR(Result, op)                                                  \
+    DP_INLINE friend Lanes<Result> operator op(const Lanes& a, const Lanes& b) { \
+        Lanes<Result> out;                                                       \
         for (int i = 0; i < PARTS; i++) out.parts[i] = a.parts[i] op b.parts[i]; \
-        return out;                                                        \
+        return out;                                                              \
     }
     DP_OPERATOR(E, +)
     DP_OPERATOR(E, -)

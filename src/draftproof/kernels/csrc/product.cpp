@@ -4,7 +4,7 @@
 // step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a multiply-add (1).
 // Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
 // bf16 inputs, one fp32 input or one fp16 input, which is widened as it is read; the words of a tile are padded with
-// zeros to a multiple of 16. A row's words are the same, but for fp16: they are widened first.
+// zeros to a multiple of 16. A row is what each step takes: a pair for the dot product, else one input, widened.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -259,7 +259,8 @@ void widen_row(const T* x, float* out, int64_t width) {
 // x step by step, zeros up to the stride; `copy` holds it where it does not lie like that already.
 template <class A>
 Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
-    int64_t words = word_count(a.inputs, a.dtype), stride = padded(words), tile_bytes = stride * TILE * word_bytes(a.dtype);
+    int64_t words = word_count(a.inputs, a.dtype), stride = padded(words);
+    int64_t tile_bytes = stride * TILE * word_bytes(a.dtype);
     int64_t row_bytes = a.inputs * (a.dtype == FP32 ? 4 : 2);
     if (a.dtype == BF16) stride *= STEPS<bf16>;
     bool widened = a.dtype == FP16 || (a.dtype == BF16 && !HAS_DOT);

@@ -103,7 +103,7 @@ struct Row {
     uvec words(int64_t i) const {
         if (!ids) return (uvec)numbers() + (uint32_t)i;
         lvec wide = {};
-        std::memcpy(&wide, ids + i, std::min<int64_t>(LANES, width - i) * sizeof(int64_t));
+        std::memcpy(wide.parts, ids + i, std::min<int64_t>(LANES, width - i) * sizeof(int64_t));
         return convert<uvec>(wide);
     }
 };
