@@ -174,7 +174,8 @@ def target_passes(setup: Setup) -> Iterator[Row]:
 
 
 def steps(setup: Setup) -> Iterator[Row]:
-    """Where a step's time goes in generation at batch 1: target, drafting, and the host's share around them."""
+    """Where a step's time goes in generation at batch 1: target, drafting, and the host's share around them, prompts
+    included; and what of a decoding step no pass hides."""
     variants = [PLAIN, Variant("ngram", {"method": "ngram", "policy": "fixed"})]
     if setup.has_head():
         head = {"model": setup.path("-eagle3"), "num_speculative_tokens": 3, "policy": "fixed"}
@@ -191,6 +192,7 @@ def steps(setup: Setup) -> Iterator[Row]:
             "target_and_verify_us": clock.target * micros,
             "draft_us": clock.draft * micros,
             "host_us": (run.seconds - clock.target - clock.draft) * micros,
+            "unhidden_host_us": figures.unhidden_host([run]),
             **(figures.host_time([run]) or {}),
         }
 

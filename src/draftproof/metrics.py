@@ -74,7 +74,8 @@ class SpeculationStats:
 @dataclass(slots=True)
 class EngineStats:
     """Sums over the engine's life. Times in seconds of wall clock, as the host saw them: a step is planning, launch (on
-    a CPU the computation too: target and draft), waiting for a device, and taking results in."""
+    a CPU the computation too: target and draft), waiting for a device, and taking results in. What of a CPU's steps is
+    neither target nor draft is time of the host that no pass hides."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0

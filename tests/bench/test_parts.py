@@ -118,6 +118,15 @@ def test_a_step_s_host_time_is_that_of_the_steps_in_which_everybody_decodes() ->
     )
 
 
+def test_what_no_pass_hides_of_a_decoding_step_is_the_host_s() -> None:
+    run, _ = drive([None, None], 2)  # one decoding step of a second
+    assert figures.unhidden_host([run]) is None, "an engine without such clocks"
+    run.decoding = Clock(steps=1, target=0.5, draft=0.25, launch=0.8)
+    assert figures.unhidden_host([run]) == pytest.approx(0.25e6)
+    run.decoding = Clock(steps=1, target=0.01, draft=0.01, launch=0.1, waiting=0.8)
+    assert figures.unhidden_host([run]) is None, "the host saw the launch and not the pass"
+
+
 def test_host_times_stand_on_the_page() -> None:
     fast = {"planning_ms": 0.02, "launch_ms": 0.1, "waiting_ms": 0, "results_ms": 0.03}
     row = {"name": "plain", "num_speculative_tokens": 0, "num_right": 0, "num_asked": 0, "num_different": 0}

@@ -13,6 +13,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftRuntime
 from draftproof.engine.runner import ModelRunner
+from draftproof.kernels.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
 # a user's sees no rows but its own
@@ -54,7 +55,7 @@ class Replayed:
         for held, given in zip(static, inputs, strict=True):
             held.copy_(given)
         for held, new in zip(outputs, self._call(captured, static), strict=True):
-            held.copy_(new)
+            _tensor(held).copy_(_tensor(new))
         self.num_replays += 1
         return outputs
 
@@ -65,6 +66,10 @@ class Replayed:
                 return function(*inputs)  # type: ignore[no-any-return]
         finally:
             self._inside = False
+
+
+def _tensor(output: Tensor | IntegerRows) -> Tensor:
+    return output.tensor if isinstance(output, IntegerRows) else output
 
 
 def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:

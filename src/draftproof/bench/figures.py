@@ -187,6 +187,14 @@ def host_time(runs: Sequence[ClientResult]) -> Figures | None:
     return {f"{part}_ms": 1e3 * s / steps for part, s in zip(HOST_PARTS, seconds, strict=True)}
 
 
+def unhidden_host(runs: Sequence[ClientResult]) -> float | None:
+    """Microseconds of a decoding step in which the device has nothing to do: neither the target's nor a draft pass
+    runs. None where the host runs ahead of a device, whose clock it does not see."""
+    rest = step_parts(runs)["rest_ms"]
+    ahead = any(run.decoding.waiting > run.decoding.target for run in runs)
+    return None if rest is None or ahead else 1e3 * float(rest)
+
+
 def time_split(measured: Measured, runs: Sequence[ClientResult]) -> Figures | None:
     """Shares of a step: on a device that works on alone by the times of its graphs, else by the engine's clock."""
     drafts, inside, found = measured.variant.config is not None, measured.device_split, decoding(runs)

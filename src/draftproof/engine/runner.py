@@ -36,7 +36,7 @@ from draftproof.engine.state import BatchShape, State
 from draftproof.kernels.certify import is_undisturbed, own_precision, threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.transfer import ArrivingRows, download_rows, upload
+from draftproof.kernels.transfer import ArrivingRows, IntegerRows, upload
 from draftproof.models.decoder import Decoder
 from draftproof.sampling import sampler
 from draftproof.sampling.params import SamplingTable
@@ -44,6 +44,8 @@ from draftproof.sampling.verifier import Verifier, VerifyResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PassOutputs = tuple[IntegerRows, Tensor, Tensor]  # result_RX, logits_MV, hidden_TH
 
 MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 
@@ -212,9 +214,9 @@ class ModelRunner:
             recorded = step.all_decode and graph_safe and shape.repeats and self.graphs.calls_once
             tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
         result_RX, logits_MV, hidden_TH = tensors
-        launched.output_scores = self.scorer.outputs(scheduled, result_RX, logits_MV)
+        launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
         launched.prompt_scores = self.scorer.prompts(scheduled, hidden_TH, self.state.slots.tokens_SL)
-        launched.result = download_rows(result_RX)
+        launched.result = result_RX.download()
         return launched
 
     def _padded(self, step: StepInput) -> BatchShape | None:
@@ -229,14 +231,15 @@ class ModelRunner:
 
     def _run_parts(
         self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> PassOutputs:
         """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host.
 
         recorded: all that this reads lies where it lay when such a step ran first, `scheduled_4R` too.
         """
-        start, sandbox, graphs = time.perf_counter(), self.sandbox, self.graphs if recorded else EAGER
+        sandbox, graphs = self.sandbox, self.graphs if recorded else EAGER
         slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
         slots += [self.state.scratch_slot] * (shape.num_sampled - len(slots))
+        start = time.perf_counter()
         if sandbox is None:
             function = partial(self.step_tensors, shape, slots, scheduled_4R)
             closed = graphs.run(("step", shape), function, ())
@@ -246,7 +249,7 @@ class ModelRunner:
         checked = graphs.run(key, partial(self.verify_rows, shape, slots, scheduled_4R), ())
         middle = time.perf_counter()
         draft = partial(self._draft, sandbox, checked, shape.num_drafts)
-        stays = self.on_device and not sandbox.off and graphs.holds(key)
+        stays = self.on_device and not sandbox.must_watch and graphs.holds(key)
         closed, raised = (graphs if stays else EAGER).run(("draft", shape), draft, ())
         launched.draft_state_lost = raised and self.drafter_has_kv
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
@@ -254,14 +257,12 @@ class ModelRunner:
 
     def _draft(
         self, sandbox: DrafterSandbox, checked: VerifiedPass, num_drafts: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+    ) -> tuple[PassOutputs, bool]:
         """(what `_close` gives, whether the drafter raised)."""
         result = sandbox.propose(checked.verified, num_drafts)
         return self._close(checked, result.proposal), result.raised
 
-    def step_tensors(
-        self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step_tensors(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> PassOutputs:
         """A whole pass, for requests that ask for no processing a function of device memory alone: (result_RX,
         logits_MV, hidden_TH).
 
@@ -301,13 +302,13 @@ class ModelRunner:
         logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
         return (logits_MV, out.hidden_TH, *out.taps)
 
-    def _close(self, checked: VerifiedPass, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
+    def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
         verdict = checked.verdict
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
         columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
         result_RX = self.ops.concat((verdict.tokens_RW, *(column_R[:, None] for column_R in columns)))
-        return result_RX, checked.logits_MV, checked.hidden_TH
+        return IntegerRows(result_RX), checked.logits_MV, checked.hidden_TH
 
     @_as_certified
     def warm_up(self, progress: Callable[[int, int], None]) -> None:

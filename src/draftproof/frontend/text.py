@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from draftproof.schema import read_json, section, shown
 from draftproof.types import FinishReason, SamplingParams
 
 BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
+SIZES_KEPT = 1 << 13
 CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether an output starts with a space
 
 
@@ -38,6 +40,8 @@ class Tokenizer:
         self._fallback_ids = _byte_fallback_ids(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        # An output's text asks this of each of its tokens.
+        self.size_alone = functools.lru_cache(SIZES_KEPT)(self._size_alone)
 
     @property
     def vocab_size(self) -> int:
@@ -87,6 +91,10 @@ class Tokenizer:
     def holds_back(self, token_id: int) -> bool:
         """Whether text up to this token may still change: a run of raw bytes is decoded as a whole."""
         return token_id in self._fallback_ids
+
+    def _size_alone(self, token_id: int, skip_special_tokens: bool) -> int:
+        """Characters of the text of one token by itself."""
+        return len(self.decode([token_id], skip_special_tokens))
 
     def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
         token = config.get(name)
@@ -202,7 +210,8 @@ class Detokenizer:
         if delta:
             del self._window[: self._num_complete]
             self._num_complete = len(self._window)
-            self._num_out = len(self._decode())
+            alone = len(self._window) == 1
+            self._num_out = self._tokenizer.size_alone(token_id, self._skip) if alone else len(self._decode())
         return delta
 
     def flush(self) -> str:

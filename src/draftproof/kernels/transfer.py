@@ -19,8 +19,8 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 class Integers:
-    """A CPU's int64 or int32 numbers at a fixed place, which Python writes without torch: a call of torch takes as long
-    as many numbers, most of all while a pass has the caches to itself."""
+    """A CPU's int64 or int32 numbers at a fixed place, which Python reads and writes without torch: a call of torch
+    costs more than many numbers, most of all after a pass, which leaves nothing in the caches."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -53,6 +53,22 @@ def download(tensors: Sequence[Tensor]) -> Arrivals:
     return Arrivals(copies, copied)
 
 
+class IntegerRows:
+    """An int64 matrix on a device, to be read again and again as what is there changes."""
+
+    def __init__(self, table_RX: Tensor) -> None:
+        self.tensor = table_RX
+        self._width = table_RX.shape[1]
+        self._on_host = Integers(table_RX) if table_RX.device.type == "cpu" else None
+
+    def download(self) -> ArrivingRows:
+        """A copy of what it holds when the device comes to this point."""
+        if self._on_host is None:
+            return ArrivingRows([], download([self.tensor]))
+        flat, width = self._on_host.items[:], self._width
+        return ArrivingRows([flat[at : at + width] for at in range(0, len(flat), width)])
+
+
 @dataclass(slots=True)
 class ArrivingRows:
     """A matrix of integers on its way to the host."""
@@ -66,12 +82,3 @@ class ArrivingRows:
             self._rows = self._arrivals.wait()[0].tolist()
             self._arrivals = None
         return self._rows
-
-
-def download_rows(table_RX: Tensor) -> ArrivingRows:
-    """A copy of what an int64 matrix holds when the device comes to this point."""
-    if table_RX.device.type != "cpu":
-        return ArrivingRows([], download([table_RX]))
-    rows, width = table_RX.shape
-    flat = Integers(table_RX).items[:]
-    return ArrivingRows([flat[r * width : (r + 1) * width] for r in range(rows)])
