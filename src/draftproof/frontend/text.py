@@ -15,7 +15,7 @@ from draftproof.types import FinishReason, SamplingParams
 
 BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
 SIZES_KEPT = 1 << 13
-CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether an output starts with a space
+CONTEXT_TOKENS = 6  # a prompt's last ones: enough to tell whether an output starts with a space
 
 
 class Tokenizer:
