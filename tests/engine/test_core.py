@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,8 +33,11 @@ class Pending:
 
     def __init__(self, results: list[RowResult]) -> None:
         self.results = results
+        self.failure: Exception | None = None
 
     def wait(self) -> list[RowResult]:
+        if self.failure is not None:
+            raise self.failure
         return self.results
 
 
@@ -248,25 +252,72 @@ def test_two_that_fail_are_both_found_and_those_who_come_meanwhile_are_served() 
     assert failed == {"1", "4"} and ids(deltas["late"]) == list(range(30, 38)) and nothing_left(engine)
 
 
-def test_a_fault_that_does_not_come_again_costs_nobody_anything() -> None:
-    runner = FakeRunner(num_drafts=2)
+class FailsLater(FakeRunner):
+    """Steps that `before` refuses fail when their results are waited for."""
+
+    def run(self, step: StepInput) -> Pending:
+        before, self.before = self.before, lambda step: None
+        pending = super().run(step)
+        self.before = before
+        try:
+            before(step)
+        except Exception as error:
+            pending.failure = error
+        return pending
+
+
+RUNNERS = {"run": FakeRunner, "wait": FailsLater}
+
+
+@pytest.mark.parametrize("where", RUNNERS)
+@pytest.mark.parametrize("async_depth", [0, 1])
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_fault_that_does_not_come_again_costs_nobody_anything(
+    number: int, async_depth: int, where: str
+) -> None:
+    runner = RUNNERS[where](num_drafts=2, async_depth=async_depth)
     engine = core(runner)
-    for number in range(4):
-        engine.add_request(str(number), spec(5 + number))
-    faults = [True, True]
+    for n in range(number):
+        engine.add_request(str(n), spec(5 + n))
+    faults = [True]
 
     def before(step: StepInput) -> None:
-        if len(step.scheduled) == 4 and faults:
+        if len(step.scheduled) == number and faults:
             faults.pop()
             raise MemoryError("once")
 
     runner.before = before
     deltas = finish(engine)
-    assert all(ids(deltas[str(n)]) == list(range(5 + n, 13 + n)) for n in range(4)) and not faults
+    assert all(ids(deltas[str(n)]) == list(range(5 + n, 13 + n)) for n in range(number)) and not faults
 
 
-def test_pages_of_a_step_that_failed_enter_no_prefix_cache() -> None:
-    runner = FakeRunner()
+@pytest.mark.parametrize("where", RUNNERS)
+@pytest.mark.parametrize("async_depth", [0, 1])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_wherever_faults_surface_those_who_are_to_blame_pay(
+    num_drafts: int, async_depth: int, where: str
+) -> None:
+    """Each length of output, so that requests end in the very step that fails, or in the one before it."""
+    for poisoned, at in itertools.product(([5], [6, 7], [5, 8]), range(0, 14, 3)):
+        runner = RUNNERS[where](num_drafts, async_depth)
+        engine = core(runner, slots=3)
+        for number in range(4):
+            engine.add_request(str(5 + number), spec(5 + number, 1 + number))
+        poisons = [poison(num_prompt, at) for num_prompt in poisoned]
+        runner.before = lambda step, poisons=poisons: [before(step) for before in poisons]  # type: ignore[misc]
+        deltas = finish(engine)
+        for number in range(5, 9):
+            last = deltas[str(number)][-1]
+            assert last.finish_reason == "length" or number in poisoned, (poisoned, at)
+            if last.finish_reason == "length":
+                assert ids(deltas[str(number)]) == list(range(number, 2 * number - 4))
+        assert nothing_left(engine)
+
+
+@pytest.mark.parametrize("where", RUNNERS)
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_pages_of_a_step_that_failed_enter_no_prefix_cache(async_depth: int, where: str) -> None:
+    runner = RUNNERS[where](async_depth=async_depth)
     engine = core(runner)
     engine.add_request("a", spec(12))
     runner.before = poison(12)
@@ -309,7 +360,57 @@ def test_after_shutdown_nothing_is_taken() -> None:
     runner = FakeRunner()
     engine = core(runner)
     engine.add_request("a", spec())
+    engine.step()
     engine.shutdown()
-    assert not runner.is_open
+    assert not runner.is_open and nothing_left(engine) and not engine.has_work
     with pytest.raises(RuntimeError, match="has been shut down"):
         engine.add_request("b", spec())
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        engine.draft(spec(), 2)
+    engine.shutdown()
+    engine.drain()
+    assert engine.step() == []
+
+
+def test_a_device_that_fails_while_results_are_drained_ends_the_engine() -> None:
+    runner = FailsLater(async_depth=1)
+    engine = core(runner)
+    engine.add_request("a", spec())
+
+    def dies(step: StepInput) -> None:
+        raise DeviceFaultError("the GPU failed; start a new process")
+
+    runner.before = dies
+    engine.step()
+    engine.drain()
+    assert [d.error for d in engine.step()] == ["the engine has ended: the GPU failed; start a new process"]
+    assert not engine.has_work
+
+
+def test_a_device_that_fails_under_draft_ends_the_engine_and_tells_the_caller() -> None:
+    runner = FailsLater(num_drafts=2)
+    engine = core(runner)
+
+    def dies(step: StepInput) -> None:
+        raise DeviceFaultError("the GPU failed; start a new process")
+
+    runner.before = dies
+    with pytest.raises(DeviceFaultError, match="the GPU failed"):
+        engine.draft(spec(), 2)
+    assert engine.error and not engine.has_work
+
+
+def test_a_fault_while_slots_are_taken_back_hurts_nobody() -> None:
+    runner = FakeRunner()
+    engine = core(runner)
+    engine.add_request("a", spec())
+
+    def before(step: StepInput) -> None:
+        if not step.scheduled:
+            raise MemoryError("nobody's")
+
+    runner.before = before
+    assert ids(finish(engine)["a"]) == list(range(5, 13))
+    runner.before = lambda step: None
+    engine.add_request("b", spec(6))
+    assert ids(finish(engine)["b"]) == list(range(6, 14)) and nothing_left(engine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftproof.engine.interface import (
@@ -78,6 +78,8 @@ class EngineCore:
         self._step_requests: list[Progress] = []  # those in the step that is being made
         # Groups under suspicion of a fault, each request with its number of tokens then.
         self._trials: deque[list[tuple[Progress, int]]] = deque()
+        self._is_result_lost = False  # a step's pages may be in the prefix cache, and its result never came
+        self._is_shut_down = False
         self._num_arrived = 0
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
@@ -110,15 +112,7 @@ class EngineCore:
         """One step; what the steps that came back added to their requests."""
         if self.error is None:
             start = time.perf_counter()
-            try:
-                self._step()
-            except DeviceFaultError as error:
-                self._end(str(error))
-            except Exception as error:
-                self._after_failure(error)
-            except BaseException:  # Ctrl-C, halfway through something
-                self.recompute_all()
-                raise
+            self._guarded(self._step)
             self.stats.num_steps += 1
             self.stats.step_seconds += time.perf_counter() - start
         deltas, self._deltas = self._deltas, []
@@ -126,19 +120,24 @@ class EngineCore:
 
     def drain(self) -> None:
         """Wait for what is in flight; its deltas come with the next step's."""
-        self._take_in(0)
+        if self.error is None:
+            self._guarded(lambda: self._take_in(0))
 
     def recompute_all(self) -> None:
         """Trust nothing computed: everybody is computed again from its ids, and nothing is cached."""
-        self._in_flight.clear()
         self._trials.clear()
-        self.scheduler.recompute_all(keep_cache=False)
+        self._recompute(keep_cache=False)
 
     def shutdown(self) -> None:
         """End: requests that still run get no answer, and the runner gives its memory back."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         self.error = self.error or "the engine has been shut down"
         self._in_flight.clear()
-        self._requests.clear()
+        for request in list(self._requests.values()):
+            self._finish(request, "abort")
+        self._deltas = []
         self.runner.shutdown()
 
     def draft(self, spec: RequestSpec, num_drafts: int) -> list[int]:
@@ -146,20 +145,24 @@ class EngineCore:
 
         All tokens but the last are computed, as a prompt's chunk; the last is known to follow them, as the next prompt
         token of a chunk is. Asking for drafts there is all that differs from an ordinary chunk. ValueError while other
-        requests run.
+        requests run; RuntimeError once the engine has ended.
         """
         if not self.scheduler.is_idle:
             raise ValueError("draft: other requests are running; finish or close their streams first")
         self.drain()  # what is under way is of requests that have ended
+        if self.error is not None:
+            raise RuntimeError(self.error)
         request = Progress(id="draft", spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
         self._queue(request)
         try:
             drafts = self._draft(request, num_drafts)
-        except BaseException:
-            self.recompute_all()
-            raise
-        finally:
+        except BaseException as error:
             self._finish(request, "abort")
+            self.recompute_all()
+            if isinstance(error, DeviceFaultError):
+                self._end(str(error))
+            raise
+        self._finish(request, "abort")
         self._tell_releases()
         return drafts
 
@@ -171,7 +174,7 @@ class EngineCore:
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
             self._launch(replace(output, rows=[chunk]), [num_drafts if is_last else 0])
-            self.drain()
+            self._take_in(0)
             if is_last:
                 return self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)
 
@@ -243,17 +246,25 @@ class EngineCore:
     def _take_in(self, num_ahead: int) -> None:
         """Process finished steps until at most `num_ahead` remain in flight."""
         while len(self._in_flight) > num_ahead:
-            start = time.perf_counter()
-            flight = self._in_flight[0]
-            results = flight.pending.wait()
-            self._in_flight.popleft()
-            self.stats.waiting_seconds += time.perf_counter() - start
-            start = time.perf_counter()
-            for request, scheduled, result in zip(flight.requests, flight.scheduled, results, strict=True):
-                if request.finish_reason is None and request.slot >= 0:
-                    self._apply(request, scheduled, result)
-            self.stats.results_seconds += time.perf_counter() - start
+            flight = self._in_flight.popleft()
+            try:
+                self._process(flight)
+            except BaseException:
+                self._step_requests = flight.requests
+                self._in_flight.clear()  # what was launched after it builds on it
+                self._is_result_lost = True
+                raise
         self._count_drafter_faults()
+
+    def _process(self, flight: InFlightStep) -> None:
+        start = time.perf_counter()
+        results = flight.pending.wait()
+        self.stats.waiting_seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        for request, scheduled, result in zip(flight.requests, flight.scheduled, results, strict=True):
+            if request.finish_reason is None and request.slot >= 0:
+                self._apply(request, scheduled, result)
+        self.stats.results_seconds += time.perf_counter() - start
 
     def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
@@ -323,19 +334,35 @@ class EngineCore:
 
     def _tell_releases(self) -> None:
         """An idle engine keeps nothing on the device that belongs to somebody who has left."""
-        if self.scheduler.released and not self._in_flight and self.error is None:
-            released, self.scheduler.released = self.scheduler.released, []
-            self.runner.run(StepInput(released=released))
-            self._count_drafter_faults()
+        if not self.scheduler.released or self._in_flight or self.error is not None:
+            return
+        released, self.scheduler.released = self.scheduler.released, []
+        self._step_requests = []
+        self.runner.run(StepInput(released=released))
+        self._count_drafter_faults()
 
     # Steps that raise.
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do what may raise, so that whoever is to blame hears of it in a delta and nobody else does."""
+        try:
+            work()
+        except DeviceFaultError as error:
+            self._end(str(error))
+        except Exception as error:
+            self._after_failure(error)
+        except BaseException:  # Ctrl-C, halfway through something
+            self.recompute_all()
+            raise
 
     def _after_failure(self, error: Exception) -> None:
         """Somebody's rows made a step raise: find out whose by halves, and let it alone pay.
 
         Everybody is computed again from its ids. A suspect is cleared once it has emitted the token that it was about
-        to; every trial clears or halves a group, so this ends.
+        to, and fails if its step raises again while nobody else is in it; every trial clears, halves or fails a group,
+        so this ends.
         """
+        failed = list(self._step_requests)
         try:
             self._take_in(0)
         except DeviceFaultError as fault:
@@ -343,21 +370,36 @@ class EngineCore:
             return
         except Exception:  # the steps before are lost like this one, and computed again
             pass
-        self._in_flight.clear()
-        suspects = [r for r in self._step_requests if r.finish_reason is None]
-        if not suspects:
+        if (
+            not failed and not self.scheduler.is_idle
+        ):  # our own doing; where slots were taken back, nobody is hurt
             self.recompute_all()
             raise error
-        if self._trials:
-            self._trials.popleft()
-        if len(suspects) == 1:
+        tried = self._end_trial(failed)
+        if len(failed) == 1 and tried == failed:
             reason = f"{type(error).__name__}: {error}"
-            self._fail(suspects[0], f"computing this request failed, and others are not affected: {reason}")
+            self._fail(failed[0], f"computing this request failed, and others are not affected: {reason}")
         else:
-            half = len(suspects) // 2
-            marked = [(r, len(r.tokens)) for r in suspects]
-            self._trials.extendleft((marked[half:], marked[:half]))
-        self.scheduler.recompute_all(keep_cache=True)  # the failed step's pages were not registered in it
+            marked = [(r, len(r.tokens)) for r in failed if r.finish_reason is None]
+            half = (len(marked) + 1) // 2
+            self._trials.extendleft(group for group in (marked[half:], marked[:half]) if group)
+        # a failed step's pages are registered only once it has been launched
+        self._recompute(keep_cache=not self._is_result_lost)
+
+    def _end_trial(self, failed: Sequence[Progress]) -> list[Progress]:
+        """Take the trial off the list in which these failed; who took part in it, nobody if they failed outside one."""
+        if not self._trials:
+            return []
+        tried = [r for r, _ in self._trials[0]]
+        if any(r not in tried for r in failed):
+            return []
+        self._trials.popleft()
+        return [r for r in tried if r.finish_reason is None]
+
+    def _recompute(self, *, keep_cache: bool) -> None:
+        self._in_flight.clear()
+        self._is_result_lost = False
+        self.scheduler.recompute_all(keep_cache=keep_cache)
 
     def _choose_trial(self) -> None:
         """Isolate the first group in which somebody has not been cleared."""
