@@ -83,7 +83,7 @@ class Verified:
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
-    query_start_loc_R1: Tensor  # int64: request r's rows are cu[r]..cu[r+1]-1
+    query_start_loc_R1: Tensor  # int64: request r's rows are from [r] up to, not with, [r + 1]
     slots_R: Tensor  # int64
     live_R: Tensor  # int64: rows that survived; later rows are padding
     next_R: Tensor  # int64: the token that follows the last live row

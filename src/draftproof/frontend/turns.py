@@ -15,7 +15,7 @@ _processes: set[int] = (
 
 
 def claim_process() -> None:
-    """RuntimeError in a process that was forked off one with an engine: OpenMP's threads are gone there, and whoever
+    """RuntimeError in a process that was forked off one with an engine: the threads that compute are gone there, and whoever
     waits for them waits for ever."""
     if _processes - {os.getpid()}:
         raise RuntimeError(
