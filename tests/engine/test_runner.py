@@ -10,6 +10,7 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
+from draftproof.engine.state import BatchShape
 from draftproof.kernels import native
 from draftproof.kernels.native import Program
 
@@ -51,6 +52,31 @@ def test_a_recorded_list_of_steps_gives_the_same_results_on_a_fresh_runner() -> 
     assert sum(len(row.token_ids) for rows in found for row in rows) >= 33
     assert any(row.logprobs for rows in found for row in rows)
     assert any(row.prompt_logprobs for rows in found for row in rows)
+
+
+@pytest.mark.parametrize("config", [None, EAGLE3], ids=["plain", "eagle3"])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_rehearsal_fits_few_slots_and_leaves_nothing_behind(
+    config: dict[str, Any] | None, num_slots: int
+) -> None:
+    """Many short prompts would fill the largest pass; no more take part than there are slots."""
+    settings = {"max_model_len": 32, "max_num_batched_tokens": 512, "max_num_seqs": num_slots}
+    with LLM(dtype="float32", speculative_config=config, **settings) as llm:
+        before = llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        seen: list[BatchShape] = []
+        step_tensors = runner.step_tensors
+
+        def watched(shape: BatchShape, *rest: Any) -> Any:
+            seen.append(shape)
+            return step_tensors(shape, *rest)
+
+        runner.step_tensors = watched  # type: ignore[method-assign]
+        runner.rehearse()
+        assert [(s.num_requests, s.num_rows) for s in seen] == [(num_slots, 32 * num_slots)]
+        after = llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
 
 
 def test_a_step_is_what_its_vector_says() -> None:

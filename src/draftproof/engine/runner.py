@@ -328,9 +328,10 @@ class ModelRunner:
     @_as_certified
     def rehearse(self) -> None:
         """Dummy-run the largest passes, to measure peak activation memory."""
-        most = self.max_num_batched_tokens
-        num_prompts = -(-most // self.state.max_len)  # as many as fill a pass
-        each = most // num_prompts
+        most, longest = self.max_num_batched_tokens, self.state.max_len
+        num_slots = self.state.scratch_slot
+        num_prompts = min(-(-most // longest), num_slots)  # as many as fill a pass, or as there can be
+        each = min(most // num_prompts, longest)
         prompts = BatchShape(
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
         )

@@ -182,6 +182,7 @@ class State:
 
     def no_drafts(self, num_requests: int) -> Proposal:
         """A proposal of no drafts, in memory that stays."""
+        assert num_requests <= len(self.nothing_S), "more requests than slots"
         nothing_R = self.nothing_S[:num_requests]
         return Proposal(nothing_R[:, None][:, :0], nothing_R)
 
