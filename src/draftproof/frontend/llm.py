@@ -63,14 +63,14 @@ class LLM:
         self.requests = Requests(self.engine, inputs)
 
     def close(self) -> None:
-        """Give the memory back: requests that still run are aborted, and no more are taken (RuntimeError). What other
-        threads generate is cut off with it. Closing twice is closing once."""
+        """Give the memory back: no more requests are taken (RuntimeError), and those that run are aborted. What other
+        threads generate is cut off after the step that is being made: they get what they have, with the finish_reason
+        "abort". Closing twice is closing once."""
+        self._turns.check_caller()
+        self._closed = True
+        self._turns.soon(self.requests.shutdown)
         with self._turns.take():
-            for request_id in list(self.requests.running):
-                self.requests.abort(request_id)
-            if not self._closed:
-                self.engine.shutdown()
-            self._closed = True
+            pass  # done by now, by whoever had the turn
 
     def __enter__(self) -> LLM:
         return self
@@ -191,6 +191,8 @@ class LLM:
         self._turns.check_process()
         if self._closed:
             raise RuntimeError("LLM: is closed; make another")
+        if self.engine.error is not None:
+            raise RuntimeError(f"LLM: {self.engine.error}")
 
     def abort(self, request_id: str) -> None:
         """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. Called in the
@@ -216,10 +218,13 @@ class LLM:
         token_ids = list(prompt_token_ids)
         if next_token is None:
             greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-            next_token = self.generate([token_ids], greedy, use_tqdm=False)[0].outputs[0].token_ids[0]
+            output = self.generate([token_ids], greedy, use_tqdm=False)[0]
+            self._check_open()  # else it has its token
+            next_token = output.outputs[0].token_ids[0]
         spec = self.requests.inputs.draft_spec([*token_ids, next_token])
         with self._turns.take():
             while self.requests.is_generating:
+                self._check_open()
                 self.requests.step()
             return self.engine.draft(spec, k)
 

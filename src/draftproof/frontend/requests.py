@@ -81,6 +81,12 @@ class Requests:
                 self._choices.pop(choice.id, None)
                 self._outputs.abort(request, choice)
 
+    def shutdown(self) -> None:
+        """Abort whatever runs, and end the engine."""
+        for request_id in list(self.running):
+            self.abort(request_id)
+        self.engine.shutdown()
+
     def close(self, request_id: str) -> None:
         """Forget a request, aborting it if it still runs."""
         self.abort(request_id)

@@ -48,7 +48,7 @@ class Turns:
     def until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
         """Return once `done()`, a look at what steps have brought: steps are this thread's, or those of whichever
         thread has the turn. RuntimeErrors as in `take`."""
-        self._check_caller()
+        self.check_caller()
         try:
             while not self._stepped(done, step) and not done():
                 pass
@@ -83,12 +83,13 @@ class Turns:
     def take(self) -> Iterator[None]:
         """Wait for a turn and have it inside `with`. RuntimeError where this thread has one already (a drafter that
         asks its own engine for something), and in a forked process."""
-        self._check_caller()
+        self.check_caller()
         self._turn.acquire()
         with self._holding():
             yield
 
-    def _check_caller(self) -> None:
+    def check_caller(self) -> None:
+        """RuntimeErrors as in `take`."""
         self.check_process()
         if self._turn.locked() and self._holder == threading.get_ident():
             raise RuntimeError("LLM: called from within one of its own steps; call it when that has returned")
