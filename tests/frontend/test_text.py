@@ -146,6 +146,47 @@ class TestTokenizer:
         with pytest.raises(ValueError, match="roles must alternate"):
             TINY.chat([{"role": "user", "content": "x"}], chat_template=template)
 
+    def test_parts_of_text_are_one_text(self) -> None:
+        parts = [{"type": "text", "text": "one"}, "two", {"type": "text", "text": "three"}]
+        whole = TINY.chat([{"role": "user", "content": "one\ntwo\nthree"}])
+        assert TINY.chat([{"role": "user", "content": parts}]) == whole
+        assert TINY.chat([{"role": "user", "content": ["one\ntwo\nthree"]}]) == whole
+
+    @pytest.mark.parametrize(
+        ("message", "words"),
+        [
+            (
+                {"content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
+                r"content\[1\]=.*image_url.*must be",
+            ),
+            ({"content": [{"type": "text"}]}, r"content\[0\]=.*must be"),
+            ({"content": [5]}, r"content\[0\]=5: must be"),
+            ({"content": 5}, "content=5: must be text"),
+            ({"content": None}, "content=None: must be text"),
+            ({}, "content=None: must be text"),
+        ],
+    )
+    def test_content_that_is_no_text_is_named(self, message: dict[str, Any], words: str) -> None:
+        with pytest.raises(ValueError, match=rf"messages\[0\]: {words}"):
+            TINY.chat([{"role": "user", **message}])
+
+    def test_a_message_with_tool_calls_needs_no_content(self) -> None:
+        template = "{{ messages[0]['tool_calls'][0] }}"
+        message = {"role": "assistant", "tool_calls": ["look"]}
+        assert TINY.decode(TINY.chat([message], chat_template=template)) == "look"
+
+    def test_an_option_that_would_change_nothing_is_refused(self) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        with pytest.raises(
+            ValueError, match=r"^qqq=3: the chat template of .* has no use for it; leave it out"
+        ):
+            TINY.chat(messages, qqq=3)
+        with pytest.raises(
+            ValueError, match=r"add_generation_prmpt=True: .*did you mean 'add_generation_prompt'"
+        ):
+            TINY.chat(messages, add_generation_prmpt=True)
+        assert TINY.chat(messages, tools=None) == TINY.chat(messages)
+
     @pytest.mark.parametrize("wrong", [{"content": "x"}, {"role": 3, "content": "x"}, "x"])
     def test_a_message_without_a_role_is_named(self, wrong: Any) -> None:
         with pytest.raises(ValueError, match=r"messages\[1\]=.*role"):

@@ -146,7 +146,11 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """`generate` on one conversation or several; `template` goes to the model's chat template."""
+        """`generate` on one conversation or several. A message's content is text, or a list of parts of text.
+
+        `template`: add_generation_prompt, chat_template, continue_final_message, and what the model's chat template
+        names, such as tools or enable_thinking; ValueError for anything else.
+        """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts: list[Prompt] = [self.tokenizer.chat(m, **template) for m in conversations]

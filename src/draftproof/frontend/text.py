@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from draftproof.schema import read_json, section, shown
+from draftproof.schema import did_you_mean, read_json, section, shown
 from draftproof.types import FinishReason, SamplingParams
 
 BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
 SIZES_KEPT = 1 << 13
+CHAT_OPTIONS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
 CONTEXT_TOKENS = 6  # a prompt's last ones: enough to tell whether an output starts with a space
 
 
@@ -62,27 +64,36 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation under the model's chat template.
 
-        `options` are those of transformers' `apply_chat_template` (tools, chat_template, continue_final_message) and
-        variables of the template. `add_generation_prompt` is on unless the last message is to be continued.
-        Raises ValueError for a message without a role, and where there is no template, or it refuses the messages.
+        `options` are those in `CHAT_OPTIONS`, and variables that the template names (tools, enable_thinking).
+        `add_generation_prompt` is on unless the last message is to be continued. Parts of a message's text are joined
+        by newlines, as in vLLM. Raises ValueError for a message without a role or content, an option that changes
+        nothing, and where there is no template, or it refuses the messages.
         """
         import jinja2
 
         if not isinstance(messages, Iterable):
             raise ValueError(f"messages={messages!r:.80}: must be a list of messages")
-        messages = list(messages)
-        for i, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f'messages[{i}]={message!r:.80}: must be a mapping with a role, such as {{"role": "user", '
-                    f'"content": "Hi"}}'
-                )
+        messages = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
             text = self._hugging_face().apply_chat_template(messages, tokenize=False, **options)
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"messages: the chat template of {self.directory} failed: {error}") from error
+        self._check_chat_options(options)
         return self.encode(text, add_special_tokens=False)
+
+    def _check_chat_options(self, options: Mapping[str, Any]) -> None:
+        """ValueError for an option that would change nothing."""
+        variables = {name for name, value in options.items() if value is not None} - CHAT_OPTIONS
+        if not variables:
+            return
+        template = self._hugging_face().get_chat_template(options.get("chat_template"), options.get("tools"))
+        named = set(re.findall(r"\w+", template))
+        for name in sorted(variables - named):
+            hint = did_you_mean(name, [*CHAT_OPTIONS, *named]) or "leave it out"
+            raise ValueError(
+                f"{name}={shown(options[name])}: the chat template of {self.directory} has no use for it; {hint}"
+            )
 
     def is_special(self, token_id: int) -> bool:
         """Whether decoding leaves this token out when special tokens are skipped."""
@@ -133,6 +144,33 @@ class Tokenizer:
                 return f"{name} names code of its own (auto_map), which is never run, and {needed}"
         said = " ".join(str(error).split())
         return f"{needed}. transformers says: {said}" if missing else said
+
+
+def _plain_message(message: Any, where: str) -> Mapping[str, Any]:
+    """`message` with its content as one text; without content only where it has tool calls. Else ValueError."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            f'{where}={message!r:.80}: must be a mapping with a role, such as {{"role": "user", "content": "Hi"}}'
+        )
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if not isinstance(content, (list, tuple)):
+        raise ValueError(f"{where}: content={shown(content)}: must be text, or a list of parts of text")
+    texts = [_text_of(part, f"{where}: content[{i}]") for i, part in enumerate(content)]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _text_of(part: Any, where: str) -> str:
+    """Text of one part of a message's content."""
+    text = part if isinstance(part, str) else None
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+    if not isinstance(text, str):
+        raise ValueError(
+            f'{where}={shown(part)}: must be {{"type": "text", "text": "..."}}; images and other parts are not served'
+        )
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:
