@@ -11,6 +11,7 @@ from draftproof.metrics import SpeculationStats
 from draftproof.schema import documented, is_number, is_whole
 
 INT32_MAX = 2**31 - 1
+MOST_LOGPROBS = 1024  # alternatives beside a token
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -85,8 +86,8 @@ def _check_ranges(p: SamplingParams) -> None:
         ("min_p", 0, 1, "between 0 and 1"),
         ("max_tokens", 1, math.inf, "at least 1"),
         ("min_tokens", 0, INT32_MAX, f"from 0 to {INT32_MAX}"),
-        ("logprobs", 0, 1024, "between 0 and 1024"),
-        ("prompt_logprobs", 0, 1024, "between 0 and 1024"),
+        ("logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
+        ("prompt_logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
     )
     for name, low, high, words in ranges:
         value = getattr(p, name)

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ class Pending:
 
 class FakeRunner:
     """Answers each known text with its length; half of the drafts are right. `before` sees each step first."""
+
+    vocab_size = max_model_len = 1000
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()
@@ -354,6 +357,45 @@ def test_a_device_that_fails_ends_the_engine_once_for_everybody(where: str) -> N
     with pytest.raises(RuntimeError, match="the engine has ended: the GPU failed"):
         engine.add_request("c", spec())
     assert engine.step() == []
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": []}, "prompt: is empty; give at least one token"),
+    ({"token_ids": [7, 1000]}, "prompt: token id 1000 at position 1: ids go from 0 to 999"),
+    ({"token_ids": [-1]}, "prompt: token id -1 at position 0"),
+    ({"token_ids": [7, True]}, "prompt: token id True at position 1"),
+    ({"token_ids": [7.0]}, "prompt: token id 7.0 at position 0"),
+    ({"token_ids": "text"}, "prompt='text': must be a list of token ids"),
+    ({"token_ids": [7] * 1000}, "prompt: 1000 tokens leave no room for an answer in max_model_len=1000"),
+    ({"limit": 0}, "limit=0: must be an integer from 6 to 1000"),
+    ({"limit": 5}, "limit=5: must be an integer from 6 to 1000"),
+    ({"limit": 1001}, "limit=1001"),
+    ({"params": None}, "params=None: must be a SamplingParams"),
+    ({"row_seed": None}, "row_seed=None"),
+    ({"row_seed": 1 << 63}, "row_seed=9223372036854775808"),
+    ({"stop_ids": [7]}, "stop_ids=.*must be a frozenset of token ids"),
+    ({"eos_ids": frozenset(["7"])}, "eos_ids=.*must be a frozenset of token ids"),
+    ({"bad_words_ids": [[7], [1000]]}, r"bad_words: \[1000\]: must be token ids from 0 to 999"),
+    ({"bad_words_ids": [[]]}, "bad_words:"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
+    ({"prompt_logprobs": 1}, "reads_prefix_cache=True: .*set it to False"),
+    ({"params": SamplingParams(allowed_token_ids=[])}, "allowed_token_ids=.*must name at least one id"),
+    ({"params": SamplingParams(allowed_token_ids=[0, 1000])}, "allowed_token_ids: id 1000 is not in the voc"),
+    ({"params": SamplingParams(logit_bias={-1: 1.0})}, "logit_bias: id -1 is not in the vocabulary"),
+    ({"params": SamplingParams(allowed_token_ids=[7]), "bad_words_ids": [[7]]}, "no token is left"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_a_request_that_cannot_be_computed_is_refused(fields: dict[str, Any], message: str) -> None:
+    """Before it costs anybody anything."""
+    engine, wrong = core(FakeRunner(num_drafts=2)), replace(spec(), **fields)
+    engine.add_request("a", spec())
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("b", wrong)
+    assert ids(finish(engine)["a"]) == list(range(5, 13)) and nothing_left(engine)
+    with pytest.raises(ValueError, match=message):
+        engine.draft(wrong, 2)
 
 
 def test_after_shutdown_nothing_is_taken() -> None:

@@ -168,17 +168,3 @@ def test_a_released_slot_is_plain_again() -> None:
     assert not table.penalised
     assert not table.constraints
     assert all(torch.equal(getattr(table, name), value) for name, value in fresh.items())
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"allowed_token_ids": [0, V]}, f"allowed_token_ids: id {V}"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias: id -1"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_refused_by_name(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SamplingTable(1, V).admit(0, SamplingParams(**fields), 1, 1)  # type: ignore[arg-type]

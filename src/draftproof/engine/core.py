@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from draftproof.engine.checks import check_request
 from draftproof.engine.interface import (
     NONE_LEFT,
     DeviceFaultError,
@@ -83,11 +84,13 @@ class EngineCore:
         self._num_arrived = 0
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
-        """Queue a request. ValueError for an id that is running; RuntimeError once the engine has ended."""
+        """Queue a request. ValueError for one that cannot be computed, and for an id that is running; RuntimeError once
+        the engine has ended."""
         if self.error is not None:
             raise RuntimeError(self.error)
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: is running already; give another")
+        check_request(spec, self.runner.vocab_size, self.runner.max_model_len)
         self._queue(
             Progress(id=request_id, spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
         )
@@ -145,13 +148,14 @@ class EngineCore:
 
         All tokens but the last are computed, as a prompt's chunk; the last is known to follow them, as the next prompt
         token of a chunk is. Asking for drafts there is all that differs from an ordinary chunk. ValueError while other
-        requests run; RuntimeError once the engine has ended.
+        requests run, and as in `add_request`; RuntimeError once the engine has ended.
         """
         if not self.scheduler.is_idle:
             raise ValueError("draft: other requests are running; finish or close their streams first")
         self.drain()  # what is under way is of requests that have ended
         if self.error is not None:
             raise RuntimeError(self.error)
+        check_request(spec, self.runner.vocab_size, self.runner.max_model_len)
         request = Progress(id="draft", spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
         self._queue(request)
         try:

@@ -149,10 +149,15 @@ class PendingStep(Protocol):
 
 class Runner(Protocol):
     """The device half of an engine. `num_drafts`: the most that are drafted, 0 without a drafter; `async_depth`: steps
-    that may be in flight when `run` is called again."""
+    that may be in flight when `run` is called again; `max_model_len`: the most tokens of a request."""
 
     num_drafts: int
     async_depth: int
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
 
     def run(self, step: StepInput) -> PendingStep:
         """Launch a step. Raises DeviceFaultError; any other exception leaves the slots of this step in no known state,

@@ -151,6 +151,14 @@ class ModelRunner:
     captured: set[BatchShape] = field(default_factory=set)  # full steps
 
     @property
+    def vocab_size(self) -> int:
+        return self.table.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.state.max_len
+
+    @property
     def drafter_has_kv(self) -> bool:
         return bool(self.spec.kv)
 

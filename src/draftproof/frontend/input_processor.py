@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from draftproof.engine.checks import check_request
 from draftproof.engine.interface import RequestSpec
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
-from draftproof.sampling.params import check_possible, check_token_ids
 from draftproof.types import SamplingParams
 
 TokenPrompt = dict[str, list[int]]
@@ -48,9 +48,11 @@ class InputProcessor:
         """Raises ValueError if it cannot be served."""
         text, token_ids = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
-        self._check(token_ids, params)
-        check_possible(params, self._model.vocab_size, self._stop_ids(params), self._bad_words(params))
-        return PreparedRequest(text, token_ids, params)
+        if self.tokenizer is None and (params.bad_words or params.stop_strings):
+            raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
+        prepared = PreparedRequest(text, token_ids, params)
+        check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
+        return prepared
 
     def spec(self, given: PreparedRequest, arrival: int, index: int = 0) -> RequestSpec:
         """Choice number `index` of a request, the engine's `arrival`-th."""
@@ -94,24 +96,6 @@ class InputProcessor:
         raise ValueError(
             f"prompt={prompt!r:.80}: must be text, a list of token ids or {{'prompt_token_ids': [...]}}"
         )
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        vocab_size, longest = self._model.vocab_size, self._max_model_len
-        if not token_ids:
-            raise ValueError("prompt: is empty; give at least one token")
-        for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt: token id {token!r} at position {position}: ids go from 0 to {vocab_size - 1}"
-                )
-        if len(token_ids) >= longest:
-            raise ValueError(
-                f"prompt: {len(token_ids)} tokens leave no room for an answer in max_model_len={longest}; shorten the "
-                "prompt or raise max_model_len"
-            )
-        check_token_ids(params, vocab_size)
-        if self.tokenizer is None and (params.bad_words or params.stop_strings):
-            raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Those that end an output, and that min_tokens holds back."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.schema import is_whole
 from draftproof.types import SamplingParams
 
 BIAS_LIMIT = 100.0  # as in vLLM and the OpenAI API, larger biases are cut to this
@@ -86,11 +85,9 @@ class SamplingTable:
         bad_words_ids: list[list[int]] | None = None,
     ) -> None:
         """Fill `slot`. `prompt_len`: tokens of the user's prompt, also after a preemption; `stop_ids`: EOS and stop
-        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`.
-
-        Raises ValueError as `check_token_ids` does.
+        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`. All ids have been
+        checked against the vocabulary.
         """
-        check_token_ids(params, self.vocab_size)
         self.release(slot)
         self.temperature_S[slot] = params.temperature
         self.top_k_S[slot] = max(params.top_k, 0)
@@ -167,42 +164,3 @@ class SamplingTable:
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError where `allowed_token_ids` or `logit_bias` cannot be meant for this vocabulary."""
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise ValueError("allowed_token_ids=[]: must name at least one id; leave it out to allow all")
-    for name, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
-        for token in ids or ():
-            if not is_whole(token, 0, vocab_size - 1):
-                raise ValueError(
-                    f"{name}: id {token!r} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
-                )
-    for token, bias in (params.logit_bias or {}).items():
-        if bias != bias:
-            raise ValueError(f"logit_bias[{token}]={bias!r}: must be a number between -100 and 100")
-
-
-def check_possible(
-    params: SamplingParams, vocab_size: int, stop_ids: frozenset[int], bad_words_ids: list[list[int]]
-) -> None:
-    """Raise ValueError where a request leaves no token for its first place. Bad words of several tokens rule something
-    out only once the tokens before their last are known."""
-    ruled_out = {word[0] for word in bad_words_ids if len(word) == 1}
-    if params.min_tokens:
-        ruled_out |= stop_ids
-    allowed = params.allowed_token_ids
-    if allowed is None and len(ruled_out) < vocab_size:
-        return
-    if any(token not in ruled_out for token in (range(vocab_size) if allowed is None else allowed)):
-        return
-    reasons = []
-    if params.min_tokens and stop_ids:
-        reasons.append(f"min_tokens={params.min_tokens} holds back stop ids {sorted(stop_ids)!r:.60}")
-    if params.bad_words:
-        reasons.append(f"bad_words={params.bad_words!r:.60} are ruled out")
-    raise ValueError(
-        f"allowed_token_ids={allowed!r:.80}: no token is left, since {' and '.join(reasons)}; allow another id, or ask "
-        "for less"
-    )
