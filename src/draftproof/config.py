@@ -13,9 +13,9 @@ from draftproof.schema import (
     check_flag,
     check_number,
     check_whole,
-    did_you_mean,
     documented,
     is_whole,
+    reject_unknown_keys,
     shown,
 )
 
@@ -200,14 +200,6 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(inner) for inner in value)
     return value
-
-
-def reject_unknown_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ValueError for the first key of `given` that is not in `known`, with a suggestion."""
-    for key in given:
-        if key not in known:
-            hint = did_you_mean(key, known) or f"known: {', '.join(sorted(known))}"
-            raise ValueError(f"{where}: unknown key {key!r}: {hint}")
 
 
 def parse_options(where: str, raw: Mapping[str, Any], into: type[T]) -> T:

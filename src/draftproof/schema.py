@@ -170,6 +170,14 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
+def reject_unknown_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    """Raise ValueError for the first key of `given` that is not in `known`, with a suggestion."""
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, known) or f"known: {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: unknown key {key!r}: {hint}")
+
+
 def whole(
     raw: Mapping[str, Any],
     key: str,

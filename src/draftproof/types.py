@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import numbers
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from draftproof.metrics import SpeculationStats
-from draftproof.schema import documented, is_number, is_whole
+from draftproof.schema import check_flag, documented, reject_unknown_keys, shown
 
 INT32_MAX = 2**31 - 1
 MOST_LOGPROBS = 1024  # alternatives beside a token
 FinishReason = Literal["stop", "length", "abort", "error"]
+T = TypeVar("T")
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
+def _names_known(cls: type[T]) -> type[T]:
+    """A dataclass whose constructor raises ValueError for a name that is no field, with the nearest that is."""
+    init: Any = cls.__init__
+
+    @functools.wraps(init)
+    def construct(self: T, *args: Any, **given: Any) -> None:
+        reject_unknown_keys(cls.__name__, given, [f.name for f in fields(cls)])  # type: ignore[arg-type]
+        init(self, *args, **given)
+
+    cls.__init__ = construct  # type: ignore[assignment]
+    return cls
+
+
+@_names_known
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings of sampling for one request. Field names and defaults are vLLM's.
@@ -22,6 +40,8 @@ class SamplingParams:
     Lists and dicts are copied: changing them later changes nothing. `temperature=0` is greedy. `top_k` 0 or -1, `top_p`
     1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes from the
     engine's seed and the arrival number. Logprobs are those of the model before any processing, natural logarithm.
+    Biases are cut to -100..100, as in vLLM; their ids may be texts of digits, as JSON has them. ValueError for values
+    that are none of these.
     """
 
     n: int = documented(1, "Number of outputs for each prompt.")
@@ -54,11 +74,13 @@ class SamplingParams:
         None, "Produce only these token ids; may be given several times."
     )
     logit_bias: dict[int, float] | None = documented(
-        None, "Added to logits before sampling, as JSON: '{\"42\": -5}'."
+        None, "Added to logits before sampling, from -100 to 100, as JSON: '{\"42\": -5}'."
     )
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        _read_numbers(self)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", [self.stop])
         _check_lists(self)
@@ -66,40 +88,49 @@ class SamplingParams:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else list(value))
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+
+    def clone(self) -> SamplingParams:
+        """A copy."""
+        return replace(self)
 
     @property
     def stop_strings(self) -> list[str]:
         return list(self.stop or ())
 
 
-def _check_ranges(p: SamplingParams) -> None:
-    """Raise ValueError naming the field, its value and the range allowed."""
-    ranges: tuple[tuple[str, float, float, str], ...] = (
-        ("n", 1, 1024, "an integer from 1 to 1024"),
-        ("presence_penalty", -2, 2, "between -2 and 2"),
-        ("frequency_penalty", -2, 2, "between -2 and 2"),
-        ("repetition_penalty", 1e-6, 1e6, "greater than 0 and at most 1000000"),
-        ("temperature", 0, 1e6, "from 0 (greedy) to 1000000"),
-        ("top_p", 1e-9, 1, "greater than 0 and at most 1"),
-        ("top_k", -1, INT32_MAX, f"from 1 to {INT32_MAX}, or 0 or -1 to switch it off"),
-        ("min_p", 0, 1, "between 0 and 1"),
-        ("max_tokens", 1, math.inf, "at least 1"),
-        ("min_tokens", 0, INT32_MAX, f"from 0 to {INT32_MAX}"),
-        ("logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
-        ("prompt_logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
-    )
-    for name, low, high, words in ranges:
-        value = getattr(p, name)
-        if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs"):
+# The range of each number, in figures and in words.
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("n", 1, 1024, "from 1 to 1024"),
+    ("presence_penalty", -2, 2, "between -2 and 2"),
+    ("frequency_penalty", -2, 2, "between -2 and 2"),
+    ("repetition_penalty", 1e-6, 1e6, "greater than 0 and at most 1000000"),
+    ("temperature", 0, 1e6, "from 0 (greedy) to 1000000"),
+    ("top_p", 1e-9, 1, "greater than 0 and at most 1"),
+    ("top_k", -1, INT32_MAX, f"from 1 to {INT32_MAX}, or 0 or -1 to switch it off"),
+    ("min_p", 0, 1, "between 0 and 1"),
+    ("seed", -math.inf, math.inf, "of any size"),
+    ("max_tokens", 1, math.inf, "of at least 1"),
+    ("min_tokens", 0, INT32_MAX, f"from 0 to {INT32_MAX}"),
+    ("logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
+    ("prompt_logprobs", 0, MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
+)
+
+
+def _read_numbers(p: SamplingParams) -> None:
+    """Put Python's numbers in place of NumPy's. ValueError names the field, its value and the range allowed."""
+    kinds = {f.name: str(f.type) for f in fields(p)}
+    for name, low, high, words in _RANGES:
+        value: Any = getattr(p, name)
+        if value is None and "None" in kinds[name]:
             continue
-        if not is_number(value, low, high):
-            raise ValueError(f"{name}={value!r}: must be {words}")
-        integral = {f.name for f in fields(p) if "int" in str(f.type)}
-        if name in integral and not isinstance(value, int):
-            raise ValueError(f"{name}={value!r}: must be an integer")
-    if p.seed is not None and not is_whole(p.seed):
-        raise ValueError(f"seed={p.seed!r}: must be an integer, or None")
+        integral = "int" in kinds[name]
+        kind: Any = numbers.Integral if integral else numbers.Real
+        if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
+            what = "an integer" if integral else "a number"
+            raise ValueError(f"{name}={shown(value)}: must be {what} {words}")
+        if type(value) not in (int, float):
+            object.__setattr__(p, name, int(value) if integral else float(value))
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise ValueError(f"min_tokens={p.min_tokens}: must not exceed max_tokens={p.max_tokens}")
 
@@ -120,9 +151,19 @@ def _check_lists(p: SamplingParams) -> None:
         ):
             what = "strings, none of them empty" if kind is str else "token ids"
             raise ValueError(f"{name}={value!r:.80}: must be a list of {what}")
-    bias = {} if p.logit_bias is None else p.logit_bias
-    if not isinstance(bias, Mapping) or not all(isinstance(v, (int, float)) for v in bias.values()):
-        raise ValueError(f"logit_bias={bias!r:.80}: must be a dict of token ids and numbers from -100 to 100")
+
+
+def _read_bias(bias: Mapping[Any, float]) -> dict[int, float]:
+    """`logit_bias` with integers where JSON has texts of digits, and numbers cut to -100..100."""
+    values = bias.values() if isinstance(bias, Mapping) else [None]
+    if not all(isinstance(v, numbers.Real) and not isinstance(v, bool) and v == v for v in values):
+        raise ValueError(
+            f"logit_bias={bias!r:.80}: must be a dict of token ids and numbers, which are cut to -100..100"
+        )
+    return {
+        int(token) if isinstance(token, str) and token.isdecimal() else token: float(min(max(v, -100), 100))
+        for token, v in bias.items()
+    }
 
 
 @dataclass(slots=True)

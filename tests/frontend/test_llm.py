@@ -209,9 +209,9 @@ def test_a_bad_prompt_among_others_does_not_stop_them(llm: LLM) -> None:
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -1}, "temperature=-1: must be from 0"),
+    ({"temperature": -1}, "temperature=-1: must be a number from 0"),
     ({"temperature": math.nan}, "temperature=nan"),
-    ({"top_p": 0}, "top_p=0: must be greater than 0"),
+    ({"top_p": 0}, "top_p=0: must be a number greater than 0"),
     ({"top_k": -2}, "top_k=-2"),
     ({"min_p": 1.5}, "min_p=1.5"),
     ({"n": 0}, "n=0"),
@@ -236,6 +236,19 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": ["7"]}, "allowed_token_ids=.*must be a list of token ids"),
     ({"logit_bias": [5]}, "logit_bias=.*must be a dict"),
     ({"logit_bias": {5: "1"}}, "logit_bias=.*must be a dict"),
+    ({"logit_bias": {5: math.nan}}, "logit_bias=.*numbers, which are cut to -100..100"),
+    ({"temperature": "hot"}, "temperature='hot': must be a number from 0"),
+    ({"temperature": None}, "temperature=None: must be a number"),
+    ({"temperature": True}, "temperature=True: must be a number"),
+    ({"top_p": "x"}, "top_p='x': must be a number"),
+    ({"logprobs": "2"}, "logprobs='2': must be an integer"),
+    ({"logprobs": 2.0}, "logprobs=2.0: must be an integer"),
+    ({"max_tokens": True}, "max_tokens=True: must be an integer"),
+    ({"skip_special_tokens": "x"}, "skip_special_tokens='x': must be true or false"),
+    ({"detokenize": None}, "detokenize=None: must be true or false"),
+    ({"ignore_eos": 1}, "ignore_eos=1: must be true or false"),
+    ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output='no': must be true or false"),
+    ({"temprature": 0}, "SamplingParams: unknown key 'temprature': did you mean 'temperature'"),
 ]
 
 
@@ -243,6 +256,20 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
 def test_bad_sampling_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+def test_numbers_of_numpy_and_ids_as_json_has_them_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    given = SamplingParams(
+        temperature=numpy.float32(0.5),
+        max_tokens=numpy.int64(3),
+        seed=numpy.int64(7),
+        logit_bias={"5": 10**400},
+    )
+    assert given == SamplingParams(temperature=0.5, max_tokens=3, seed=7, logit_bias={5: 100.0})
+    assert type(given.temperature) is float and type(given.max_tokens) is type(given.seed) is int
+    copy = given.clone()
+    assert copy == given and copy.logit_bias is not given.logit_bias
 
 
 @pytest.mark.parametrize("fields", [{"allowed_token_ids": [9000]}, {"logit_bias": {-1: 1.0}}])

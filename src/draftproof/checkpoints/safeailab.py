@@ -10,14 +10,13 @@ from typing import Any
 
 from draftproof.checkpoints.masks import mask_token
 from draftproof.checkpoints.tensors import open_weights, tensor_names
-from draftproof.config import reject_unknown_keys
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import WeightSource
-from draftproof.schema import flag, ids, section, texts, whole
+from draftproof.schema import flag, ids, reject_unknown_keys, section, texts, whole
 
 # keys of a flat config that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}

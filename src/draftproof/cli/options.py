@@ -88,7 +88,7 @@ def _shown(default: object) -> str:
 
 
 class JsonType(click.ParamType[Any]):
-    """A JSON object; keys that are numbers become integers."""
+    """A JSON object."""
 
     name = "json"
 
@@ -101,7 +101,7 @@ class JsonType(click.ParamType[Any]):
             self.fail(f"{value!r}: not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
             self.fail(f"{value!r}: must be a JSON object", param, ctx)
-        return {int(k) if k.lstrip("-").isdigit() else k: v for k, v in parsed.items()}
+        return parsed
 
 
 class DrafterType(JsonType):

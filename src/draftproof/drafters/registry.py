@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.config import SpeculativeConfig, parse_options, reject_unknown_keys
+from draftproof.config import SpeculativeConfig, parse_options
 from draftproof.drafters import (
     custom,
     dflash,
@@ -28,7 +28,7 @@ from draftproof.drafters import (
 )
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.context import DraftContext
-from draftproof.schema import did_you_mean
+from draftproof.schema import did_you_mean, reject_unknown_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

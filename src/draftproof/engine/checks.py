@@ -67,9 +67,6 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
                 raise ValueError(
                     f"{name}: id {token!r} is not in the vocabulary: ids go from 0 to {vocab_size - 1}"
                 )
-    for token, bias in (params.logit_bias or {}).items():
-        if bias != bias:
-            raise ValueError(f"logit_bias[{token}]={bias!r}: must be a number between -100 and 100")
 
 
 def _check_possible(spec: RequestSpec, vocab_size: int) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from draftproof.types import SamplingParams
 
-BIAS_LIMIT = 100.0  # as in vLLM and the OpenAI API, larger biases are cut to this
-
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
@@ -142,7 +140,7 @@ class SamplingTable:
             stop_N = self._ids(held_back)
         if params.logit_bias:
             bias_ids_N = self._ids(params.logit_bias)
-            values = [min(max(v, -BIAS_LIMIT), BIAS_LIMIT) for v in params.logit_bias.values()]
+            values = list(params.logit_bias.values())
             bias_N = torch.tensor(values, dtype=torch.float32, device=self.device)
         return Constraints(
             prompt_len=prompt_len,
