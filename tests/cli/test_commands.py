@@ -14,7 +14,7 @@ import pytest
 
 from draftproof import assets
 from draftproof.bench.compare import compare
-from draftproof.cli import options
+from draftproof.cli import generate, options
 from draftproof.cli.main import COMMANDS, main
 from draftproof.cli.prompts import read_file
 from draftproof.config import EngineConfig
@@ -25,6 +25,13 @@ from tests.cli.fake_llm import TEXT, TOKENIZER, Engines, FakeLLM
 def _flags(command: Any) -> list[str]:
     """The names of a command's flags that are explained, in the order of --help."""
     return [param.name for param in reversed(command.__click_params__) if param.help]
+
+
+def test_the_example_of_a_stop_string_gives_a_shell_a_newline() -> None:
+    line = next(line for line in generate.EXAMPLES.splitlines() if "--stop" in line)
+    words = line.replace("draftproof", "printf '%s\\0'", 1)
+    printed = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True).stdout
+    assert printed.split("\0")[-3:] == ["--stop", "\n", ""]
 
 
 class TestFlags:

@@ -21,7 +21,7 @@ EXAMPLES = """\b
 Examples:
   draftproof generate "def fibonacci(n):" --max-tokens 64 --temperature 0
   echo "import numpy" | draftproof generate
-  draftproof generate --chat "What is 12 * 7?" --stop "\\n"
+  draftproof generate --chat "What is 12 * 7?" --stop $'\\n'
   draftproof generate --prompt-file humaneval.jsonl --json > outputs.jsonl
   draftproof generate "x = " --model Qwen/Qwen3-0.6B --speculative-config ngram
   draftproof generate "x = " --model TARGET --speculative-config '{"model": "HEAD", "num_speculative_tokens": 5}'
