@@ -349,12 +349,16 @@ def test_a_way_that_is_gone_is_certified_anew(tmp_path: Path) -> None:
     assert product(randn(2, 64)).shape == (2, 48)
 
 
-def test_a_cache_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_does_no_harm_and_is_named(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     planner = make(blocked / "below", max_rows=16)
     product = planner.pack(randn(48, 64))
-    planner.certify()
+    with pytest.warns(
+        UserWarning, match="below: cannot be written .*; set XDG_CACHE_HOME to a folder"
+    ) as told:
+        planner.certify()
+    assert len(told) == 1
     assert product(randn(2, 64)).shape == (2, 48)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,15 +82,20 @@ class Store:
         return raw if isinstance(raw, dict) else {}
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Atomic; a folder that cannot be written only costs the next start its time."""
+        """Atomic; a folder that cannot be written only costs the next start its time, which one warning says."""
         temporary = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({**self.read(), **entries}, indent=1))
             os.replace(temporary, self._path)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            warnings.warn(
+                f"{self._path.parent}: cannot be written ({error.strerror}), so operators are compiled and certified "
+                "again at every start; set XDG_CACHE_HOME to a folder that can be written",
+                stacklevel=1,  # the same place each time: shown once
+            )
 
 
 class Cache:
