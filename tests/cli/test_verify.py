@@ -72,7 +72,10 @@ class TestVerify:
         engines.change, engines.drafts = "fault", 0
         assert main([*self.SHORT, "--batch-sizes", "2", "--temperatures", "0"]) == 1
         told = "faults of the drafter, whose drafts were left out: 4; the last: RuntimeError: boom"
-        assert told in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert told in out and out.endswith(
+            "nothing is proved; mend the drafter, whose fault is shown above\n"
+        )
 
     def test_a_prompt_that_cannot_be_served_plainly_is_the_callers_mistake(
         self, engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -223,6 +223,11 @@ def conclude(rows: Sequence[Row]) -> int:
     if different:
         click.echo(f"identical: NO, {different} of {total.requests} outputs differ")
         return 1
+    if not drafts and faults:
+        click.echo(
+            "identical: nothing was drafted, so nothing is proved; mend the drafter, whose fault is shown above"
+        )
+        return 1
     if not drafts or not total.tokens:
         click.echo(
             "identical: nothing was drafted, so nothing is proved; give a larger --max-tokens or --chunk-sizes, other "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any
 
 from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal
 from draftproof.drafters.contained import describe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ class DrafterSandbox:
             proposal = self.drafter.propose(verified, num_drafts)
             proposal = Proposal(proposal.tokens_RK[:, :num_drafts], proposal.count_R)
         except Exception as error:
-            self._count(describe(error))
+            self._count(describe(error), error)
             return ProposalResult(no_proposal(verified), raised=True)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
@@ -89,12 +93,16 @@ class DrafterSandbox:
         try:
             getattr(self.drafter, name)(*args)
         except Exception as error:
-            self._count(f"{name}: {describe(error)}")
+            self._count(f"{name}: {describe(error)}", error)
 
-    def _count(self, what: str) -> None:
+    def _count(self, what: str, error: Exception | None = None) -> None:
         self.num_faults = self.num_faults + 1
         self.last_fault = what
         name = name_of(self.drafter)
+        if self.num_faults == 1:
+            log.warning(
+                "drafter %s: its first fault (output is not affected): %s%s", name, what, _places(error)
+            )
         if self.num_faults == self._max_faults:
             self.off = True
             warnings.warn(
@@ -103,3 +111,12 @@ class DrafterSandbox:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _places(error: Exception | None) -> str:
+    """Files and lines that an error came through. Its own words have been read, and are not asked for again: they may
+    be foreign code."""
+    if error is None:
+        return ""
+    origin = error.__cause__ or error
+    return "\n" + "".join(traceback.format_tb(origin.__traceback__)).rstrip()
