@@ -234,6 +234,18 @@ class TestEnds:
         os.close(write_end)
         assert (done.returncode, done.stderr) == (1, "")
 
+    def test_a_full_disk_is_told_in_one_line(self) -> None:
+        command = [sys.executable, "-m", "draftproof", "--help"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+    def test_a_command_that_there_is_not_is_answered_with_the_nearest(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["genrate", "x"]) == 2
+        assert "no such command 'genrate': did you mean 'generate'?" in capsys.readouterr().err
+
 
 class TestCompare:
     def outputs(self) -> list[RequestOutput]:

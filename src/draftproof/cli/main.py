@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import click
+
+from draftproof.schema import did_you_mean
 
 # name -> (module, one line of help): a command's module is imported when it is called
 COMMANDS = {
@@ -18,6 +21,13 @@ COMMANDS = {
     "bench": "Measure plain decoding beside speculation: latency, throughput, requests at a rate, methods.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }
+
+NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+)  # what writing to a full disk raises, with no file's name
 
 
 class Commands(click.Group):
@@ -32,6 +42,16 @@ class Commands(click.Group):
         command = importlib.import_module(f"draftproof.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest command for one that there is not."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            hint = did_you_mean(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
+            ctx.fail(f"no such command {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -70,11 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader has gone: nothing more to say, not even when Python flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader has gone: nothing more to say
+        return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in NO_ROOM or "--traceback" in arguments:
+            raise
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        _drop_output()
         return 1
     except ValueError as error:
         if "--traceback" in arguments:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _drop_output() -> None:
+    """Write nothing more to standard output, not even when Python flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
