@@ -26,6 +26,7 @@ ENGINE_WIDE = (
     "max_faults",
     "time_limit",
 )  # speculative settings that hold for all drafters together
+MOST_BLOCK_SIZE = 1024  # attention is certified on blocks that are full
 MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
 
@@ -165,8 +166,9 @@ class EngineConfig:
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         check_choice("bf16_arithmetic", self.bf16_arithmetic, ("auto", "widened"))
         check_choice("verification", self.verification, ("exact", "rejection", "block"))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             check_whole(name, getattr(self, name), 1)
+        check_whole("block_size", self.block_size, 1, MOST_BLOCK_SIZE)
         if self.max_num_seqs > MOST_SEQUENCES:
             raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at most {MOST_SEQUENCES}")
         for name in ("max_model_len", "num_kv_blocks"):

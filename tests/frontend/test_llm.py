@@ -291,6 +291,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_blocks": 10**9}, "num_kv_blocks=1000000000: needs .* GiB"),
     ({"num_kv_blocks": 10**12}, "num_kv_blocks=1000000000000: must be an integer from 1 to"),
     ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000: must be at most"),
+    ({"block_size": 1_000_000}, "block_size=1000000: must be an integer from 1 to 1024"),
     ({"verification": "fast"}, "verification='fast'"),
     ({"attention_backend": "sdpaa"}, "did you mean 'sdpa'"),
     ({"speculative_config": "ngram"}, "must be a dict"),
