@@ -81,7 +81,9 @@ class SpeculativeConfig:
         if self.max_model_len is not None:
             check_whole("speculative_config: max_model_len", self.max_model_len, 1)
         texts = (("method", str), ("revision", str), ("model", (str, os.PathLike)))
-        for name, kinds in (*texts, ("time_limit", (int, float))):
+        if self.time_limit is not None:
+            check_number("speculative_config: time_limit", self.time_limit, above=0)
+        for name, kinds in texts:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")
@@ -92,6 +94,8 @@ class SpeculativeConfig:
         if not isinstance(raw, Mapping):
             raise ValueError(f"speculative_config={raw!r}: must be a dict such as {{'method': 'ngram'}}")
         names = {f.name for f in dataclasses.fields(cls)} - {"options"}
+        misspelt = {k: v for k, v in raw.items() if k not in names and str(k).lower() in names}
+        reject_unknown_keys("speculative_config", misspelt, sorted(names))
         known = {k: v for k, v in raw.items() if k in names}
         if "drafters" in known:
             if not isinstance(known["drafters"], (list, tuple)):

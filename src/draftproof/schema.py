@@ -166,7 +166,8 @@ def no_such_choice(name: str, value: object, allowed: Iterable[object]) -> Value
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
     """A hint at the nearest of `known`; empty where none is near."""
-    near = difflib.get_close_matches(str(value), list(known), n=1)
+    names, text = list(known), str(value)
+    near = difflib.get_close_matches(text, names, n=1) or difflib.get_close_matches(text.lower(), names, n=1)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -316,6 +316,14 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": 5}}, "method=5"),
     ({"speculative_config": {"method": "ngram", "max_faults": 0}}, "max_faults=0"),
     ({"speculative_config": {"method": "ngram", "time_limit": "1"}}, "time_limit='1'"),
+    ({"speculative_config": {"method": "ngram", "time_limit": math.nan}}, "time_limit=nan: must be a number"),
+    (
+        {"speculative_config": {"method": "ngram", "time_limit": -1}},
+        "time_limit=-1: must be a number greater",
+    ),
+    ({"speculative_config": {"method": "ngram", "time_limit": 0}}, "time_limit=0: must be a number greater"),
+    ({"speculative_config": {"Method": "ngram"}}, "unknown key 'Method': did you mean 'method'"),
+    ({"speculative_config": {"MODEL": HEAD}}, "unknown key 'MODEL': did you mean 'model'"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup_max": "5"}}, "prompt_lookup_max='5'"),
     ({"speculative_config": {"method": "chain", "drafters": 5}}, "drafters=5: must be a list"),
     (
