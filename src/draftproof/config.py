@@ -26,6 +26,22 @@ ENGINE_WIDE = (
     "max_faults",
     "time_limit",
 )  # speculative settings that hold for all drafters together
+# vLLM's settings that are none here: the values that ask for what is done anyway, and why there are no others.
+VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((1,), "there is one device"),
+    "pipeline_parallel_size": ((1,), "there is one device"),
+    "data_parallel_size": ((1,), "there is one device"),
+    "trust_remote_code": ((False,), "no code of a checkpoint is ever run"),
+    "enable_chunked_prefill": ((True,), "prompts longer than max_num_batched_tokens are computed in chunks"),
+    "disable_log_stats": ((True, False), "statistics are in LLM.stats, and go to the log at level INFO"),
+    "swap_space": ((0,), "what a preempted request loses is computed again"),
+    "cpu_offload_gb": ((0,), "all weights are on the device"),
+    "quantization": ((), "targets are computed in their dtype"),
+    "kv_cache_dtype": (("auto",), "the cache has the target's dtype"),
+    "tokenizer_mode": (("auto",), "there is one kind of tokenizer"),
+    "enable_lora": ((False,), "there are no adapters"),
+}
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 MOST_BLOCK_SIZE = 1024  # attention is certified on blocks that are full
 MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
@@ -192,11 +208,25 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """The settings in `LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
+        kwargs = _without_vllms(kwargs)
         reject_unknown_keys("LLM", kwargs, [f.name for f in dataclasses.fields(cls)])
         raw = kwargs.get("speculative_config")
         if raw is not None and not isinstance(raw, SpeculativeConfig):
             kwargs["speculative_config"] = SpeculativeConfig.from_dict(raw)
         return cls(**kwargs)
+
+
+def _without_vllms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings. ValueError for one of vLLM's whose value asks for what is not here."""
+    left = dict(given)
+    for name, (values, why) in VLLM_SETTINGS.items():
+        value = left.pop(name, None)
+        if value is not None and value not in values:
+            raise ValueError(f"LLM: {name}={shown(value)}: not supported: {why}; leave it out")
+    if left.get("seed", 0) is None:
+        del left["seed"]
+    dtype = str(left.get("dtype", "auto")).removeprefix("torch.")
+    return {**left, "dtype": _DTYPES.get(dtype, dtype)} if "dtype" in left else left
 
 
 def _copied(value: Any) -> Any:

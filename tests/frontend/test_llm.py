@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from draftproof import LLM, SamplingParams, assets
+from draftproof import LLM, EngineConfig, SamplingParams, assets
+from draftproof.config import VLLM_SETTINGS
 from draftproof.models.config import read_config
 from tests.conformance.cases import REPEATS
 from tests.helpers import check_pages
@@ -34,9 +36,12 @@ def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> Any:
 
 def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPT)
-    outputs = [generate(llm, p)[0] for p in (PROMPT, ids, {"prompt_token_ids": ids}, [ids], [PROMPT])]
+    dicts = [{"prompt": PROMPT}, {"prompt_token_ids": ids}, {"prompt_token_ids": torch.tensor(ids)}]
+    arrays = [torch.tensor(ids), [torch.tensor(ids)], torch.tensor([ids]), list(torch.tensor(ids))]
+    outputs = [generate(llm, p)[0] for p in (PROMPT, ids, [ids], [PROMPT], *dicts, *arrays)]
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
     assert all(o.prompt_token_ids == ids and o.finished for o in outputs)
+    assert llm.get_tokenizer() is llm.tokenizer
     assert outputs[0].prompt == PROMPT and outputs[1].prompt is None
 
 
@@ -106,6 +111,20 @@ def test_a_stream_gives_the_pieces_of_what_generate_gives(drafting: LLM) -> None
     assert [d.finish_reason for d in deltas][-1] == whole.finish_reason
     assert all(len(d.accepted) == len(d.token_ids) for d in deltas)
     assert any(any(d.accepted) for d in deltas) and not any(deltas[0].accepted)
+
+
+def test_a_forgotten_prefix_is_computed_again_to_the_same_bits(llm: LLM) -> None:
+    prompt, params = PROMPT * 8, SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    first = generate(llm, prompt, params)[0]
+    assert generate(llm, prompt, params)[0].metrics.num_cached_tokens > 0
+    stream = llm.stream(PROMPT, params)
+    tokens = list(next(stream).token_ids)
+    assert llm.reset_prefix_cache()
+    tokens += [t for delta in stream for t in delta.token_ids]
+    assert tokens == generate(llm, PROMPT, params)[0].outputs[0].token_ids
+    again = generate(llm, prompt, params)[0]
+    assert not again.metrics.num_cached_tokens and again.outputs == first.outputs
+    check_pages(llm.engine.scheduler.pages)
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
@@ -185,9 +204,10 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1, 2, 8192], r"token id 8192 at position 2: ids go from 0 to 8191"),
     ([1, -1], "token id -1 at position 1"),
     ([5] * 256, "256 tokens leave no room for an answer in max_model_len=256"),
-    ({"prompt": "x"}, "must hold 'prompt_token_ids'"),
-    ({"prompt_token_ids": 5}, "must hold 'prompt_token_ids', a list"),
-    ({"prompt_token_ids": "abc"}, "must hold 'prompt_token_ids', a list"),
+    ({"prompt": 5}, "a dict must hold 'prompt', a text, or 'prompt_token_ids', a list of ids"),
+    ({"prompt": "x", "multi_modal_data": {}}, "a dict must hold 'prompt', a text, or .* and nothing else"),
+    ({"prompt_token_ids": 5}, "must hold .*'prompt_token_ids', a list"),
+    ({"prompt_token_ids": "abc"}, "must hold .*'prompt_token_ids', a list"),
     ([3.5], "must be text, a list of token ids"),
     (None, "prompts=None: must be text"),
     (b"abc", "prompts=b'abc': must be text"),
@@ -339,7 +359,11 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
         "did you mean 'policy'",
     ),
     ({"exact": "no"}, "exact='no'"),
-    ({"seed": None}, "seed=None: must be an integer"),
+    ({"tensor_parallel_size": 2}, "LLM: tensor_parallel_size=2: not supported: there is one device"),
+    ({"trust_remote_code": True}, "LLM: trust_remote_code=True: not supported: no code of a checkpoint"),
+    ({"enable_chunked_prefill": False}, "LLM: enable_chunked_prefill=False: not supported"),
+    ({"swap_space": 4}, "LLM: swap_space=4: not supported"),
+    ({"dtype": "half", "device": "tpu"}, "device='tpu'"),
     ({"tokenizer": 5}, "tokenizer=5"),
     ({"device": 0}, "device=0"),
 ]
@@ -349,6 +373,16 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(**settings)
+
+
+def test_settings_of_vllm_that_change_nothing_here_are_taken() -> None:
+    plain = EngineConfig.from_kwargs()
+    for name, (values, _) in VLLM_SETTINGS.items():
+        for value in values:
+            assert EngineConfig.from_kwargs(**{name: value}) == plain
+    assert EngineConfig.from_kwargs(tensor_parallel_size=1, trust_remote_code=False, seed=None) == plain
+    for given, ours in (("half", "float16"), ("float", "float32"), (torch.bfloat16, "bfloat16")):
+        assert EngineConfig.from_kwargs(dtype=given).dtype == ours
 
 
 def test_a_head_for_another_target_is_refused_with_both_sizes() -> None:
@@ -415,8 +449,6 @@ def test_auto_dtype_is_the_files_where_it_can_be_computed_in(monkeypatch: pytest
     from draftproof.kernels import native
 
     stored = read_config(assets.path("tiny")).dtype
-    import torch
-
     assert stored == torch.bfloat16
     cpu, library = torch.device("cpu"), native.load()
     assert library is not None

@@ -14,8 +14,8 @@ from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
 from draftproof.types import SamplingParams
 
-TokenPrompt = dict[str, list[int]]
-Prompt = str | list[int] | TokenPrompt
+DictPrompt = dict[str, str] | dict[str, list[int]]
+Prompt = str | list[int] | DictPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,14 @@ class InputProcessor:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
-            if set(prompt) != {"prompt_token_ids"} or not isinstance(
-                prompt["prompt_token_ids"], (list, tuple)
-            ):
+            given: dict[str, Any] = {**prompt}
+            text, ids = given.get("prompt"), as_lists(given.get("prompt_token_ids"))
+            if len(given) != 1 or not (isinstance(text, str) or isinstance(ids, (list, tuple))):
                 raise ValueError(
-                    f"prompt={prompt!r:.80}: a dict must hold 'prompt_token_ids', a list of ids, and nothing else"
+                    f"prompt={prompt!r:.80}: a dict must hold 'prompt', a text, or 'prompt_token_ids', a list of ids, "
+                    "and nothing else"
                 )
-            return None, list(prompt["prompt_token_ids"])
+            return self._encode(list(ids) if text is None else text)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
@@ -118,6 +119,11 @@ class InputProcessor:
                 if ids and ids not in found:
                     found.append(ids)
         return found
+
+
+def as_lists(value: Any) -> Any:
+    """`value`, where it is an array or a tensor as lists of Python's numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

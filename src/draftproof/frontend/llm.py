@@ -12,7 +12,7 @@ from draftproof.config import EngineConfig
 from draftproof.engine.build import Progress, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
-from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, one_each
+from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
 from draftproof.frontend.requests import Requests
 from draftproof.frontend.text import Tokenizer
@@ -91,6 +91,19 @@ class LLM:
             raise ValueError(f"model={self.config.model!r}: has no tokenizer; give tokenizer=...")
         return self.requests.inputs.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """`tokenizer`, by vLLM's name."""
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what prompts that start alike have in common; requests that run are computed again, to the same bits.
+        True, as in vLLM."""
+        self._check_open()
+        with self._turns.take():
+            self.engine.drain()
+            self.engine.recompute_all()
+        return True
+
     @property
     def has_tokenizer(self) -> bool:
         return self.requests.inputs.tokenizer is not None
@@ -117,7 +130,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts: text, a list of token ids, `{"prompt_token_ids": [...]}`, or several.
+        """Outputs in the order of the prompts: text, a list (array, tensor) of token ids, `{"prompt": text}`,
+        `{"prompt_token_ids": [...]}`, or several.
 
         A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
         why, with the id "refused-" and its place among them, and the others go on.
@@ -219,7 +233,7 @@ class LLM:
         k = most if k is None else k
         if not isinstance(k, int) or not 1 <= k <= most:
             raise ValueError(f"k={k!r}: must be an integer from 1 to num_speculative_tokens={most}")
-        token_ids = list(prompt_token_ids)
+        token_ids = list(as_lists(prompt_token_ids))
         if next_token is None:
             greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
             output = self.generate([token_ids], greedy, use_tqdm=False)[0]
@@ -271,14 +285,15 @@ def _has_news(requests: Sequence[Request]) -> bool:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of ids is one prompt; a list of anything else is several."""
+    """A list of ids is one prompt; a list of anything else is several. Arrays and tensors are lists, too."""
+    prompts = as_lists(prompts)
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts={prompts!r:.80}: must be text, a list of token ids, or a list of such prompts"
         )
-    listed: list[Any] = list(prompts)
+    listed: list[Any] = [as_lists(prompt) for prompt in prompts]
     return [listed] if listed and all(isinstance(p, int) for p in listed) else listed
 
 
