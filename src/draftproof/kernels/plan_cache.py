@@ -94,7 +94,7 @@ class Store:
             warnings.warn(
                 f"{self._path.parent}: cannot be written ({error.strerror}), so operators are compiled and certified "
                 "again at every start; set XDG_CACHE_HOME to a folder that can be written",
-                stacklevel=1,  # the same place each time: shown once
+                stacklevel=1,  # one place, so it is shown once
             )
 
 
