@@ -15,8 +15,8 @@ _processes: set[int] = (
 
 
 def claim_process() -> None:
-    """RuntimeError in a process that was forked off one with an engine: the threads that compute are gone there, and whoever
-    waits for them waits for ever."""
+    """RuntimeError in a process that was forked off one with an engine: the threads that compute are gone there, and
+    whoever waits for them waits for ever."""
     if _processes - {os.getpid()}:
         raise RuntimeError(
             "LLM: this process was forked from one in which an LLM was made, and the threads that compute do not "
