@@ -12,7 +12,6 @@ from draftproof import LLM, Delta, SamplingParams, assets
 from draftproof.models.config import read_config
 from tests.conformance.cases import REPEATS
 from tests.engine.poison import poison
-from tests.helpers import check_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -140,7 +139,7 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
         break
     scheduler = llm.engine.scheduler
     assert not scheduler.running and not llm.requests.running
-    check_pages(scheduler.pages)
+    scheduler.pages.check_integrity()
 
 
 def test_an_aborted_request_ends_and_the_others_go_on(llm: LLM) -> None:

@@ -25,7 +25,6 @@ from draftproof.bench.stages import CheckLog, describe, parser, run_stages
 from draftproof.cli.verify import failures, seeded
 from tests.conformance.cases import CASES, TARGETS
 from tests.gpu.settings import Models, num_graphs, run_apart, token_prompts
-from tests.helpers import check_pages
 
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
@@ -274,7 +273,7 @@ class Exactness:
         llm.engine.drain()  # a pass may still be under way, of requests that have ended
         pages = llm.engine.scheduler.pages
         number = num_graphs(llm)
-        check_pages(pages)
+        pages.check_integrity()
         back = pages.num_free == pages.num_blocks - 1
         detail = f"{number} passes captured, {pages.num_free} of {pages.num_blocks - 1} blocks free"
         self.log.check(f"{name} engine afterwards", back and bool(number) != MODES[mode], detail)
