@@ -12,6 +12,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
 from draftproof.sampling.params import check_possible, check_token_ids
+from draftproof.schema import is_whole
 from draftproof.types import SamplingParams
 
 TokenPrompt = dict[str, list[int]]
@@ -100,7 +101,7 @@ class InputProcessor:
         if not token_ids:
             raise ValueError("prompt: is empty; give at least one token")
         for position, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not is_whole(token, 0, vocab_size - 1):
                 raise ValueError(
                     f"prompt: token id {token!r} at position {position}: ids go from 0 to {vocab_size - 1}"
                 )
