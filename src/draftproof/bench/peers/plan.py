@@ -1,0 +1,113 @@
+"""From the plan of a benchmark to the comparison with other engines, and to what the report says of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftproof.bench.harness import Record
+from draftproof.bench.peers import ENGINES, MEMORY, OURS
+from draftproof.bench.peers.comparison import Comparison, Work
+from draftproof.bench.peers.engine import Spec
+from draftproof.bench.peers.processes import EngineProcess
+from draftproof.models import cost
+from draftproof.models.config import ModelConfig
+
+LENGTH = 200  # ids of a prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line says of peers. `dtypes` empty: the engine's own; `num_threads` None: torch's number;
+    `length`: ids of a prompt."""
+
+    peers: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    num_threads: int | None = None
+    busy: Sequence[int] = ()
+    length: int = LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a comparison found, as it goes to results.json."""
+
+    rows: list[Record] = field(default_factory=list)
+    busy: list[Record] = field(default_factory=list)
+    engines: Record = field(default_factory=dict)
+    bytes_per_second: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> float:
+    """Weights that a step of one request reads."""
+    size: int = getattr(torch, dtype).itemsize
+    head = cost.products(model.vocab_size * model.hidden_size, 1, size)
+    return (cost.layers_products(model, 1, size) + head).bytes
+
+
+def compare(
+    asked: Asked,
+    model: ModelConfig,
+    settings: Mapping[str, Any],
+    *,
+    directory: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_sizes: Sequence[int],
+    num_new: int,
+    num_rounds: int,
+    source: Sequence[int],
+    tell: Callable[[str], None],
+) -> Beside:
+    """Measure. `settings`: keywords of `LLM` for ours; `dtype`: our own; `source`: ids that prompts are cut from."""
+    dtypes = list(asked.dtypes) or [str(dtype).removeprefix("torch.")]
+    num_threads = asked.num_threads or torch.get_num_threads()
+    work = Work(
+        dtypes=dtypes,
+        batch_sizes=batch_sizes,
+        num_new=num_new,
+        length=asked.length,
+        num_rounds=num_rounds,
+        num_threads=num_threads,
+        source=source,
+        vocab_size=model.vocab_size,
+        weight_bytes={dtype: weight_bytes(model, dtype) for dtype in dtypes},
+        busy=asked.busy,
+    )
+    on_cpu = device.type == "cpu"
+    names = [OURS, *asked.peers, *([MEMORY] if on_cpu else [])]
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def start(name: str, dtype: str) -> EngineProcess:
+            spec = Spec(
+                where=ENGINES[name].where,
+                model=directory,
+                dtype=dtype,
+                device=str(device),
+                dummy=settings.get("load_format") == "dummy",
+                num_threads=num_threads,
+                num_seqs=max(batch_sizes),
+                max_len=asked.length + max(num_new, 2),
+                scratch=scratch,
+                settings=dict(settings) if name == OURS else {},
+            )
+            return EngineProcess(name, spec)
+
+        comparison = Comparison(work, names, start, together=on_cpu, tell=tell)
+        interrupted = []
+        try:
+            comparison.run()
+        except KeyboardInterrupt:
+            interrupted = ["interrupted: what was not measured is missing"]
+    return Beside(
+        rows=comparison.rows(),
+        busy=comparison.busy_rows(),
+        engines=comparison.engines,
+        bytes_per_second=comparison.read_rate(),
+        notes=comparison.all_notes() + interrupted,
+    )
