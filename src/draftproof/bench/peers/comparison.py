@@ -173,8 +173,7 @@ class Comparison:
                 self._gave_up |= {
                     (Entrant(entrant.process, way).name, cell.dtype) for way in entrant.process.ways
                 }
-            way = f", {entrant.way}" if entrant.way else ""
-            self.notes.append(f"{error}{way} ({cell.dtype}, batch {cell.batch_size})")
+            self.notes.append(f"{error} ({cell.dtype}, batch {cell.batch_size})")
             return
         if number:
             kept.append(call)
@@ -187,11 +186,9 @@ class Comparison:
         after = load.sample(pids)
         foreign = load.foreign_share(before, after, answer.cpu_seconds)
         outputs = [ids for batch in answer.outputs for ids in batch]
-        expected = cell.num_new * cell.batch_size * cell.batches
-        if sum(map(len, outputs)) != expected:
-            raise EngineFailedError(
-                f"{entrant.process.name}: gave other than the {expected} tokens it was asked for"
-            )
+        num_given, num_asked = sum(map(len, outputs)), cell.num_new * cell.batch_size * cell.batches
+        if num_given != num_asked:
+            raise EngineFailedError(f"{entrant.name}: gave {num_given} tokens, was asked for {num_asked}")
         return Call(answer.seconds, outputs, foreign)
 
     def _asked(self, cell: Cell, number: int) -> list[Ids]:

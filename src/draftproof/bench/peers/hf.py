@@ -30,6 +30,7 @@ class Transformers:
         self._device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
         self._model = (_random if spec.dummy else _stored)(spec.directory, self._device, dtype)
         self._model.eval()
+        self._model.generation_config.eos_token_id = None  # it fills what ours leaves out
         # Lookup takes one request. Continuous batching chooses its batches itself, so once is enough; on a CPU it takes
         # most of the machine's memory, and seconds to do so.
         self.ways: Mapping[str, Reach] = {LOOKUP: "single"}
