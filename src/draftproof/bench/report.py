@@ -200,13 +200,13 @@ def sweep_page(results: Results) -> str:
         *_acceptance(runs),
         *_splits(runs),
         *_host_time(runs),
-        *_against(results.get("against")),
+        *beside_others(results.get("against")),
         *(f"{line.replace('memory', f'memory ({name})', 1)}\n" for name, line in results["memory"].items()),
     ]
     return _page(results, parts)
 
 
-def _against(found: Record | None) -> list[str]:
+def beside_others(found: Record | None) -> list[str]:
     """Other engines: two tables, and what they rest on."""
     if found is None:
         return []

@@ -134,18 +134,21 @@ def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int
 
 def _beside_others(suite: Suite, plan: setup.BenchPlan) -> Beside:
     """The engines of --against beside ours, whose own engines are gone by now."""
-    from draftproof.bench.peers.plan import compare
+    from draftproof.bench.peers import plan as comparison
 
-    return compare(
-        plan.against,
-        plan.model,
-        {name: value for name, value in plan.engine.items() if name != "model"},
+    target = comparison.Target(
         directory=str(plan.directory),
+        model=plan.model,
         device=suite.device,
         dtype=suite.dtype,
+        settings={name: value for name, value in plan.engine.items() if name != "model"},
+    )
+    work = comparison.make_work(
+        plan.against,
+        target,
         batch_sizes=plan.settings.batch_sizes,
         num_new=plan.params.max_tokens or 1,
         num_rounds=plan.settings.num_iters,
         source=[token for prompt in plan.prompts for token in prompt],
-        tell=setup.tell,
     )
+    return comparison.compare(plan.against.peers, work, target, setup.tell)

@@ -102,7 +102,7 @@ class Comparison:
         self._together, self._pause_s = together, pause_s
         self._prompts: dict[tuple[Cell, int], list[Ids]] = {}
         self._num_prompts = 0
-        self._gave_up: set[tuple[str, str]] = set()  # entrant and dtype
+        self._gave_up: set[tuple[Cell, str]] = set()
         self.calls: dict[tuple[Cell, str], list[Call]] = {}
         self.engines: dict[str, Record] = {}  # version, and settings by dtype
         self.notes: list[str] = []
@@ -122,7 +122,7 @@ class Comparison:
             try:
                 process = self._start(name, dtype)
             except EngineFailedError as error:
-                self.notes.append(f"{error} ({dtype})")
+                self.notes.append(f"{name}, {dtype}: {error}")
                 continue
             stack.callback(process.close)
             known = self.engines.setdefault(name, {"version": process.version, "settings": {}})
@@ -160,7 +160,8 @@ class Comparison:
         """One call, kept but for the first round's, which warms up."""
         kept = self.calls.setdefault((cell, entrant.name), [])
         spent = sum(sum(call.seconds) for call in kept)
-        if (entrant.name, cell.dtype) in self._gave_up or spent > CELL_SECONDS:
+        gave_up = (cell, entrant.name) in self._gave_up or not entrant.process.is_alive
+        if gave_up or spent > CELL_SECONDS:
             return
         self._tell(
             f"{entrant.name}, {cell.dtype}, batch {cell.batch_size}, {cell.num_new} tokens: round {number}"
@@ -168,12 +169,8 @@ class Comparison:
         try:
             call = self._call(cell, entrant, pids, number)
         except EngineFailedError as error:
-            self._gave_up.add((entrant.name, cell.dtype))
-            if not entrant.process.is_alive:
-                self._gave_up |= {
-                    (Entrant(entrant.process, way).name, cell.dtype) for way in entrant.process.ways
-                }
-            self.notes.append(f"{error} ({cell.dtype}, batch {cell.batch_size})")
+            self._gave_up.add((cell, entrant.name))
+            self.notes.append(f"{entrant.name}, {cell.dtype}, batch {cell.batch_size}: {error}")
             return
         if number:
             kept.append(call)
@@ -188,7 +185,7 @@ class Comparison:
         outputs = [ids for batch in answer.outputs for ids in batch]
         num_given, num_asked = sum(map(len, outputs)), cell.num_new * cell.batch_size * cell.batches
         if num_given != num_asked:
-            raise EngineFailedError(f"{entrant.name}: gave {num_given} tokens, was asked for {num_asked}")
+            raise EngineFailedError(f"gave {num_given} tokens, was asked for {num_asked}")
         return Call(answer.seconds, outputs, foreign)
 
     def _asked(self, cell: Cell, number: int) -> list[Ids]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import llama_cpp as api
 import numpy as np
@@ -20,9 +19,8 @@ FORMATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 KEYS_AND_VALUES = {"bfloat16": "F16", "float16": "F16", "float32": "F32"}  # F16 is its default
 
 
-@api.llama_log_callback
-def _silent(level: int, text: bytes, data: Any) -> None:
-    """What it says while it loads is for people who watch it."""
+# What it says while it loads is for people who watch it.
+SILENT = api.llama_log_callback(lambda level, text, data: None)
 
 
 class LlamaCpp:
@@ -33,7 +31,7 @@ class LlamaCpp:
 
     def __init__(self, spec: Spec) -> None:
         path = gguf_file.of(spec, FORMATS[spec.dtype])
-        api.llama_log_set(_silent, ctypes.c_void_p(0))
+        api.llama_log_set(SILENT, ctypes.c_void_p(0))
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0

@@ -11,9 +11,9 @@ import torch
 
 from draftproof.bench.harness import Record
 from draftproof.bench.peers import ENGINES, MEMORY, OURS
-from draftproof.bench.peers.comparison import Comparison, Work
+from draftproof.bench.peers.comparison import PROMPT_NEW, Comparison, Work
 from draftproof.bench.peers.engine import Spec
-from draftproof.bench.peers.processes import EngineProcess
+from draftproof.bench.peers.processes import EngineFailedError, EngineProcess
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 
@@ -50,56 +50,71 @@ def weight_bytes(model: ModelConfig, dtype: str) -> float:
     return (cost.layers_products(model, 1, size) + head).bytes
 
 
-def compare(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is compared: our engine's model. `settings`: keywords of `LLM` beside it; `dtype`: our engine's."""
+
+    directory: str
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_work(
     asked: Asked,
-    model: ModelConfig,
-    settings: Mapping[str, Any],
+    target: Target,
     *,
-    directory: str,
-    device: torch.device,
-    dtype: torch.dtype,
     batch_sizes: Sequence[int],
     num_new: int,
     num_rounds: int,
     source: Sequence[int],
-    tell: Callable[[str], None],
-) -> Beside:
-    """Measure. `settings`: keywords of `LLM` for ours; `dtype`: our own; `source`: ids that prompts are cut from."""
-    dtypes = list(asked.dtypes) or [str(dtype).removeprefix("torch.")]
-    num_threads = asked.num_threads or torch.get_num_threads()
-    work = Work(
+) -> Work:
+    """`source`: ids that prompts are cut from."""
+    dtypes = list(asked.dtypes) or [str(target.dtype).removeprefix("torch.")]
+    return Work(
         dtypes=dtypes,
         batch_sizes=batch_sizes,
         num_new=num_new,
         length=asked.length,
         num_rounds=num_rounds,
-        num_threads=num_threads,
+        num_threads=asked.num_threads or torch.get_num_threads(),
         source=source,
-        vocab_size=model.vocab_size,
-        weight_bytes={dtype: weight_bytes(model, dtype) for dtype in dtypes},
+        vocab_size=target.model.vocab_size,
+        weight_bytes={dtype: weight_bytes(target.model, dtype) for dtype in dtypes},
         busy=asked.busy,
     )
-    on_cpu = device.type == "cpu"
-    names = [OURS, *asked.peers, *([MEMORY] if on_cpu else [])]
+
+
+def make_spec(name: str, dtype: str, work: Work, target: Target, scratch: str) -> Spec:
+    """How the engine `name` is loaded."""
+    return Spec(
+        where=ENGINES[name].where,
+        model=target.directory,
+        dtype=dtype,
+        device=str(target.device),
+        dummy=target.settings.get("load_format") == "dummy",
+        num_threads=work.num_threads,
+        num_seqs=max(work.batch_sizes),
+        max_len=work.length + max(work.num_new, PROMPT_NEW),
+        scratch=scratch,
+        settings=dict(target.settings) if name == OURS else {},
+    )
+
+
+def compare(peers: Sequence[str], work: Work, target: Target, tell: Callable[[str], None]) -> Beside:
+    """Measure ours and `peers`. On a GPU one engine after the other has the memory to itself."""
+    on_cpu = target.device.type == "cpu"
+    names = [OURS, *peers, *([MEMORY] if on_cpu else [])]
+    interrupted = []
     with tempfile.TemporaryDirectory() as scratch:
 
         def start(name: str, dtype: str) -> EngineProcess:
-            spec = Spec(
-                where=ENGINES[name].where,
-                model=directory,
-                dtype=dtype,
-                device=str(device),
-                dummy=settings.get("load_format") == "dummy",
-                num_threads=num_threads,
-                num_seqs=max(batch_sizes),
-                max_len=asked.length + max(num_new, 2),
-                scratch=scratch,
-                settings=dict(settings) if name == OURS else {},
-            )
-            return EngineProcess(name, spec)
+            if ENGINES[name].needs_cpu and not on_cpu:
+                raise EngineFailedError("is compared on a CPU only")
+            return EngineProcess(name, make_spec(name, dtype, work, target, scratch))
 
         comparison = Comparison(work, names, start, together=on_cpu, tell=tell)
-        interrupted = []
         try:
             comparison.run()
         except KeyboardInterrupt:

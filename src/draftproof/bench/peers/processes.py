@@ -84,16 +84,17 @@ class EngineProcess:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
-            raise EngineFailedError(f"{self.name}: its process ended{self._last_words()}") from None
+            raise EngineFailedError(f"its process ended{self._last_words()}") from None
         if not select.select([stdout], [], [], limit_s)[0]:
             self._process.kill()
-            raise EngineFailedError(f"{self.name}: took more than {limit_s:.0f} s")
+            self._process.wait()
+            raise EngineFailedError(f"took more than {limit_s:.0f} s")
         line = stdout.readline()
         if not line:
-            raise EngineFailedError(f"{self.name}: its process ended{self._last_words()}")
+            raise EngineFailedError(f"its process ended{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise EngineFailedError(f"{self.name}: {answer['error']}")
+            raise EngineFailedError(answer["error"])
         return answer
 
     def _last_words(self) -> str:
