@@ -80,6 +80,10 @@ def check(config: ModelConfig) -> str:
         raise ValueError(f"{here}: rope_type={config.rope.type!r}: no GGUF file is made of it")
     if (config.qkv_bias and architecture == "qwen3") or (config.o_bias and architecture != "llama"):
         raise ValueError(f"{here}: has biases for which GGUF's {architecture} has no place")
+    if architecture == "qwen2" and config.num_heads * config.head_dim != config.hidden_size:
+        raise ValueError(
+            f"{here}: head_dim={config.head_dim}: GGUF's qwen2 has hidden_size / num_attention_heads"
+        )
     return architecture
 
 

@@ -19,8 +19,11 @@ FORMATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 KEYS_AND_VALUES = {"bfloat16": "F16", "float16": "F16", "float32": "F32"}  # F16 is its default
 
 
-# What it says while it loads is for people who watch it.
-SILENT = api.llama_log_callback(lambda level, text, data: None)
+LOG_ERROR = 4  # ggml.h's level
+COMPLAINTS: list[str] = []  # of all that it says while it loads
+LOG = api.llama_log_callback(
+    lambda level, text, data: COMPLAINTS.append(text.decode().strip()) if level == LOG_ERROR else None
+)
 
 
 class LlamaCpp:
@@ -31,13 +34,13 @@ class LlamaCpp:
 
     def __init__(self, spec: Spec) -> None:
         path = gguf_file.of(spec, FORMATS[spec.dtype])
-        api.llama_log_set(SILENT, ctypes.c_void_p(0))
+        api.llama_log_set(LOG, ctypes.c_void_p(0))
         api.llama_backend_init()
         params = api.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = api.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise ValueError("llama.cpp refused the GGUF file")
+            raise ValueError(f"llama.cpp refused the GGUF file: {'; '.join(COMPLAINTS)}")
         given = api.llama_context_default_params()
         given.n_ctx = given.n_batch = spec.num_seqs * spec.max_len
         given.n_seq_max = spec.num_seqs
@@ -47,7 +50,7 @@ class LlamaCpp:
         given.type_k = given.type_v = getattr(api, f"GGML_TYPE_{kept}")
         self._context = api.llama_init_from_model(self._model, given)
         if not self._context:
-            raise ValueError("llama.cpp made no context")
+            raise ValueError(f"llama.cpp made no context: {'; '.join(COMPLAINTS)}")
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
         features = api.llama_print_system_info().decode()
