@@ -134,10 +134,10 @@ def test_engines_take_turns_on_prompts_that_nobody_has_read() -> None:
     assert [[(name, way, num_new) for name, way, _, _, num_new in turns] for turns in rounds] == [
         [
             ("draftproof", "", 4), ("other", "", 4), ("other", "lookup", 4), ("third", "", 4),
+            ("memory", "", 0),
             ("draftproof", "", 4), ("other", "", 4), ("other", "continuous", 4), ("third", "", 4),
             ("draftproof", "", 2), ("other", "", 2), ("third", "", 2),
             ("draftproof", "", 2), ("other", "", 2), ("third", "", 2),
-            ("memory", "", 0),
         ]
     ] * 4  # fmt: skip
     by_engine = {
@@ -163,7 +163,7 @@ def test_rows_are_medians_without_the_first_round() -> None:
     assert other["output_throughput"] == pytest.approx(50) and other["plain_over_it"] == pytest.approx(2)
     assert (other["num_compared"], other["num_identical"]) == (6, 3)
     assert (rows["third", 2]["num_compared"], rows["third", 2]["num_identical"]) == (6, 6)
-    rate = found.read_rate()
+    rate = found.read_rate("bfloat16")
     assert rate == pytest.approx(comparison.NUM_BYTES * 10)
     # two tokens more than the prompt's two take 20 ms: 10 ms a step
     assert ours["read_rate_share"] == pytest.approx(2e6 / 0.01 / rate)
@@ -250,12 +250,19 @@ def test_weights_of_a_step_are_counted_in_the_dtype() -> None:
 def test_the_page_shows_engines_and_what_they_rest_on() -> None:
     found, _ = compared([])
     beside = plan.Beside(
-        rows=found.rows(), busy=[], engines=found.engines, bytes_per_second=35e9, notes=found.notes
+        rows=found.rows(),
+        busy=[],
+        engines=found.engines,
+        bytes_per_second={"float32": 35e9},
+        notes=found.notes,
     )
     lines = report.beside_others({field: getattr(beside, field) for field in beside.__slots__})
     page = "\n".join(lines)
     assert "| other | bfloat16 | 2 | 50 | 2.00 |" in page and "| 3 of 6 |" in page
-    assert "The machine reads 35.0 GB/s." in page and "Note: missing, bfloat16: ValueError" in page
+    assert (
+        "The machine reads 35.0 GB/s beside float32." in page
+        and "Note: missing, bfloat16: ValueError" in page
+    )
     assert "other 1: " in page and "memory" not in page
 
 

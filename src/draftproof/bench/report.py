@@ -167,7 +167,8 @@ AGAINST_COLUMNS: tuple[Column, ...] = (
     ("prompt and 2 tokens, ms", "prompt_ms", ".4g"),
     ("outputs with our ids", "same", ""),
     ("share of the read rate", "read_rate_share", ".0%"),
-    ("foreign load, most", "foreign_load", ".0%"),
+    ("foreign load", "foreign_load", ".0%"),
+    ("most", "most_foreign_load", ".0%"),
 )
 BUSY_COLUMNS: tuple[Column, ...] = (
     ("engine", "name", ""),
@@ -214,8 +215,8 @@ def beside_others(found: Record | None) -> list[str]:
         row | {"same": f"{row['num_identical']} of {row['num_compared']}" if row["num_compared"] else None}
         for row in found["rows"]
     ]
-    rate = found["bytes_per_second"]
-    known = [] if rate is None else [f"The machine reads {rate / 1e9:.1f} GB/s.", ""]
+    rates = [f"{rate / 1e9:.1f} GB/s beside {dtype}" for dtype, rate in found["bytes_per_second"].items()]
+    known = [f"The machine reads {', '.join(rates)}.", ""] if rates else []
     engines = [
         f"{name} {engine['version']}: "
         + "; ".join(

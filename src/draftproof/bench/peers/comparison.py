@@ -133,9 +133,12 @@ class Comparison:
     def _measure(self, dtype: str, entrants: Sequence[Entrant]) -> None:
         """The rounds of one dtype: on a quiet machine, then beside each number of busy processes."""
         sizes, num_new = self._work.batch_sizes, self._work.num_new
-        cells = [Cell(dtype, batch, num_new) for batch in sizes]
-        cells += [Cell(dtype, batch, PROMPT_NEW, 1 if batch > 1 else PROMPTS_A_CALL) for batch in sizes]
-        self._rounds([*cells, Cell(dtype, 0, 0, READS_A_CALL)], entrants)
+        first, *others = [Cell(dtype, batch, num_new) for batch in sizes]
+        reading = Cell(
+            dtype, 0, 0, READS_A_CALL
+        )  # beside the first batch size, whose share of the rate is told
+        prompts = [Cell(dtype, batch, PROMPT_NEW, 1 if batch > 1 else PROMPTS_A_CALL) for batch in sizes]
+        self._rounds([first, reading, *others, *prompts], entrants)
         for count in self._work.busy:
             with busy(count) as pids:
                 cells = [Cell(dtype, batch, num_new, 1, count) for batch in sizes]
@@ -207,12 +210,14 @@ class Comparison:
 
     # what comes of it
 
-    def read_rate(self) -> float | None:
-        """Bytes a second that the machine reads, the best of all."""
-        found = [
-            s for (cell, _), calls in self.calls.items() if not cell.num_new for c in calls for s in c.seconds
-        ]
-        return NUM_BYTES / min(found) if found else None
+    def read_rate(self, dtype: str) -> float | None:
+        """Bytes a second that the machine read meanwhile: the best of each round, and of these the median."""
+        calls = self.calls.get((Cell(dtype, 0, 0, READS_A_CALL), MEMORY), [])
+        return statistics.median(NUM_BYTES / min(call.seconds) for call in calls) if calls else None
+
+    def read_rates(self) -> dict[str, float]:
+        """By dtype, where they are known."""
+        return {dtype: rate for dtype in self._work.dtypes if (rate := self.read_rate(dtype)) is not None}
 
     def rows(self) -> list[Record]:
         """One for each dtype, batch size and entrant on a quiet machine."""
@@ -228,7 +233,7 @@ class Comparison:
 
     def _row(self, cell: Cell, name: str) -> Record:
         calls, ours = self.calls[cell, name], self.calls.get((cell, OURS), [])
-        seconds = median(calls)
+        seconds, foreign = median(calls), [call.foreign for call in calls if call.foreign is not None]
         row = {
             "name": name,
             "dtype": cell.dtype,
@@ -238,7 +243,8 @@ class Comparison:
             "plain_over_it": seconds / median(ours) if ours else None,
             "prompt_ms": self._prompt_ms(cell, name),
             "read_rate_share": self._read_share(cell, name),
-            "foreign_load": max((call.foreign for call in calls if call.foreign is not None), default=None),
+            "foreign_load": statistics.median(foreign) if foreign else None,
+            "most_foreign_load": max(foreign, default=None),
             "calls": [{"seconds": call.seconds, "foreign_load": call.foreign} for call in calls],
         }
         pairs = (
@@ -268,7 +274,7 @@ class Comparison:
     def _read_share(self, cell: Cell, name: str) -> float | None:
         """Share of the read rate at which one request's steps read the weights, prompts apart."""
         rate, weights, prompt = (
-            self.read_rate(),
+            self.read_rate(cell.dtype),
             self._work.weight_bytes.get(cell.dtype),
             self._prompt_ms(cell, name),
         )

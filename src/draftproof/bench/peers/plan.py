@@ -39,7 +39,7 @@ class Beside:
     rows: list[Record] = field(default_factory=list)
     busy: list[Record] = field(default_factory=list)
     engines: Record = field(default_factory=dict)
-    bytes_per_second: float | None = None
+    bytes_per_second: dict[str, float] = field(default_factory=dict)  # read, by dtype
     notes: list[str] = field(default_factory=list)
 
 
@@ -123,6 +123,6 @@ def compare(peers: Sequence[str], work: Work, target: Target, tell: Callable[[st
         rows=comparison.rows(),
         busy=comparison.busy_rows(),
         engines=comparison.engines,
-        bytes_per_second=comparison.read_rate(),
+        bytes_per_second=comparison.read_rates(),
         notes=comparison.all_notes() + interrupted,
     )
