@@ -64,8 +64,8 @@ def generate(engine: Engine, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def short(error: Exception) -> str:
     """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' / '.join(lines)[:300] or 'no reason given'}"
 
 
 if __name__ == "__main__":
