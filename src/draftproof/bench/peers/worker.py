@@ -35,7 +35,7 @@ def main() -> None:
             else:
                 assert engine is not None, "load comes first"
                 answer = generate(engine, asked)
-        except Exception as error:  # of a foreign library
+        except Exception as error:  # a foreign library may raise anything
             answer = {"error": short(error)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
