@@ -157,7 +157,7 @@ def test_serve_like_counts_from_arrival_and_keeps_the_rate(tmp_path: Path) -> No
         ),
         ("throughput --against transformers,transformers", "names transformers twice"),
         ("throughput --against transformers --against-dtypes int8", "must be one of bfloat16"),
-        ("throughput --against transformers --output-len 4000", "prompts of 200 ids"),
+        ("throughput --against transformers --num-prompts 1 --output-len 3900", "prompts of 200 ids"),
         ("serve-like --request-rate 0", "--request-rate 0: must be above 0"),
         ("serve-like --goodput ttlt:5", "must read NAME:MILLISECONDS"),
     ],
