@@ -1,4 +1,4 @@
-"""CPU figures: plain decoding beside transformers, a pass by rows and by parts, speculation, exactness, start-up.
+"""CPU figures: a pass by rows and by parts, speculation, exactness, start-up.
 
 What is compared takes turns, and each figure is the median of its repeats, because a shared machine's speed drifts.
 Times in seconds unless a name says otherwise.
@@ -22,7 +22,6 @@ import torch
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench import figures, internals, passes, workload
-from draftproof.bench.against import Transformers
 from draftproof.bench.harness import PLAIN, Benchmark, Measured, Variant, medians
 
 Row = dict[str, Any]
@@ -81,28 +80,6 @@ def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[i
         return [ids[i % len(ids)] for i in range(count)]
     long = [token for prompt in ids for token in prompt] * 3
     return [long[37 * i : 37 * i + length] for i in range(count)]
-
-
-def plain(setup: Setup) -> Iterator[Row]:
-    """Greedy tokens/s beside `transformers.generate` in the same precision."""
-    for dtype in ("bfloat16", "float32"):
-        bench = setup.benchmark(dtype=dtype)
-        hf = Transformers(Path(setup.path()), torch.device("cpu"), getattr(torch, dtype), dummy=False)
-        for batch in (1, 8):
-            prompts = code_prompts(bench.engine(PLAIN), batch, NUM_PROMPT)
-            jobs = workload.jobs(prompts, range(batch), PARAMS)
-
-            def ours(bench: Benchmark = bench, jobs: Any = jobs, batch: int = batch) -> float:
-                run = bench.run_once(PLAIN, jobs, batch)
-                return run.num_tokens / run.seconds
-
-            def theirs(hf: Transformers = hf, prompts: list[list[int]] = prompts) -> float:
-                ids, seconds = hf.generate(prompts, NUM_NEW)
-                return sum(map(len, ids)) / seconds
-
-            us, them = medians([ours, theirs], setup.repeats)
-            row = {"dtype": dtype, "batch": batch, "tok_s": us, "transformers_tok_s": them}
-            yield {**row, "ratio": us / them}
 
 
 def speculation(setup: Setup) -> Iterator[Row]:
@@ -243,7 +220,6 @@ def startup(setup: Setup) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, Callable[[Setup], Iterator[Row]]] = {
-    "plain": plain,
     "passes": target_passes,
     "steps": steps,
     "speculation": speculation,

@@ -118,7 +118,9 @@ def fp8() -> None:
         best: dict[int, float] = dict.fromkeys(all_rows, 0.0)
         used, lines = dict(best), {rows: list[str]() for rows in all_rows}
         for name, (outputs, inputs, out_dtype) in HEAD_PRODUCTS.items():
-            kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: ways share weights, which stay alive
+            kept: dict[
+                int, tuple[Tensor, Tensor]
+            ] = {}  # by address: candidates share weights, which stay alive
             processors = num_processors(DEVICE)
             tried = {
                 (c.tile, c.parts(all_rows[0], outputs, inputs, processors)): c for c in reversed(cuts)

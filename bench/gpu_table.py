@@ -29,7 +29,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench import internals, passes, report, rooflines, timeline, workload
 from draftproof.bench.drive import Decoding
 from draftproof.bench.harness import PLAIN, Benchmark, free_memory
-from draftproof.bench.stages import Report, describe, parser, run_stages, synchronize
+from draftproof.bench.stages import CheckLog, describe, parser, run_stages, synchronize
 from draftproof.models import cost
 
 CONTEXT, BATCHES = 1000, (1, 8, 64)
@@ -43,7 +43,7 @@ PROMPT = 64  # tokens of the shortest request whose idle time is looked at
 class Table:
     """Figures as they come. A roof is the best that could be, in the figure's unit."""
 
-    report: Report
+    log: CheckLog
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, what: str, unit: str, figure: float, roof: float | None, note: str = "") -> None:
@@ -51,7 +51,7 @@ class Table:
         self.rows.append(row)
         cells = self.shown(row)
         detail = [cells["figure"], cells["roof"], cells["reached"], note]
-        self.report.check(what, figure > 0, " ".join(detail))
+        self.log.check(what, figure > 0, " ".join(detail))
 
     def shown(self, row: dict[str, Any]) -> dict[str, str]:
         figure, roof = row["figure"], row["roof"]
@@ -228,7 +228,7 @@ class Stages:
         if self.profiled:
             with torch.no_grad():
                 for line in passes.kernels_of(call, self.shape.device):
-                    self.table.report.note(line)
+                    self.table.log.note(line)
 
     def idle(self) -> None:
         shape = dataclasses.replace(self.shape, name=DUMMY)
@@ -279,11 +279,11 @@ class Stages:
             what = f"{row['name']}, batch {row['batch_size']}"
             self.table.add(what, "tokens/s", row["output_throughput"], None, note)
         for note in notes:
-            self.table.report.note(note)
+            self.table.log.note(note)
 
     def products(self) -> None:
         if self.shape.device == "cpu":
-            self.table.report.note("products: against cuBLAS, on a GPU only")
+            self.table.log.note("products: against cuBLAS, on a GPU only")
             return
         from bench import gpu_kernels
 
@@ -334,12 +334,12 @@ def main() -> int:
     flags.add_argument("--rates", default=RATES, help="how often a draft of `replay` is right")
     given = flags.parse_args()
     print(describe(given.device), flush=True)
-    table = Table(Report())
+    table = Table(CheckLog())
     with tempfile.TemporaryDirectory() as folder:
         shape = Shape(given.shape, given.device, Path(folder) if given.quick else None)
         rates = [float(rate) for rate in given.rates.split(",")]
         stages = Stages(shape, table, rates, Path(folder), given.profile)
-        status = run_stages(table.report, given.stages, {name: getattr(stages, name) for name in names})
+        status = run_stages(table.log, given.stages, {name: getattr(stages, name) for name in names})
     if given.json:
         before = json.loads(given.json.read_text()) if given.json.is_file() else []
         measured = {row["what"] for row in table.rows}

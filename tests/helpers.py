@@ -15,7 +15,6 @@ from torch import Tensor
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
-from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, allocate
 from draftproof.kernels.exactness import Check, prove_power, rows_agree
 from draftproof.kernels.linear import LinearPlanner
@@ -121,18 +120,6 @@ def logits_in_parts(
         start, other = start + size, other + len(noise)
     assert start == len(tokens)
     return torch.cat(parts)
-
-
-def check_pages(pages: PageAllocator) -> None:
-    """AssertionError if an invariant of the allocator is broken."""
-    for block in range(1, pages.num_blocks):
-        assert (pages._ref_count[block] == 0) == (block in pages._free), f"block {block}: count and free list"
-    assert 0 not in pages._free
-    assert pages._ref_count[0] == 0
-    for key, block in pages._block_of.items():
-        assert pages._key_of[block] == key, f"block {block}: key"
-        assert block in pages._node_of, f"block {block}: node"
-    assert len(pages._key_of) == len(pages._block_of) == len(pages._node_of)
 
 
 def is_exact(check: Check, version: Any, num_threads: int) -> bool:

@@ -47,12 +47,12 @@ SETTINGS = {
     "all-avx2": Setting({**MKL, **ONEDNN, **ATEN}, narrow=True),
     "openblas-haswell": Setting({"OPENBLAS_CORETYPE": "Haswell"}),
 }
-TESTS = ("tests/conformance", "tests/kernels", "tests/models", "tests/drafters")
+TESTS = ("tests/conformance", "tests/attention", "tests/kernels", "tests/models", "tests/drafters")
 # Triton's interpreter computes with numpy, and its sums are made without BLAS: no library has a say in them.
 LEFT_OUT = ("--deselect=tests/kernels/test_triton_interpreter.py",)
 QUICK = ("mkl-avx2", "all-avx2")
 QUICK_TESTS = (
-    "tests/conformance/test_attention.py",
+    "tests/attention/test_attention.py",
     "tests/conformance/test_fallback.py::test_torch_operators_are_as_exact",
     "tests/conformance/test_chunk_sizes.py::test_chunks_and_batches_change_nothing[False-float32]",
     "tests/kernels/test_experts.py",

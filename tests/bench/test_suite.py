@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftproof import LLM, assets
-from draftproof.bench import against, harness, plots, suite
+from draftproof.bench import harness, plots, suite
 from draftproof.bench.drive import Client, ClientResult, Job
 from draftproof.cli import options
 from draftproof.cli.main import main
@@ -149,6 +148,16 @@ def test_serve_like_counts_from_arrival_and_keeps_the_rate(tmp_path: Path) -> No
         ("latency --model DIR --num-drafts 2", "name the drafter"),
         ("latency --model SHAPE --load-format dummy", "use --random-input-len"),
         ("latency --model DIR --random-input-len 8 --output-dir FILE/x", "cannot be made"),
+        ("throughput --busy 1", "--busy: is of use with --against only"),
+        ("serve-like --against transformers", "engines get all requests at once"),
+        ("throughput --against transformers --temperature 1", "at --temperature 0 with --ignore-eos only"),
+        (
+            "throughput --against vllm",
+            "--against vllm: unknown; choose from transformers, llama.cpp, openvino",
+        ),
+        ("throughput --against transformers,transformers", "names transformers twice"),
+        ("throughput --against transformers --against-dtypes int8", "must be one of bfloat16"),
+        ("throughput --against transformers --num-prompts 1 --output-len 3900", "prompts of 200 ids"),
         ("serve-like --request-rate 0", "--request-rate 0: must be above 0"),
         ("serve-like --goodput ttlt:5", "must read NAME:MILLISECONDS"),
     ],
@@ -168,43 +177,6 @@ def test_bad_input_is_answered(
     error = capsys.readouterr().err
     assert any(part in error for part in said.split("|")), error
     assert "Traceback" not in error
-
-
-@slow
-def test_transformers_is_measured_beside_with_the_same_random_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: Any, prompts: Any, num_new: int) -> Any:
-        raise NotImplementedError("not on this device\nat all")
-
-    monkeypatch.setattr(against.Transformers, "generate_batch", fails)
-    status, results = bench(
-        tmp_path, "throughput", "--batch-sizes", "1,2", "--load-format", "dummy", "--random-input-len", "9",
-        "--against", "transformers", "--speculative-config", "ngram", "--random-range-ratio", "0.4",
-    )  # fmt: skip
-    assert status == 0
-    rows = {(r["name"], r["batch_size"]): r for r in results["against"]}
-    assert list(rows) == [
-        ("transformers generate", 1),
-        ("transformers generate, prompt lookup", 1),
-        ("transformers generate", 2),
-    ]
-    for row in rows.values():
-        assert row["num_compared"] == row["num_identical"] == 3, "fp32, and no ties in random weights"
-        assert row["output_throughput"] > 0
-    assert results["notes"] == [
-        "transformers continuous batching, batch 2: NotImplementedError: not on this device"
-    ]
-
-
-def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    rows, notes = against.measure(
-        tmp_path, torch.device("cpu"), torch.float32, dummy=True, prompts=[[1]], reference={0: [1]},
-        batch_sizes=[1], num_new=1, plain_speeds={1: 1.0}, num_lookup=2, tell=lambda line: None,
-    )  # fmt: skip
-    assert rows == [] and len(notes) == 1 and notes[0].startswith("transformers cannot load this model")
-    assert "\n" not in notes[0]
 
 
 @slow

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from draftproof.cache.pages import ROOT, PageAllocator
-from tests.helpers import check_pages
 
 
 def register_all(pages: PageAllocator, blocks: list[int], tokens: list[int]) -> None:
@@ -31,7 +30,7 @@ def test_a_prefix_is_found_again_and_leaves_a_token_to_compute() -> None:
     assert pages.match([5, 6, 7, 8]).blocks == blocks[:1]
     assert pages.match([5, 6, 0, 8, 1]).blocks == blocks[:1]
     assert pages.match([6, 5, 7, 8, 1]).blocks == []
-    check_pages(pages)
+    pages.check_integrity()
 
 
 def test_equal_pages_after_different_prefixes_are_not_confused() -> None:
@@ -68,7 +67,7 @@ def test_a_shared_page_survives_its_first_owner_and_is_evicted_when_needed() -> 
     assert pages.match([1, 2, 3]).blocks == blocks[:1]
     assert pages.allocate(2) is not None  # the tail of the prefix goes before its head
     assert pages.match([1, 2, 3, 4, 5]).blocks == blocks[:1]
-    check_pages(pages)
+    pages.check_integrity()
 
 
 def test_without_sharing_nothing_is_found() -> None:
@@ -84,7 +83,7 @@ def test_the_check_sees_a_broken_count() -> None:
     pages.allocate(1)
     pages._ref_count[1] = 0
     with pytest.raises(AssertionError, match="block 1"):
-        check_pages(pages)
+        pages.check_integrity()
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -112,4 +111,4 @@ def test_random_use_keeps_the_invariants_and_never_finds_a_wrong_page(lookahead:
                     node = pages.register(blocks[i], node, tokens, i)
                     holds[blocks[i]] = tokens[: (i + 1) * 2 + lookahead]
             live.append(blocks)
-        check_pages(pages)
+        pages.check_integrity()

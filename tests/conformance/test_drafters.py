@@ -16,7 +16,6 @@ from draftproof.drafters import registry
 from draftproof.kernels import native
 from draftproof.kernels.graphs import Recorded
 from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
-from tests.helpers import check_pages
 from tests.slow import few, slow
 
 DTYPES = ["float32", "bfloat16"]
@@ -66,7 +65,7 @@ def check(
     assert speculation.num_accepted_tokens > 0
     assert speculation.num_accepted_tokens < speculation.num_draft_tokens or not rejects
     assert llm.stats.num_drafter_faults == 0
-    check_pages(scheduler.pages)
+    scheduler.pages.check_integrity()
     assert not scheduler.running and scheduler.pages.num_free == scheduler.pages.num_blocks - 1
 
 

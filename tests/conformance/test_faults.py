@@ -148,11 +148,6 @@ def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
     assert sandbox.num_faults == 1
 
 
-def test_what_is_verified_has_its_old_name_for_one_version() -> None:
-    verified = _verified([1, 2])
-    assert verified.cu_R1 is verified.query_start_loc_R1
-
-
 def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,8 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from draftproof import LLM, SamplingParams, assets
+from draftproof.attention.base import PagedAttention
 from draftproof.drafters.retokenize import DraftIds, TargetText
-from draftproof.drafters.text_model import TextDrafter
+from draftproof.models.decoder import Decoder, TargetOutput
 from draftproof.models.tokenizer_file import BROKEN, open_tokenizer
 from tests.drafters.test_token_map import change_config, drafter, drafting, numbers
 from tests.made.shared import DATA, other_tokens, prompts
@@ -183,17 +184,26 @@ def test_the_same_tokenizer_is_accepted_as_often_through_its_text(tmp_path: Path
     assert expected[1] > 50
 
 
+def after_each_draft_pass(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, look: Callable[[torch.Tensor, PagedAttention], None]
+) -> None:
+    """`look` sees what the draft model computed in each pass of its own, and may raise."""
+    original, target = Decoder.__call__, llm.engine.runner.target
+
+    def called(self: Decoder, tokens_N: torch.Tensor, attn: PagedAttention, *rest: Any) -> TargetOutput:
+        out = original(self, tokens_N, attn, *rest)
+        if self is not target:
+            look(tokens_N, attn)
+        return out
+
+    monkeypatch.setattr(Decoder, "__call__", called)
+
+
 @slow
 def test_a_round_computes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_rows: list[int] = []
-    original: Callable[..., torch.Tensor] = TextDrafter._pass
-
-    def counted(self: TextDrafter, tokens_N: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        num_rows.append(len(tokens_N))
-        return original(self, tokens_N, *rest, **more)
-
-    monkeypatch.setattr(TextDrafter, "_pass", counted)
     llm = drafting(Path(other_tokens()))
+    num_rows: list[int] = []
+    after_each_draft_pass(monkeypatch, llm, lambda tokens_N, attn: num_rows.append(len(tokens_N)))
     prompt = "".join(prompts())
     output = llm.generate(
         prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), use_tqdm=False
@@ -253,23 +263,26 @@ def test_a_pass_that_failed_leaves_nothing_that_is_believed(monkeypatch: pytest.
     llm = drafting(Path(other_tokens()))
     params = SamplingParams(temperature=0, max_tokens=32)
     clean = llm.generate(prompts()[:3], params, use_tqdm=False)
-    before, found = llm.stats.speculation.num_accepted_tokens, drafter(llm)
-    original, calls = found._pass, []
+    before = llm.stats.speculation.num_accepted_tokens
+    calls, believed = list[int](), list[bool]()
 
-    def failing(*given: Any, **more: Any) -> torch.Tensor:
+    def fails_once(tokens_N: torch.Tensor, attn: PagedAttention) -> None:
         calls.append(1)
-        hidden = original(*given, **more)
-        if len(calls) == 9:
-            found._memory.cache.layers[0].k.fill_(3.0)
-            for request in found._requests.values():
-                assert len(request.cached) < len(request.draft.ids)
-                request.cached.clear()  # what the fill has spoilt
-            raise RuntimeError("once")
-        return hidden
+        if len(calls) != 9:
+            return
+        table_SB, layer = attn.cache.block_table_SB, attn.cache.layers[0]
+        size = layer.k.shape[2]
+        for slot, position in zip(attn.rows.slots_T.tolist(), attn.rows.positions_T.tolist(), strict=True):
+            if position >= 0:
+                layer.k[table_SB[slot, position // size], :, position % size] = 3.0
+        requests = drafter(llm)._requests.values()  # what is asserted here would be a fault like any other
+        believed.extend(len(request.cached) >= len(request.draft.ids) for request in requests)
+        raise RuntimeError("once")
 
-    monkeypatch.setattr(found, "_pass", failing)
+    after_each_draft_pass(monkeypatch, llm, fails_once)
     again = llm.generate(prompts()[:3], params, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in clean] == [o.outputs[0].token_ids for o in again]
+    assert believed == [False] * 3, "what a pass overwrites is not believed before it is through"
     assert llm.stats.num_drafter_faults == 1 and len(calls) > 20
     assert llm.stats.speculation.num_accepted_tokens - before > before / 2
 

@@ -26,6 +26,7 @@ from draftproof.engine.interface import (
 )
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.scheduler import Scheduler
+from tests.engine.poison import poison
 
 
 class Pending:
@@ -209,20 +210,6 @@ def test_tokens_that_come_at_once_count_as_those_that_come_one_by_one(
     at_once, one_by_one = after([tokens]), after([[t] for t in tokens])
     assert at_once == one_by_one
     assert len(at_once[3]) == len(at_once[0]) and at_once[1] in (None, "stop", "error")
-
-
-def poison(num_prompt: int, at: int = 0) -> Callable[[StepInput], None]:
-    """Fails each step that computes rows, from position `at` on, of the request with so many prompt tokens."""
-    slots: set[int] = set()
-
-    def before(step: StepInput) -> None:
-        slots.difference_update(step.released)
-        slots.difference_update(a.slot for a in step.admitted)
-        slots.update(a.slot for a in step.admitted if a.num_prompt == num_prompt)
-        if any(s.slot in slots and s.start + s.num_rows > at for s in step.scheduled):
-            raise ZeroDivisionError("poisonous")
-
-    return before
 
 
 @pytest.mark.parametrize("async_depth", [0, 1])

@@ -5,7 +5,6 @@ from draftproof.cache.pages import PageAllocator
 from draftproof.engine.interface import RequestSpec
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import Scheduler, SchedulerOutput
-from tests.helpers import check_pages
 
 PARAMS = SamplingParams(max_tokens=100, detokenize=False)
 
@@ -88,7 +87,7 @@ def test_the_latest_is_preempted_and_computed_again_from_its_tokens() -> None:
     s.finish(first)
     assert first.slot == -1 and len(s.released) == 2
     assert shape(s.schedule()) == [("r1", 9, 1)] or second.num_cached > 0
-    check_pages(s.pages)
+    s.pages.check_integrity()
 
 
 def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
@@ -121,7 +120,7 @@ def test_a_finished_request_gives_everything_back() -> None:
     s.finish(waiting)
     s.finish(one)
     assert not s.running and not s.waiting and s.pages.num_free == 64
-    check_pages(s.pages)
+    s.pages.check_integrity()
 
 
 def test_a_broken_draft_keeps_pages_out_of_the_cache() -> None:
@@ -150,7 +149,7 @@ def test_the_isolated_run_alone_and_the_others_come_back_in_order() -> None:
     assert [name for name, *_ in shape(s.schedule())] == ["r1"] and first.slot == -1
     s.rejoin()
     assert [name for name, *_ in shape(s.schedule())] == ["r1", "r0", "r2"]
-    check_pages(s.pages)
+    s.pages.check_integrity()
 
 
 def test_recomputing_gives_all_slots_up_and_keeps_what_was_cached() -> None:
@@ -166,4 +165,4 @@ def test_recomputing_gives_all_slots_up_and_keeps_what_was_cached() -> None:
     s.recompute_all(keep_cache=False)
     s.schedule()
     assert one.num_computed == 0
-    check_pages(s.pages)
+    s.pages.check_integrity()

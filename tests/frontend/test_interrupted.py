@@ -9,7 +9,6 @@ import torch
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.engine.core import EngineCore
-from tests.helpers import check_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -74,7 +73,7 @@ def test_after_a_step_that_broke_off_everything_goes_on(
     text += "".join(d.text for d in stream)
     assert text == expected[0].outputs[0].text
     pages = drafting.engine.scheduler.pages
-    check_pages(pages)
+    pages.check_integrity()
     assert pages.num_free == pages.num_blocks - 1 and not drafting.requests.running
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from draftproof import LLM, EngineConfig, SamplingParams, assets
+from draftproof import LLM, Delta, EngineConfig, SamplingParams, assets
 from draftproof.config import VLLM_SETTINGS
 from draftproof.models.config import read_config
 from tests.conformance.cases import REPEATS
-from tests.helpers import check_pages
+from tests.engine.poison import poison
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "def add(a, b):\n    return"
@@ -124,7 +124,33 @@ def test_a_forgotten_prefix_is_computed_again_to_the_same_bits(llm: LLM) -> None
     assert tokens == generate(llm, PROMPT, params)[0].outputs[0].token_ids
     again = generate(llm, prompt, params)[0]
     assert not again.metrics.num_cached_tokens and again.outputs == first.outputs
-    check_pages(llm.engine.scheduler.pages)
+    llm.engine.scheduler.pages.check_integrity()
+
+
+def test_a_stream_gives_the_logprobs_that_generate_gives(drafting: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
+    whole = generate(drafting, PROMPT, params)[0].outputs[0]
+    deltas = list(drafting.stream(PROMPT, params))
+    assert all(d.logprobs is not None and len(d.logprobs) == len(d.token_ids) for d in deltas)
+    assert whole.logprobs and [entry for d in deltas for entry in d.logprobs or ()] == whole.logprobs
+    assert any(len(d.token_ids) > 1 for d in deltas), "drafts give several at once"
+    assert all(d.logprobs is None for d in drafting.stream(PROMPT, GREEDY))
+
+
+def test_a_stream_says_why_a_request_failed_in_its_last_delta(
+    drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, num_prompt = drafting.engine.runner.run, len(drafting.tokenizer.encode(PROMPT))
+    refuse = poison(num_prompt, at=num_prompt + 6)
+    monkeypatch.setattr(drafting.engine.runner, "run", lambda step: (refuse(step), run(step))[1])
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    seen: dict[str, list[Delta]] = {}
+    for delta in drafting.stream([PROMPT, "import os"], params):
+        seen.setdefault(delta.request_id, []).append(delta)
+    (*before, last), others = seen.values()
+    assert last.finish_reason == "error" and "ZeroDivisionError: poisonous" in (last.error or "")
+    assert before and all(d.error is None and d.finish_reason is None for d in before)
+    assert all(d.error is None for d in others) and others[-1].finish_reason == "length"
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
@@ -132,7 +158,7 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
         break
     scheduler = llm.engine.scheduler
     assert not scheduler.running and not llm.requests.running
-    check_pages(scheduler.pages)
+    scheduler.pages.check_integrity()
 
 
 def test_an_aborted_request_ends_and_the_others_go_on(llm: LLM) -> None:

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer as Backend
 from draftproof import assets
 from draftproof.engine.core import stopping_point
 from draftproof.engine.interface import RequestSpec
-from draftproof.frontend.text import BROKEN, Detokenizer, StopStrings, Tokenizer
+from draftproof.frontend.text import Detokenizer, StopStrings, Tokenizer
+from draftproof.models.tokenizer_file import BROKEN
 from draftproof.types import SamplingParams
 
 EOS = 2

@@ -17,7 +17,6 @@ from draftproof.bench.compare import compare
 from draftproof.engine.interface import PendingStep, StepInput
 from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
-from tests.helpers import check_pages
 from tests.slow import few, slow
 
 LONG = 120  # seconds after which a thread that should have ended is taken for stuck
@@ -68,7 +67,7 @@ def check(llm: LLM, expected: Any) -> None:
 
 def nothing_left(llm: LLM) -> bool:
     pages = llm.engine.scheduler.pages
-    check_pages(pages)
+    pages.check_integrity()
     return pages.num_free == pages.num_blocks - 1 and not llm.requests.running
 
 

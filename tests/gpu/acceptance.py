@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from draftproof.bench.stages import Report, describe, parser, run_stages
+from draftproof.bench.stages import CheckLog, describe, parser, run_stages
 from tests.drafters import golden
 
 
-def stage(report: Report, head: str, device: str, folder: Path | None) -> None:
+def stage(log: CheckLog, head: str, device: str, folder: Path | None) -> None:
     found = golden.folders(head, folder)
     if found is None:
         raise ValueError(f"--models: {head!r} is not in {folder}; give the folder that holds it")
@@ -21,18 +21,18 @@ def stage(report: Report, head: str, device: str, folder: Path | None) -> None:
     measured, expected = golden.measure(*found, device=device)
     for key, value in expected.items():
         took = f"{time.perf_counter() - start:.0f} s"
-        report.check(f"{head} {key}", measured[key] == value, f"{measured[key]}, golden {value}; {took}")
+        log.check(f"{head} {key}", measured[key] == value, f"{measured[key]}, golden {value}; {took}")
 
 
 def main() -> int:
     given = parser(__doc__, golden.SUPPORTED).parse_args()
     print(describe(given.device), flush=True)
-    report = Report()
+    log = CheckLog()
     stages = {
-        head: (lambda head=head: stage(report, head, given.device, given.models)) for head in golden.SUPPORTED
+        head: (lambda head=head: stage(log, head, given.device, given.models)) for head in golden.SUPPORTED
     }
     wanted = "tiny-eagle3" if given.quick and given.stages == ",".join(stages) else given.stages
-    return run_stages(report, wanted, stages)
+    return run_stages(log, wanted, stages)
 
 
 if __name__ == "__main__":

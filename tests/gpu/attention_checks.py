@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
-from tests.conformance import test_attention as attention
+from tests.attention import test_attention as attention
 
 
 def place(rows: attention.Pass, device: torch.device) -> attention.Pass:

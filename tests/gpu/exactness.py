@@ -21,11 +21,10 @@ from bench.models import DUMMY, SHAPES_OF
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import Tally, compare
 from draftproof.bench.harness import free_memory
-from draftproof.bench.stages import Report, describe, parser, run_stages
+from draftproof.bench.stages import CheckLog, describe, parser, run_stages
 from draftproof.cli.verify import failures, seeded
 from tests.conformance.cases import CASES, TARGETS
 from tests.gpu.settings import Models, num_graphs, run_apart, token_prompts
-from tests.helpers import check_pages
 
 PLAIN = "plain"
 NOT_OURS = ("custom", "replay")  # proposals of the first depend on chance; the second has a stage of its own
@@ -152,7 +151,7 @@ class Exactness:
     """Runs the stages; the reference of a model is computed once."""
 
     models: Models
-    report: Report
+    log: CheckLog
     modes: Sequence[str]
     settings: dict[str, Sequence[str]]  # each mode's
     _known: dict[str, dict[str, tuple[Requests, list[RequestOutput]]]] = field(default_factory=dict)
@@ -168,7 +167,7 @@ class Exactness:
                 if not settings:
                     continue
                 name = f"{model}-{method} {mode}"
-                with self.report.guard(f"{name} {settings[0].name}"):
+                with self.log.guard(f"{name} {settings[0].name}"):
                     llm = self.engine(model, scale, engine, drafting, mode)
                     for setting in settings:
                         for work in setting.workloads:
@@ -184,7 +183,7 @@ class Exactness:
                 )
                 used = [t.num_accepted_tokens for t in s.values() if t.num_draft_tokens]
                 accepted = bool(used) and all(used)
-                self.report.check(f"{name} drafts are accepted", accepted or not wanted, detail)
+                self.log.check(f"{name} drafts are accepted", accepted or not wanted, detail)
 
     def reference(self, model: str, scale: Scale) -> dict[str, tuple[Requests, list[RequestOutput]]]:
         """Plain, one at a time, graphs on, nothing shared."""
@@ -201,7 +200,7 @@ class Exactness:
                 tally.add(found[name][1])
                 assert not failures(found[name][1]), failures(found[name][1])[0]
             self._known[model] = found
-            self.report.note(
+            self.log.note(
                 f"reference of {model}: {tally.requests} requests, {tally.tokens} tokens, {tally.logprobs} logprobs; "
                 f"engine {loaded - start:.0f} s, decoding {time.perf_counter() - loaded:.0f} s"
             )
@@ -267,17 +266,17 @@ class Exactness:
             f"logprobs; drafted {s.num_draft_tokens}, accepted {s.num_accepted_tokens}; preempted {preempted}, cached "
             f"{cached}; {time.perf_counter() - start:.1f} s"
         )
-        self.report.check(f"{stage} {setting.name} {work}", not faulty, "; ".join([*faulty, detail]))
+        self.log.check(f"{stage} {setting.name} {work}", not faulty, "; ".join([*faulty, detail]))
 
     def check_graphs(self, name: str, llm: LLM, mode: str) -> None:
         """Graphs were used where they should be, and pages are all back."""
         llm.engine.drain()  # a pass may still be under way, of requests that have ended
         pages = llm.engine.scheduler.pages
         number = num_graphs(llm)
-        check_pages(pages)
+        pages.check_integrity()
         back = pages.num_free == pages.num_blocks - 1
         detail = f"{number} passes captured, {pages.num_free} of {pages.num_blocks - 1} blocks free"
-        self.report.check(f"{name} engine afterwards", back and bool(number) != MODES[mode], detail)
+        self.log.check(f"{name} engine afterwards", back and bool(number) != MODES[mode], detail)
 
 
 def _vacuous(
@@ -313,9 +312,9 @@ def main() -> int:
     print(describe(given.device), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(given.device, given.quick, given.models, Path(scratch))
-        exactness = Exactness(models, Report(), given.modes.split(","), settings)
+        exactness = Exactness(models, CheckLog(), given.modes.split(","), settings)
         stages = {name: (lambda pair=pair: exactness.stage(*pair)) for name, pair in STAGES.items()}
-        return run_stages(exactness.report, given.stages, stages)
+        return run_stages(exactness.log, given.stages, stages)
 
 
 if __name__ == "__main__":

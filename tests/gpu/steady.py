@@ -23,7 +23,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench import timeline
 from draftproof.bench.drive import Decoding
 from draftproof.bench.internals import Stepper
-from draftproof.bench.stages import Report, describe, parser, run_stages, synchronize
+from draftproof.bench.stages import CheckLog, describe, parser, run_stages, synchronize
 from tests.gpu.settings import Models, random_prompts
 
 STAGES = {  # model, method, whether it must keep a GPU busy at batch 1
@@ -77,12 +77,12 @@ def waiting_calls(decoding: Decoding, steps: int, device: str) -> Counter[str]:
     return Counter(f"{w.filename}:{w.lineno}" for w in found)
 
 
-def check_no_wait(report: Report, name: str, llm: LLM, decoding: Decoding, steps: int, device: str) -> None:
+def check_no_wait(log: CheckLog, name: str, llm: LLM, decoding: Decoding, steps: int, device: str) -> None:
     """Watched twice: the first time to tell where, the second as an error. A drafter's error would be taken for a
     fault of its own, so those are counted."""
     where, faults = waiting_calls(decoding, steps, device), llm.stats.num_drafter_faults
     for line, count in where.most_common(12):
-        report.note(f"waits {count} times in {steps} steps at {line}")
+        log.note(f"waits {count} times in {steps} steps at {line}")
     if not where:
         before = decoding.num_tokens
         with sync_mode("error", device):
@@ -92,11 +92,11 @@ def check_no_wait(report: Report, name: str, llm: LLM, decoding: Decoding, steps
     detail = f"{sum(where.values())} in {steps} steps, {faults} faults of the drafter"
     if not device.startswith("cuda"):
         detail += " (a CPU: not watched)"
-    report.check(f"{name} host synchronisations", not where and not faults, detail)
+    log.check(f"{name} host synchronisations", not where and not faults, detail)
 
 
 def check_idle(
-    report: Report, name: str, decoding: Decoding, steps: Steps, device: str, most_idle: float
+    log: CheckLog, name: str, decoding: Decoding, steps: Steps, device: str, most_idle: float
 ) -> None:
     """Time a step without the profiler, then the device's pauses under it."""
     synchronize(device)
@@ -105,7 +105,7 @@ def check_idle(
     synchronize(device)
     wall_us = (time.perf_counter() - start) / steps.timed * 1e6
     tokens = decoding.num_tokens - tokens
-    report.note(
+    log.note(
         f"{name}: {wall_us:.0f} us a step, {tokens / steps.timed:.2f} tokens a step, "
         f"{tokens / steps.timed / wall_us * 1e6:.0f} tokens/s"
     )
@@ -118,7 +118,7 @@ def check_idle(
     busy_us = sum(end - start for start, end in timeline.merge(seen.kernels())) / steps.profiled / 1e3
     span = max((e.end for e in line.work), default=0) - min((e.start for e in line.work), default=0)
     waited = timeline.total(line.waits) / span if span else 0.0
-    report.note(
+    log.note(
         f"{name}: kernels {busy_us:.0f} us a step; that is {1 - busy_us / wall_us:.1%} idle without the profiler; "
         f"host at work {1 - waited:.0%} of the time, {wall_us * (1 - waited):.0f} us a step; "
         f"{len(seen.work) / steps.profiled:.0f} kernels and copies a step; profiled, a step takes {profiled_us:.0f} us "
@@ -126,14 +126,14 @@ def check_idle(
     )
     for kernel, took, count in line.largest(10):
         share = took / max(timeline.total(line.work), 1)
-        report.note(f"  {share:5.1%} {took / count / 1e3:8.1f} us x {count:5} {timeline.shortened(kernel)}")
+        log.note(f"  {share:5.1%} {took / count / 1e3:8.1f} us x {count:5} {timeline.shortened(kernel)}")
     detail = f"{idle:.1%}; in pauses over 5 us {between:.1%}"
     detail += f"; copies counted as work {timeline.idle_share(everything):.1%}"
     bound = f"; at most {most_idle:.0%}" if most_idle < 1 else ""
-    report.check(f"{name} GPU idle", idle <= most_idle and bool(kernels), f"{detail}{bound}")
+    log.check(f"{name} GPU idle", idle <= most_idle and bool(kernels), f"{detail}{bound}")
 
 
-def stage(report: Report, models: Models, name: str) -> None:
+def stage(log: CheckLog, models: Models, name: str) -> None:
     model, method, must = STAGES[name]
     steps = Steps(3, 6, 6, 6) if models.quick else Steps()
     drafting = None if method is None else models.drafter(model, method)
@@ -141,24 +141,24 @@ def stage(report: Report, models: Models, name: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=steps.most_tokens, ignore_eos=True, detokenize=False)
     for batch in (1, 4) if models.quick else BATCHES:
         named, given = f"{name} batch {batch}", random_prompts(llm, [PROMPT + i for i in range(batch)])
-        with report.guard(named), Decoding(Stepper(llm), given, params) as decoding:
+        with log.guard(named), Decoding(Stepper(llm), given, params) as decoding:
             decoding.prefill()
             decoding.steps(steps.warm)
-            with report.guard(f"{named} host synchronisations"):
-                check_no_wait(report, named, llm, decoding, steps.watched, models.device)
+            with log.guard(f"{named} host synchronisations"):
+                check_no_wait(log, named, llm, decoding, steps.watched, models.device)
             cuda = models.device.startswith("cuda")
             most_idle = MOST_IDLE if must and batch == 1 and cuda else 1.0
-            check_idle(report, named, decoding, steps, models.device, most_idle)
+            check_idle(log, named, decoding, steps, models.device, most_idle)
 
 
 def main() -> int:
     given = parser(__doc__, list(STAGES)).parse_args()
     print(describe(given.device), flush=True)
-    report = Report()
+    log = CheckLog()
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(given.device, given.quick, given.models, Path(scratch))
-        stages = {name: partial(stage, report, models, name) for name in STAGES}
-        return run_stages(report, given.stages, stages)
+        stages = {name: partial(stage, log, models, name) for name in STAGES}
+        return run_stages(log, given.stages, stages)
 
 
 if __name__ == "__main__":

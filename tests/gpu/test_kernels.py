@@ -18,7 +18,7 @@ from draftproof.kernels import gpu, ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
     from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
-    from tests.conformance import test_attention as attention
+    from tests.attention import test_attention as attention
     from tests.gpu import attention_checks, checks
 
     CHECKS = checks.CHECKS

@@ -39,7 +39,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 @pytest.fixture(params=["library", "onednn", "plain", "nothing"])
 def find_candidates(request: pytest.FixtureRequest) -> linear.FindCandidates:
-    """The ways of a machine with a compiler, with oneDNN only, with neither, and with no exact product at all."""
+    """The candidates of a machine with a compiler, with oneDNN only, with neither, and with no exact product at all."""
     if request.param == "library":
         request.getfixturevalue("library")
         return products.candidates
@@ -231,7 +231,7 @@ def test_a_way_that_splits_k_at_many_rows_is_kept_below(tmp_path: Path) -> None:
 
 
 def test_a_certificate_that_costs_more_than_it_gains_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that looks fastest, but may only be called at 24 rows and more: decoding would fill it up with zeros."""
+    """A candidate that looks fastest, but is for 24 rows and more: decoding would fill it up with zeros."""
 
     class Timed:
         def __init__(self, linear_fn: LinearFn, us: list[float]) -> None:

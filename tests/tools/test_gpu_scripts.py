@@ -95,32 +95,32 @@ def test_a_windowed_layer_reads_its_window() -> None:
 
 
 def test_the_exit_status_says_whether_all_checks_passed() -> None:
-    report = stages.Report()
-    assert report.finish() == 1, "nothing checked is nothing proved"
-    report.check("a", True, "")
-    assert report.finish() == 0
-    with report.guard("b"):
+    log = stages.CheckLog()
+    assert log.finish() == 1, "nothing checked is nothing proved"
+    log.check("a", True, "")
+    assert log.finish() == 0
+    with log.guard("b"):
         raise RuntimeError("broken")
-    assert report.failed == ["b"] and report.finish() == 1
+    assert log.failed == ["b"] and log.finish() == 1
 
 
 def test_an_unknown_stage_is_named_and_a_broken_one_does_not_end_the_others() -> None:
-    report, ran = stages.Report(), []
+    log, ran = stages.CheckLog(), []
 
     def broken() -> None:
         raise RuntimeError("broken")
 
     with pytest.raises(ValueError, match="nosuch"):
-        stages.run_stages(report, "nosuch", {"a": broken})
-    both = {"a": broken, "b": lambda: ran.append("b") or report.check("b", True, "")}
-    assert stages.run_stages(report, "a,b", both) == 1
-    assert ran == ["b"] and report.failed == ["a"]
+        stages.run_stages(log, "nosuch", {"a": broken})
+    both = {"a": broken, "b": lambda: ran.append("b") or log.check("b", True, "")}
+    assert stages.run_stages(log, "a,b", both) == 1
+    assert ran == ["b"] and log.failed == ["a"]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[exactness.Exactness, Any]:
     models = settings.Models("cpu", True, None, tmp_path_factory.mktemp("scratch"))
-    run = exactness.Exactness(models, stages.Report(), ["eager"], {"eager": ["batch 64", "mixed"]})
+    run = exactness.Exactness(models, stages.CheckLog(), ["eager"], {"eager": ["batch 64", "mixed"]})
     return run, run.reference("tiny", exactness.scale_of("tiny", True))
 
 
@@ -148,20 +148,20 @@ def test_one_wrong_id_or_logprob_fails_the_exactness_script(prepared: Any, wrong
         (outputs, []),
         ([*outputs[:-1], wrong(outputs[-1])], ["tiny-ngram eager a greedy"]),
     ):
-        run.report.failed.clear()
+        run.log.failed.clear()
         run.check(
             "tiny-ngram eager", llm, exactness.Setting("a"), "greedy", (requests, given), exactness.Tally()
         )
-        assert run.report.failed == failed
+        assert run.log.failed == failed
 
 
 def test_settings_that_did_not_happen_fail_the_exactness_script(prepared: Any) -> None:
     run, expected = prepared
     llm = run.engine("tiny", exactness.scale_of("tiny", True), exactness.ENGINES[1][0], None, "eager")
     for setting in (exactness.Setting("a", preempts=True), exactness.Setting("b", runs=2)):
-        run.report.failed.clear()
+        run.log.failed.clear()
         run.check("tiny-plain eager", llm, setting, "greedy", expected["greedy"], exactness.Tally())
-        assert run.report.failed == [f"tiny-plain eager {setting.name} greedy"]
+        assert run.log.failed == [f"tiny-plain eager {setting.name} greedy"]
 
 
 def test_a_mixture_has_every_kind_of_request() -> None:

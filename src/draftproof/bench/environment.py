@@ -33,11 +33,15 @@ def device_name(device: torch.device) -> str:
     """The name that a GPU gives itself; for a CPU its model and the cores that may be used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {cores} cores"
+    return f"{models[0] if models else platform.machine()}, {num_cores()} cores"
+
+
+def num_cores() -> int:
+    """Cores that may be used."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def commit() -> str | None:

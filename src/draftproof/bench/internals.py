@@ -235,7 +235,7 @@ def captured_step(
         scheduled_4R = runner.state.load(scheduled, num_requests)
 
         def half(scheduled_4R: Tensor) -> tuple[Tensor, ...]:
-            return (runner.verify_rows(shape, [], scheduled_4R).verdict.tokens_RW,)
+            return (runner.verify_rows(shape, [], scheduled_4R).result.tokens_RW,)
 
         runner.graphs.prepare(("first half", shape), half, (scheduled_4R,))
         full_step = partial(runner.step_tensors, shape, [])

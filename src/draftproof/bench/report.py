@@ -11,6 +11,7 @@ from typing import Any
 
 from draftproof.bench import plots
 from draftproof.bench.figures import HOST_PARTS, title
+from draftproof.bench.peers import MEMORY
 
 Record = Mapping[str, Any]
 Results = Mapping[
@@ -158,11 +159,26 @@ SPLIT_COLUMNS: tuple[Column, ...] = (
     ("host", "host", ".0%"),
 )
 AGAINST_COLUMNS: tuple[Column, ...] = (
-    ("run", "name", ""),
+    ("engine", "name", ""),
+    ("dtype", "dtype", ""),
     ("batch", "batch_size", ""),
     ("tokens/s", "output_throughput", ".4g"),
-    ("draftproof plain / it", "plain_over_it", ".2f"),
+    ("draftproof / it", "plain_over_it", ".2f"),
+    ("prompt and 2 tokens, ms", "prompt_ms", ".4g"),
     ("outputs with our ids", "same", ""),
+    ("share of the read rate", "read_rate_share", ".0%"),
+    ("foreign load", "foreign_load", ".0%"),
+    ("most", "most_foreign_load", ".0%"),
+)
+BUSY_COLUMNS: tuple[Column, ...] = (
+    ("engine", "name", ""),
+    ("dtype", "dtype", ""),
+    ("batch", "batch_size", ""),
+    ("busy processes", "num_busy", ""),
+    ("tokens/s", "output_throughput", ".4g"),
+    ("of quiet", "of_quiet", ".2f"),
+    ("of its fair share", "of_fair_share", ".2f"),
+    ("rounds", "num_rounds", ""),
 )
 
 
@@ -170,9 +186,6 @@ def sweep_page(results: Results) -> str:
     """The whole page of a sweep."""
     environment, settings, runs = results["environment"], results["settings"], results["runs"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    against = [
-        row | {"same": f"{row['num_identical']} of {row['num_compared']}"} for row in results["against"]
-    ]
     parts = [
         f"# draftproof bench {results['benchmark']}",
         "",
@@ -188,10 +201,39 @@ def sweep_page(results: Results) -> str:
         *_acceptance(runs),
         *_splits(runs),
         *_host_time(runs),
-        *_section("Against transformers, same weights", AGAINST_COLUMNS, against),
+        *beside_others(results.get("against")),
         *(f"{line.replace('memory', f'memory ({name})', 1)}\n" for name, line in results["memory"].items()),
     ]
     return _page(results, parts)
+
+
+def beside_others(found: Record | None) -> list[str]:
+    """Other engines: two tables, and what they rest on."""
+    if found is None:
+        return []
+    rows = [
+        row | {"same": f"{row['num_identical']} of {row['num_compared']}" if row["num_compared"] else None}
+        for row in found["rows"]
+    ]
+    rates = [f"{rate / 1e9:.1f} GB/s beside {dtype}" for dtype, rate in found["bytes_per_second"].items()]
+    known = [f"The machine reads {', '.join(rates)}.", ""] if rates else []
+    engines = [
+        f"{name} {engine['version']}: "
+        + "; ".join(
+            f"{dtype}: " + ", ".join(f"{key} {value}" for key, value in own.items())
+            for dtype, own in engine["settings"].items()
+        )
+        + "\n"
+        for name, engine in found["engines"].items()
+        if name != MEMORY
+    ]
+    return [
+        *_section("Beside other engines, same weights", AGAINST_COLUMNS, rows),
+        *_section("Beside busy processes", BUSY_COLUMNS, found["busy"]),
+        *known,
+        *engines,
+        *(f"Note: {note}\n" for note in found["notes"]),
+    ]
 
 
 def _acceptance(runs: Sequence[Record]) -> list[str]:

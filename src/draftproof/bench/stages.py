@@ -1,4 +1,4 @@
-"""What scripts that measure or check an engine in stages share: their flags, the order of stages, the report."""
+"""What scripts that measure or check an engine in stages share: flags, the order of stages, the log of checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parser(doc: str | None, stages: Sequence[str]) -> argparse.ArgumentParser:
 
 
 @dataclass
-class Report:
+class CheckLog:
     """One line a check, as soon as it is known."""
 
     num_passed: int = 0
@@ -59,7 +59,7 @@ class Report:
         return 1 if self.failed or not self.num_passed else 0
 
 
-def run_stages(report: Report, wanted: str, stages: Mapping[str, Callable[[], object]]) -> int:
+def run_stages(log: CheckLog, wanted: str, stages: Mapping[str, Callable[[], object]]) -> int:
     """Every wanted stage, then the summary; ValueError for a name that is none."""
     names = wanted.split(",")
     unknown = [name for name in names if name not in stages]
@@ -68,11 +68,11 @@ def run_stages(report: Report, wanted: str, stages: Mapping[str, Callable[[], ob
     for name in names:
         start = time.perf_counter()
         print(f"== {name}", flush=True)
-        with report.guard(name):
+        with log.guard(name):
             stages[name]()
         free_memory()
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
-    return report.finish()
+    return log.finish()
 
 
 def synchronize(device: str) -> None:

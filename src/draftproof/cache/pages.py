@@ -107,6 +107,16 @@ class PageAllocator:
         """Whether `num_tokens` known tokens cover page `page` and what its key looks ahead."""
         return self._sharing and (page + 1) * self.block_size + self._lookahead <= num_tokens
 
+    def check_integrity(self) -> None:
+        """AssertionError if what is counted, free and known does not fit together."""
+        assert 0 not in self._free and not self._ref_count[0], "block 0 is the pool's"
+        for block in range(1, self.num_blocks):
+            assert (self._ref_count[block] == 0) == (block in self._free), (
+                f"block {block}: count and free list"
+            )
+        assert self._block_of == {key: block for block, key in self._key_of.items()}, "a key and its block"
+        assert self._key_of.keys() == self._node_of.keys(), "a known block and its node"
+
     def _content(self, tokens: Sequence[int], page: int) -> tuple[int, ...]:
         """Page 1, block_size 4, lookahead 1: tokens 4..8."""
         start = page * self.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from draftproof.cli.bench_methods import methods
 
 if TYPE_CHECKING:
     from draftproof.bench.harness import Variant
+    from draftproof.bench.peers.plan import Beside
     from draftproof.bench.suite import Kind, Suite
     from draftproof.frontend.llm import LLM
 
 EXAMPLES = """\b
 Examples:
   draftproof bench latency --batch-sizes 1,4 --num-drafts 1,3,5
-  draftproof bench throughput --prompt-file humaneval.jsonl --against transformers
+  draftproof bench throughput --against transformers,llama.cpp,openvino --busy 1,4
   draftproof bench serve-like --request-rate 2,8 --goodput ttft:500 --goodput tpot:50
   draftproof bench methods --heads FOLDER
   draftproof bench latency --model SHAPE --load-format dummy --random-input-len 1000 \\
@@ -111,11 +113,11 @@ def run(
 
 
 def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int:
-    """Compare with transformers where asked, write and print; the exit status."""
+    """Compare with other engines where asked, write and print; the exit status."""
     from draftproof.bench import report
 
     runs = suite.records()
-    rows, notes = ([], [interrupted]) if interrupted else _against_transformers(suite, runs, plan)
+    beside = None if interrupted or not plan.against.peers else _beside_others(suite, plan)
     results = {
         "benchmark": suite.kind,
         "identical": report.verdict(runs),
@@ -123,36 +125,30 @@ def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int
         "settings": plan.record,
         "memory": suite.memory,
         "runs": runs,
-        "against": rows,
-        "notes": notes,
+        **({} if beside is None else {"against": dataclasses.asdict(beside)}),
+        "notes": [interrupted] if interrupted else [],
     }
     setup.conclude(suite, report.SWEEP, plan.folder, results)
     return 1 if suite.differences or any(run["failed"] for run in runs) else 0
 
 
-def _against_transformers(
-    suite: Suite, runs: Sequence[Mapping[str, Any]], plan: setup.BenchPlan
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows, and notes on what was impossible; nothing where nothing was asked for."""
-    if not plan.against:
-        return [], []
-    if suite.kind == "serve-like":
-        return [], ["transformers: takes no requests as they arrive; use latency or throughput"]
-    if plan.params.temperature or not plan.params.ignore_eos:
-        return [], ["transformers: is compared at --temperature 0 with --ignore-eos only"]
-    from draftproof.bench import against
+def _beside_others(suite: Suite, plan: setup.BenchPlan) -> Beside:
+    """The engines of --against beside ours, whose own engines are gone by now."""
+    from draftproof.bench.peers import plan as comparison
 
-    outputs = {i: o.outputs[0].token_ids for i, o in suite.reference.items() if o.outputs}
-    return against.measure(
-        plan.directory,
-        suite.device,
-        suite.dtype,
-        dummy=plan.engine.get("load_format") == "dummy",
-        prompts=suite.prompts,
-        reference=outputs,
+    target = comparison.Target(
+        directory=str(plan.directory),
+        model=plan.model,
+        device=suite.device,
+        dtype=suite.dtype,
+        settings={name: value for name, value in plan.engine.items() if name != "model"},
+    )
+    work = comparison.make_work(
+        plan.against,
+        target,
         batch_sizes=plan.settings.batch_sizes,
         num_new=plan.params.max_tokens or 1,
-        plain_speeds={run["batch_size"]: run["output_throughput"] for run in runs if run["name"] == "plain"},
-        num_lookup=max(run["num_speculative_tokens"] for run in runs) or 5,
-        tell=setup.tell,
+        num_rounds=plan.settings.num_iters,
+        source=[token for prompt in plan.prompts for token in prompt],
     )
+    return comparison.compare(plan.against.peers, work, target, setup.tell)

@@ -20,6 +20,7 @@ from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
     from draftproof.bench.harness import Benchmark, Variant
+    from draftproof.bench.peers.plan import Asked
     from draftproof.bench.report import Form
     from draftproof.bench.suite import Kind, Settings
     from draftproof.models.config import ModelConfig
@@ -69,7 +70,18 @@ FLAGS = (
         show_default=True, help="Gets results.json, results.md and the plots.",
     ),
     click.option(
-        "--against", type=click.Choice(["transformers"]), help="The same prompts through it, ids compared."
+        "--against", type=options.ListType(), metavar="PEER,...",
+        help="transformers, llama.cpp, openvino: taking turns with ours, each in a process of its own.",
+    ),
+    click.option(
+        "--against-dtypes", type=options.ListType("bfloat16", "float16", "float32"), metavar="DTYPE,...",
+        help="Precisions that are compared. [default: the engine's]",
+    ),
+    click.option(
+        "--threads", type=click.IntRange(min=1), help="Of each engine that is compared. [default: torch's]"
+    ),
+    click.option(
+        "--busy", type=NUMBERS, help="Compare again beside so many processes that keep a core busy."
     ),
     click.option(
         "--peak-bandwidth", type=click.FloatRange(min=0, min_open=True),
@@ -108,7 +120,8 @@ class BenchPlan:
     engine: dict[str, Any]
     directory: Path  # the target's
     folder: Path
-    against: bool
+    model: ModelConfig
+    against: Asked
     record: dict[str, Any]
 
     @property
@@ -124,6 +137,7 @@ def make_plan(
 ) -> BenchPlan:
     """`serving`: rates, burstiness and goodput. Raises ValueError for whatever cannot be measured."""
     settings = make_settings(kind, given, engine, *serving)
+    asked = make_asked(kind, given)
     chosen = options.apart(engine)
     config, directory, model = find_target(chosen)
     prompts = make_prompts(given, config, directory, model, settings)
@@ -143,6 +157,12 @@ def make_plan(
         ignore_eos=given["ignore_eos"],
         detokenize=False,
     )
+    longest = asked.length + max(given["output_len"], 2)
+    if asked.peers and longest > model.max_position_embeddings:
+        raise ValueError(
+            f"--output-len {given['output_len']}: engines are compared on prompts of {asked.length} ids, and the model "
+            f"was made for {model.max_position_embeddings} in all; ask for fewer, or give --random-input-len"
+        )
     make_folder(folder)
     return BenchPlan(
         settings=settings,
@@ -152,8 +172,33 @@ def make_plan(
         engine=shared,
         directory=directory,
         folder=folder,
-        against=given["against"] is not None,
+        model=model,
+        against=asked,
         record=as_record(settings, given, engine, chosen, prompts),
+    )
+
+
+def make_asked(kind: Kind, given: Mapping[str, Any]) -> Asked:
+    """What is asked of other engines; ValueError for one that is not installed, and for what they cannot do."""
+    from draftproof.bench import peers
+    from draftproof.bench.peers.plan import LENGTH, Asked
+
+    if not given["against"]:
+        for name in ("against_dtypes", "threads", "busy"):
+            if given[name]:
+                raise ValueError(f"--{name.replace('_', '-')}: is of use with --against only")
+        return Asked()
+    if kind == "serve-like":
+        raise ValueError("--against: engines get all requests at once; use latency or throughput")
+    if given["temperature"] or not given["ignore_eos"]:
+        raise ValueError("--against: engines are compared at --temperature 0 with --ignore-eos only")
+    peers.check(given["against"])
+    return Asked(
+        peers=given["against"],
+        dtypes=given["against_dtypes"] or (),
+        num_threads=given["threads"],
+        busy=given["busy"] or (),
+        length=given["random_input_len"] or LENGTH,
     )
 
 

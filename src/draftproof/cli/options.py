@@ -138,6 +138,24 @@ class NumbersType(click.ParamType[Any]):
         return numbers
 
 
+class ListType(click.ParamType[Any]):
+    """Words separated by commas; with `choices`, only these."""
+
+    name = "word,word,..."
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = value.split(",")
+        for word in words:
+            if self.choices and word not in self.choices:
+                self.fail(f"{word!r}: must be one of {', '.join(self.choices)}", param, ctx)
+        return words
+
+
 SPECIAL: dict[str, click.ParamType[Any]] = {
     "hf_overrides": JsonType(),
     "speculative_config": DrafterType(),

@@ -5,6 +5,7 @@ Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -101,6 +102,7 @@ class Verified:
     @property
     def cu_R1(self) -> Tensor:  # noqa: N802
         """The old name of `query_start_loc_R1`, for one version."""
+        warnings.warn("Verified.cu_R1: is query_start_loc_R1 now", DeprecationWarning, stacklevel=2)
         return self.query_start_loc_R1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,12 @@ class DraftContext:
             raise ValueError("speculative_config: this method needs 'model': the folder of its checkpoint")
         assert isinstance(self.checkpoint.settings, kind), self.checkpoint.settings
         return self.checkpoint.settings
+
+    @property
+    def build(self) -> LayerBuilder:
+        """The old name of `builder`, for one version."""
+        warnings.warn("DraftBuild.build: is DraftContext.builder now", DeprecationWarning, stacklevel=2)
+        return self.builder
 
     @property
     def tokenizer_directory(self) -> Path:

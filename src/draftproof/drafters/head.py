@@ -5,8 +5,9 @@ Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F featur
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,7 +70,12 @@ class DraftHead(Protocol):
         return Cost()
 
 
-DraftMemory = DraftRuntime  # the old name, for one version
+def __getattr__(name: str) -> Any:
+    """`DraftMemory`: the old name of `DraftRuntime`, for one version."""
+    if name != "DraftMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("DraftMemory: is DraftRuntime now", DeprecationWarning, stacklevel=2)
+    return DraftRuntime
 
 
 class Unroll(Protocol):

@@ -50,7 +50,7 @@ from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import ExactVerifier, Verifier
 
 log = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]  # what, done, total
+ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Base:
 
 @torch.inference_mode(False)  # what is made here is written to later, in whatever mode
 @own_precision()
-def build(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
     config, directory = locate(config)
     base = _base(config, directory, progress)
@@ -157,7 +157,7 @@ def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
     return config, resolve(target)
 
 
-def _base(config: EngineConfig, directory: Path, progress: Progress | None) -> _Base:
+def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | None) -> _Base:
     model = read_config(directory, overrides=config.hf_overrides)
     device = memory.pick_device(config.device)
     max_model_len = _max_model_len(config, model)
@@ -274,7 +274,7 @@ class _Drafting:
 
 
 def _engine(
-    base: _Base, target: Decoder, drafting: _Drafting, progress: Progress | None
+    base: _Base, target: Decoder, drafting: _Drafting, progress: ProgressCallback | None
 ) -> tuple[EngineCore, int]:
     """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
     config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0

@@ -98,7 +98,7 @@ def _operator_lines(
 
 
 def _product_lines(shape: str, choice: Choice) -> list[Line]:
-    """A line for each way; where buckets have ways of their own, those in use are named."""
+    """A line for each candidate; where buckets have candidates of their own, those in use are named."""
     used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.candidate}
     lines = []
     for result in choice.results:

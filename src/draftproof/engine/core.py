@@ -247,9 +247,9 @@ class EngineCore:
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
 
-    def _take_in(self, num_ahead: int) -> None:
-        """Process finished steps until at most `num_ahead` remain in flight."""
-        while len(self._in_flight) > num_ahead:
+    def _take_in(self, async_depth: int) -> None:
+        """Process finished steps until at most `async_depth` remain in flight."""
+        while len(self._in_flight) > async_depth:
             flight = self._in_flight.popleft()
             try:
                 self._process(flight)

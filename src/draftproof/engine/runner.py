@@ -55,7 +55,7 @@ class VerifiedPass:
     """A pass whose drafts have been verified."""
 
     verified: Verified
-    verdict: VerifyResult
+    result: VerifyResult
     draft_count_R: Tensor
     logits_MV: Tensor
     hidden_TH: Tensor
@@ -288,11 +288,11 @@ class ModelRunner:
         graphs = self.graphs if shape.repeats else EAGER
         key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows)
         logits_MV, hidden_TH, *taps = graphs.run(key, partial(self.target_pass, shape.most_rows), inputs)
-        verdict = self.verifier.verify(
+        result = self.verifier.verify(
             logits_MV, rows.slots_M, rows.positions_M, self.state.slots.tokens_SL, slots_host, verify
         )
-        verified = self.state.commit(shape, rows, scheduled_4R, verdict, tuple(taps), self.verifier.drawer)
-        return VerifiedPass(verified, verdict, rows.draft_count_R, logits_MV, hidden_TH)
+        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), self.verifier.drawer)
+        return VerifiedPass(verified, result, rows.draft_count_R, logits_MV, hidden_TH)
 
     def target_pass(
         self,
@@ -312,10 +312,10 @@ class ModelRunner:
 
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
-        verdict = checked.verdict
+        result = checked.result
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
-        columns = (verdict.num_emitted_R, checked.draft_count_R, *stored)
-        result_RX = self.ops.concat((verdict.tokens_RW, *(column_R[:, None] for column_R in columns)))
+        columns = (result.num_emitted_R, checked.draft_count_R, *stored)
+        result_RX = self.ops.concat((result.tokens_RW, *(column_R[:, None] for column_R in columns)))
         return IntegerRows(result_RX), checked.logits_MV, checked.hidden_TH
 
     @_as_certified

@@ -119,11 +119,12 @@ class Scheduler:
     def isolate(self, group: Collection[Progress]) -> None:
         """Until `rejoin` only these are scheduled; nothing of the others stays in the cache."""
         everybody = [*self.running, *self.waiting, *(self.held or ())]
+        chosen = set(group)
         for request in self.running:
             self._release(request)
         self.running = []
-        self.waiting = _by_arrival([r for r in everybody if r in group])
-        self.held = list(_by_arrival([r for r in everybody if r not in group]))
+        self.waiting = _by_arrival([r for r in everybody if r in chosen])
+        self.held = list(_by_arrival([r for r in everybody if r not in chosen]))
 
     def rejoin(self) -> None:
         """Everybody takes part again."""

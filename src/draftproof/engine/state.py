@@ -153,14 +153,14 @@ class State:
         shape: BatchShape,
         rows: PassRows,
         scheduled_4R: Tensor,
-        verdict: VerifyResult,
+        result: VerifyResult,
         taps: tuple[Tensor, ...],
         drawer: Drawer,
     ) -> Verified:
         """Take over what was verified, and say what the drafter may build on."""
         slots_R, _, _, wanted_R = scheduled_4R.unbind()
         done = self._ops.commit(
-            self.slots, scheduled_4R[:3], rows, verdict.tokens_RW, verdict.num_emitted_R, wanted_R
+            self.slots, scheduled_4R[:3], rows, result.tokens_RW, result.num_emitted_R, wanted_R
         )
         return Verified(
             tokens_T=rows.tokens_T,

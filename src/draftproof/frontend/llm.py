@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from draftproof.config import EngineConfig
-from draftproof.engine.build import Progress, build
+from draftproof.engine.build import ProgressCallback, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
@@ -40,7 +40,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: Progress | None = None, **settings: Any
+        self, model: str | None = None, *, progress: ProgressCallback | None = None, **settings: Any
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         claim_process()

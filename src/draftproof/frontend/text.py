@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from draftproof.models.tokenizer_file import BROKEN, open_tokenizer
 from draftproof.schema import did_you_mean, read_json, section, shown
 from draftproof.types import FinishReason, SamplingParams
 
-BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
 SIZES_KEPT = 1 << 13
 CHAT_OPTIONS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
 CONTEXT_TOKENS = 6  # a prompt's last ones: enough to tell whether an output starts with a space
@@ -35,8 +35,8 @@ class Tokenizer:
         self._backend = _read_backend(self.directory, config)
         if self._backend is None:
             self._backend = self._hugging_face().backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self.bos_token_id = self._special_id(config, "bos_token")
         self.eos_token_id = self._special_id(config, "eos_token")
         self._fallback_ids = _byte_fallback_ids(self._backend)
@@ -184,13 +184,9 @@ def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
     transformers takes tokenizer.json as it is for byte-level BPE, and adds special tokens that only the
     configuration names.
     """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    backend = open_tokenizer(directory)
+    if backend is None:
         return None
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:
-        raise ValueError(f"{path}: cannot be read: {error}; is the file complete?") from error
     if type(backend.model).__name__ != "BPE" or "ByteLevel" not in repr(backend.decoder):
         return None
     named = [config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]

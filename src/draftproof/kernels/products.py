@@ -34,7 +34,7 @@ PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to multiply: `make(weight_NK, bias_N, out_dtype)` gives the function.
+    """A version of the product: `make(weight_NK, bias_N, out_dtype)` gives the function.
 
     `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
     """

@@ -1,0 +1,189 @@
+"""A GGUF file of a checkpoint, for engines that read nothing else: Llama, Mistral, Qwen 2 and Qwen 3.
+
+Shapes: D hidden size, F width of the MLP, H heads, K heads of keys, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.bench.peers.engine import Spec
+from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.loading import RandomWeights, Weights, WeightSource, root_of
+from draftproof.models.rope import inverse_frequencies
+from draftproof.models.tokenizer_file import NAME as TOKENIZER_FILE
+from draftproof.schema import read_json
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FILE_TYPES = {"BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16", "F32": "ALL_F32"}
+PRE_TOKENIZER = "qwen2"  # how text is cut; prompts are ids here, so that none is
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+
+Shape = tuple[int, ...]
+Named = tuple[str, str, Shape]  # GGUF's name, ours, shape
+
+
+def of(spec: Spec, kind: str) -> Path:
+    """The file of an engine's model, in its scratch folder."""
+    random = getattr(torch, spec.dtype) if spec.dummy else None
+    return write(spec.directory, Path(spec.scratch) / f"{kind}-{os.getpid()}.gguf", kind, random)
+
+
+def write(directory: Path, path: Path, kind: str, random: torch.dtype | None = None) -> Path:
+    """Write the model of `directory` to `path`, matrices as `kind` ("BF16", "F16", "F32"), vectors in fp32.
+
+    `random`: not the stored weights but those that an engine with load_format="dummy" draws in this dtype. Raises
+    ValueError for a model that is not of Llama's shape.
+    """
+    import gguf
+
+    config = read_config(directory)
+    architecture = check(config)
+    weights: WeightSource = Weights.open(directory) if random is None else RandomWeights(0, "cpu", random)
+    writer = gguf.GGUFWriter(path, architecture)
+    _describe(writer, config, directory.name, getattr(gguf.LlamaFileType, FILE_TYPES[kind]))
+    _add_tokenizer(writer, config, directory)
+    for name, tensor in tensors(config, weights):
+        stored = "F32" if tensor.dim() == 1 else kind
+        data = tensor.to(DTYPES[stored]).contiguous()
+        if stored == "BF16":
+            raw = data.view(torch.uint8).numpy()
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, data.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def check(config: ModelConfig) -> str:
+    """The architecture in GGUF's words; ValueError for a model that this module cannot write."""
+    here = f"model_type={config.model_type!r}"
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"{here}: no GGUF file is made of it; can be {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[config.model_type]
+    if any(0 < window < config.max_position_embeddings for window in config.windows):
+        raise ValueError(
+            f"{here}: layers see {max(config.windows)} positions; GGUF files are made of full attention"
+        )
+    if (config.rope.type != "default" and architecture != "llama") or config.rope.type == "yarn":
+        raise ValueError(f"{here}: rope_type={config.rope.type!r}: no GGUF file is made of it")
+    if (config.qkv_bias and architecture == "qwen3") or (config.o_bias and architecture != "llama"):
+        raise ValueError(f"{here}: has biases for which GGUF's {architecture} has no place")
+    if architecture == "qwen2" and config.num_heads * config.head_dim != config.hidden_size:
+        raise ValueError(
+            f"{here}: head_dim={config.head_dim}: GGUF's qwen2 has hidden_size / num_attention_heads"
+        )
+    return architecture
+
+
+def names(config: ModelConfig, root: str) -> Iterator[Named]:
+    """Every tensor of the model; those of a layer in the order of its pass."""
+    D, F, E, V = config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size
+    heads, kv_heads = config.num_heads * E, config.num_kv_heads * E
+    yield "token_embd.weight", f"{root}embed_tokens.weight", (V, D)
+    for i in range(config.num_layers):
+        ours, theirs = f"{root}layers.{i}.", f"blk.{i}."
+        yield f"{theirs}attn_norm.weight", f"{ours}input_layernorm.weight", (D,)
+        if config.qk_norm:
+            for letter in "qk":
+                yield f"{theirs}attn_{letter}_norm.weight", f"{ours}self_attn.{letter}_norm.weight", (E,)
+        yield f"{theirs}ffn_norm.weight", f"{ours}post_attention_layernorm.weight", (D,)
+        for part, name, (rows, columns), has_bias in (
+            ("attn_q", "self_attn.q_proj", (heads, D), config.qkv_bias),
+            ("attn_k", "self_attn.k_proj", (kv_heads, D), config.qkv_bias),
+            ("attn_v", "self_attn.v_proj", (kv_heads, D), config.qkv_bias),
+            ("attn_output", "self_attn.o_proj", (D, heads), config.o_bias),
+            ("ffn_gate", "mlp.gate_proj", (F, D), config.mlp_bias),
+            ("ffn_up", "mlp.up_proj", (F, D), config.mlp_bias),
+            ("ffn_down", "mlp.down_proj", (D, F), config.mlp_bias),
+        ):
+            yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{theirs}{part}.bias", f"{ours}{name}.bias", (rows,)
+    yield "output_norm.weight", f"{root}norm.weight", (D,)
+    if not config.tie_word_embeddings:
+        yield "output.weight", "lm_head.weight", (V, D)
+
+
+def tensors(config: ModelConfig, weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
+    """GGUF's name and content of every tensor, in the dtypes of the checkpoint."""
+    interleaved = ARCHITECTURES[config.model_type] == "llama"
+    for name, ours, shape in names(config, root_of(weights)):
+        tensor = weights.get(ours, shape)
+        if interleaved and ".attn_q." in name:
+            tensor = interleave(tensor, config.num_heads)
+        elif interleaved and ".attn_k." in name:
+            tensor = interleave(tensor, config.num_kv_heads)
+        yield name, tensor
+    if config.rope.type != "default":  # what llama.cpp divides the plain frequencies by
+        plain = dataclasses.replace(config.rope, type="default")
+        yield "rope_freqs.weight", inverse_frequencies(plain) / inverse_frequencies(config.rope)
+
+
+def interleave(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of q or k such that a pair that rotates together lies side by side, as llama.cpp wants Llama's: a head's
+    halves, (0, 1, ..., E/2, E/2 + 1, ...), become (0, E/2, 1, E/2 + 1, ...)."""
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _describe(writer: Any, config: ModelConfig, name: str, file_type: int) -> None:
+    writer.add_name(name)
+    writer.add_file_type(file_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.rope.rotary_dim)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(writer: Any, config: ModelConfig, directory: Path) -> None:
+    """The folder's vocabulary and merges; where it has none of this kind, a file without a tokenizer."""
+    path = directory / TOKENIZER_FILE
+    raw = read_json(path) if path.is_file() else {}
+    model = raw.get("model", {})
+    if model.get("type") != "BPE":
+        writer.add_tokenizer_model("no_vocab")
+        return
+    tokens, types = vocabulary(model["vocab"], raw.get("added_tokens", []), config.vocab_size)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    end = config.eos_token_ids[0] if config.eos_token_ids else 0
+    writer.add_eos_token_id(end)
+    writer.add_bos_token_id(end)  # some readers ask for one
+    writer.add_add_bos_token(False)
+
+
+def vocabulary(
+    vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], size: int
+) -> tuple[list[str], list[int]]:
+    """Text and type of every id below `size`; ids without a token get a text of their own."""
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    entries = [(text, i, NORMAL) for text, i in vocab.items()]
+    entries += [(a["content"], a["id"], CONTROL if a.get("special") else USER_DEFINED) for a in added]
+    for text, i, kind in entries:
+        if i < size:
+            tokens[i], types[i] = text, kind
+    return tokens, types

@@ -1,0 +1,14 @@
+"""The old place of `draftproof.frontend.llm`, for one version."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+warnings.warn(
+    "draftproof.engine.llm: is draftproof.frontend.llm now; import LLM from draftproof",
+    DeprecationWarning,
+    stacklevel=2,
+)
+LLM: Any = importlib.import_module("draftproof.frontend.llm").LLM  # by name: imports run one way
