@@ -1,7 +1,7 @@
 """Puts the compiled library into the wheel: one file for each kind of processor that the compiler's machine has.
 
 Off unless HATCH_BUILD_HOOK_ENABLE_CUSTOM=true, so that `pip install .` makes a wheel for any machine, which compiles at
-first use. $CXX names the compiler; a cross compiler makes the wheel of its machine. `tools/wheel.py` is the way to call it.
+first use. $CXX names the compiler; a cross compiler makes the wheel of its machine. `make wheel` is the way to call it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
   python tools/wheel.py          this machine's into dist/
   python tools/wheel.py --all    the others too, into dist/elsewhere/: without the library, and those that a cross
                                  compiler builds (aarch64-linux-gnu-g++, x86_64-linux-gnu-g++)
-auditwheel, where it is installed, finds which systems a wheel runs on and names them in the tag; without it the tag says
+auditwheel, where it is installed, finds which systems a wheel runs on and names them in the tag; without it the tag is
 "linux", which pip installs but an index does not take. Nothing is fetched.
 """
 

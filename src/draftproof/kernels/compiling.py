@@ -57,8 +57,8 @@ class Variant:
     widened: bool
 
 
-_V3 = frozenset("avx2 bmi1 bmi2 f16c fma abm movbe".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_V4 = _V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 _DOT = _V4 | {"avx512_bf16"}
 _TILES = ("-mamx-tile", "-mamx-bf16")
 # By machine; of those that a processor can run, the last is the fastest.

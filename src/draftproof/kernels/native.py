@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from draftproof.kernels import compiling
-from draftproof.kernels.compiling import Progress
 
+Progress = compiling.Progress
 PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so in a wheel; a source tree has none
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
