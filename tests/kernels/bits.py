@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 130), (33, 51), (70, 129), (257, 64)]  # outputs, inputs
 ROWS = (1, 3, 8, 19, 33)
+BY_TORCH = ("norm of parts",)  # parts of a sum come from a GPU's products; elsewhere torch's twin adds them
 UNIFORMS = 12  # whose sum has variance 1
 
 
@@ -76,6 +77,8 @@ def hashes(library: native.Library) -> dict[str, str]:
         for dtype in dtypes:
             name = str(dtype).removeprefix("torch.")
             for kind, (operator, make) in MADE.items():
+                if kind in BY_TORCH:
+                    continue
                 version = getattr(ops.select(CPU, library), operator)
                 found[f"{kind}, {name}"] = of_tensors(outputs(make(dtype, CPU), version))
             for (kind, shape), make in itertools.product(ATTENTION.items(), (scores_check, values_check)):
