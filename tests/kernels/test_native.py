@@ -42,6 +42,7 @@ def tiny_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "tiny.cpp").write_text(TINY)
     monkeypatch.setattr(compiling, "SOURCES", folder)
+    monkeypatch.setattr(native, "PREBUILT", folder)
     monkeypatch.delenv("DRAFTPROOF_NATIVE", raising=False)
     return folder
 
