@@ -1,4 +1,4 @@
-"""Which library of a wheel is loaded: the fastest that the processor can run and the system load."""
+"""The library of a wheel that is loaded: the fastest that the processor can run and the system load."""
 
 from __future__ import annotations
 

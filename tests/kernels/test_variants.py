@@ -184,7 +184,7 @@ def test_a_variant_has_the_arithmetic_that_its_name_promises(built: native.Libra
 
 
 def test_the_bits_are_those_of_every_machine(built: native.Library) -> None:
-    """Of all that fuse multiply-adds: the file was written on one of them."""
+    """Where multiply-adds are fused; the file was written on one such machine."""
     found, expected = bits.hashes(built), json.loads(bits.FILE.read_text())
     assert found == {name: expected[name] for name in found}
     assert len(found) == len(expected) * (3 if built.bf16_arithmetic == "widened" else 2) // 3
