@@ -1,4 +1,4 @@
-# make demo | check | test | test-processors | lint | format | bench | clean;  GPU=1: CUDA build of torch
+# make demo | check | test | test-processors | wheel | lint | format | bench | clean;  GPU=1: CUDA build of torch
 # Needs Linux and Python 3.11 or newer; everything is installed into .venv from PyPI.
 
 SHELL := /bin/bash
@@ -12,7 +12,7 @@ EXTRAS := $(if $(filter gpu,$(FLAVOUR)),gpu,)
 PYTEST_ARGS ?= -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev demo check test test-processors lint format bench clean
+.PHONY: help venv dev demo check test test-processors wheel wheel-proof lint format bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,6 +29,12 @@ check: $(DEV_STAMP) ## the tests that take seconds: under three minutes on two c
 
 test-processors: $(DEV_STAMP) ## equality and kernel tests as on other processors; PROCESSORS_ARGS=--slow: all of them
 	$(BIN)/python tools/processors.py --pytest-args='$(PYTEST_ARGS)' $(PROCESSORS_ARGS)
+
+wheel: $(DEV_STAMP) ## this machine's wheel, with the compiled library, into dist/; WHEEL_ARGS=--all: the others too
+	$(BIN)/python tools/wheel.py $(WHEEL_ARGS)
+
+wheel-proof: $(DEV_STAMP) ## run the wheel in dist/ without a compiler, and measure it beside one compiled here
+	$(BIN)/python tools/wheel_proof.py $(PROOF_ARGS)
 
 lint: $(DEV_STAMP) ## format, lint, types, import direction, lengths, docstrings
 	$(BIN)/ruff format --check .

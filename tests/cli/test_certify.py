@@ -70,7 +70,7 @@ def test_what_is_used_is_what_an_engine_uses(monkeypatch: pytest.MonkeyPatch) ->
         return name != "sdpa" and original(self, case, name, version)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OperatorCertifier, "verdict", verdict)
-    lines = certificates.survey(EngineConfig.from_kwargs(native=False))
+    lines = certificates.survey(EngineConfig.from_kwargs(native=False)).lines
     used = {line.version for line in lines if line.operator == "attention" and line.used}
     assert len(used) == 1 and used <= {"chunked", "elementwise"}
     backend = LLM(native=False).engine.runner.backend

@@ -43,7 +43,7 @@ def test_attention_split_by_the_batch_is_refused(cuda: torch.device) -> None:
 
 
 def test_all_that_an_engine_uses_is_certified() -> None:
-    lines = survey(EngineConfig.from_kwargs(device="cuda"))
+    lines = survey(EngineConfig.from_kwargs(device="cuda")).lines
     used = [line for line in lines if line.used]
     assert {"rms_norm", "attention", "product", "sample"} <= {line.operator for line in used}
     assert all(line.exact == 1 for line in used if line.operator != "product")

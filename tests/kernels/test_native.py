@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import certify, native, ops, products
+from draftproof.kernels import certify, compiling, native, ops, products
 from draftproof.kernels.certify import Shape
 from tests.slow import slow
 
@@ -41,7 +41,8 @@ def tiny_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "tiny.cpp").write_text(TINY)
-    monkeypatch.setattr(native, "SOURCES", folder)
+    monkeypatch.setattr(compiling, "SOURCES", folder)
+    monkeypatch.setattr(native, "PREBUILT", folder)
     monkeypatch.delenv("DRAFTPROOF_NATIVE", raising=False)
     return folder
 
@@ -50,10 +51,9 @@ def tiny_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def portable(tmp_path_factory: pytest.TempPathFactory, library: native.Library) -> native.Library:
     """The library as a machine without wide vectors builds it."""
     folder = tmp_path_factory.mktemp("portable")
-    compiler = native.find_compiler()
+    compiler = compiling.find_compiler()
     assert compiler is not None and library is not None
-    sources = [path for path in native.source_files() if path.suffix == ".cpp"]
-    return native.Library(native.compile_library(compiler, ("-pthread",), sources, folder, None), "portable")
+    return native.Library(compiling.compile_library(compiler, (), folder), "portable")
 
 
 ONE_RUNTIME = """
@@ -94,8 +94,8 @@ def test_the_second_load_builds_nothing(tiny_sources: Path, tmp_path: Path) -> N
 def test_two_processes_may_build_at_once(tiny_sources: Path, tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         from pathlib import Path
-        from draftproof.kernels import native
-        native.SOURCES = Path({str(tiny_sources)!r})
+        from draftproof.kernels import compiling, native
+        compiling.SOURCES = Path({str(tiny_sources)!r})
         library = native.load(cache_dir=Path({str(tmp_path / "cache")!r}))
         raise SystemExit(library.function("answer", "", "i")() - 42)
     """)
@@ -113,7 +113,7 @@ def test_the_environment_variable_switches_it_off(
 
 
 def test_no_compiler_gives_none_and_one_warning(tiny_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiling, "COMPILERS", ("no-such-compiler",))
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler found \(no-such-compiler\)") as caught:
         assert native.load() is None
     assert len(caught) == 1
@@ -128,9 +128,9 @@ def test_code_that_does_not_compile_gives_none_and_one_warning(tiny_sources: Pat
 
 
 def test_a_spoilt_library_is_built_anew(tiny_sources: Path, tmp_path: Path) -> None:
-    compiler = native.find_compiler()
+    compiler = compiling.find_compiler()
     assert compiler is not None
-    path = tmp_path / f"ops-{native.build_key(compiler)}.so"
+    path = tmp_path / f"ops-{compiling.build_key(compiler)}.so"
     path.write_bytes(b"spoilt")
     found = native.load(cache_dir=tmp_path)
     assert found is not None and found.path == path
@@ -140,7 +140,7 @@ def test_a_spoilt_library_is_built_anew(tiny_sources: Path, tmp_path: Path) -> N
 def test_a_flag_the_compiler_refuses_is_left_out(
     tiny_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "VARIANTS", (("-march=no-such-machine",), ()))
+    monkeypatch.setattr(compiling, "THIS_MACHINE", (("-march=no-such-machine",), ()))
     found = native.load(cache_dir=tmp_path)
     assert found is not None and found.function("answer", "", "i")() == 42
 
@@ -201,12 +201,12 @@ def test_fp16_is_widened_and_narrowed_as_torch_does_in_every_build(
     library: native.Library, tmp_path: Path, flag: str
 ) -> None:
     """With wide vectors, with F16C and in plain C++; also where subnormal numbers of fp32 are flushed to zero."""
-    if flag == "-march=x86-64-v3" and not {"avx2", "f16c"} <= set(native.processor().split()):
+    if flag == "-march=x86-64-v3" and not {"avx2", "f16c"} <= set(compiling.processor().split()):
         pytest.skip("this processor has no F16C")
-    (tmp_path / "convert.cpp").write_text(CONVERSIONS.format(header=native.SOURCES / "common.h"))
-    compiler, flags = native.find_compiler(), (flag,) if flag else ()
+    (tmp_path / "convert.cpp").write_text(CONVERSIONS.format(header=compiling.SOURCES / "common.h"))
+    compiler, flags = compiling.find_compiler(), (flag,) if flag else ()
     assert compiler is not None
-    built = native.compile_library(compiler, flags, [tmp_path / "convert.cpp"], tmp_path, None)
+    built = compiling.compile_library(compiler, flags, tmp_path, sources=[tmp_path / "convert.cpp"])
     widen, narrow = (native.Library(built, "").function(name, "ppi") for name in ("widen", "narrow"))
     wide, numbers = EVERY_FP16.float(), _around_every_fp16()
     expected = numbers.half()

@@ -1,14 +1,16 @@
 """Builds for other processors: in fp32, and in bf16 that is widened, they have one another's bits.
 
-Shapes: T rows, K inputs, N outputs.
+`built` is each library that a wheel carries for this kind of machine; those that this processor cannot run are skipped,
+with what it lacks. Shapes: T rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +18,38 @@ from torch import Tensor
 
 from draftproof.attention.compiled import CompiledAttention
 from draftproof.attention.exactness import scores_check, values_check
-from draftproof.kernels import certify, grouped, native, ops, products
+from draftproof.kernels import certify, compiling, grouped, native, ops, products
 from draftproof.kernels.certify import Shape
+from draftproof.kernels.compiling import Variant
 from draftproof.kernels.exactness import Check
+from tests.kernels import bits
+from tests.kernels.bits import CPU, DTYPES, outputs
 from tests.kernels.cases import ATTENTION, MADE
+from tests.slow import few
 
-CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NARROW = {"avx2", "bmi2", "f16c", "fma"}
 SIZES = [(1, 1), (1, 130), (15, 33), (33, 51), (70, 129), (257, 64)]  # outputs, inputs
 ROWS = (*range(1, 20), 33)
+VARIANTS = compiling.VARIANTS.get(platform.machine(), ())
 
 
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory, library: native.Library) -> native.Library:
-    """The library of a processor with AVX2."""
-    flags = set(native.processor().split())
-    if not flags >= {"avx512f", *NARROW}:
-        pytest.skip("this processor has one variant: AVX-512 and AVX2 are needed to compare two")
-    compiler = native.find_compiler()
-    assert compiler is not None
-    folder = tmp_path_factory.mktemp("narrow")
-    sources = [path for path in native.source_files() if path.suffix == ".cpp"]
-    variant = ("-march=x86-64-v3", "-pthread")
-    return native.Library(native.compile_library(compiler, variant, sources, folder, None), "narrow")
+def of_variant(variant: Variant, folder: Path) -> native.Library:
+    """As a wheel carries it: the wheel's own where we are installed from one."""
+    lacks = variant.needs - set(compiling.processor().split())
+    if lacks:
+        pytest.skip(f"{variant.name} not run: this processor lacks {', '.join(sorted(lacks))}")
+    path = native.PREBUILT / f"{variant.name}.so"
+    if not path.exists():
+        compiler = compiling.find_compiler()
+        assert compiler is not None
+        path = compiling.compile_library(compiler, variant.flags, folder, link=compiling.PORTABLE_LINK)
+    return native.Library(path, variant.name)
+
+
+@pytest.fixture(scope="module", params=few(VARIANTS, VARIANTS[0]), ids=lambda v: v.name)
+def built(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, library: native.Library
+) -> native.Library:
+    return of_variant(request.param, tmp_path_factory.mktemp(request.param.name))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +60,15 @@ def wide(library: native.Library) -> native.Library:
     return found
 
 
-def outputs(check: Check, version: Any) -> list[Tensor]:
-    return list(check.run(version, torch.arange(check.num_rows)))
+def peer(
+    built: native.Library, wide: native.Library, library: native.Library, dtype: torch.dtype
+) -> native.Library:
+    """The library of this processor whose bits those of `built` must be."""
+    if dtype != torch.bfloat16 or built.bf16_arithmetic == "widened":
+        return wide
+    if built.bf16_arithmetic != library.bf16_arithmetic:
+        pytest.skip(f"nothing beside {built.build_key} computes bf16 by {built.bf16_arithmetic} here")
+    return library
 
 
 def assert_bits(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -65,11 +82,13 @@ def assert_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", list(MADE))
 def test_operators_of_two_builds_agree(
-    narrow: native.Library, wide: native.Library, kind: str, dtype: torch.dtype
+    built: native.Library, wide: native.Library, library: native.Library, kind: str, dtype: torch.dtype
 ) -> None:
     operator, make = MADE[kind]
     check = make(dtype, CPU)
-    found, expected = (getattr(ops.select(CPU, library), operator) for library in (narrow, wide))
+    found, expected = (
+        getattr(ops.select(CPU, one), operator) for one in (built, peer(built, wide, library, dtype))
+    )
     assert_bits(outputs(check, found), outputs(check, expected))
 
 
@@ -77,17 +96,29 @@ def test_operators_of_two_builds_agree(
 @pytest.mark.parametrize("make", [scores_check, values_check])
 @pytest.mark.parametrize("name", list(ATTENTION))
 def test_attention_of_two_builds_agrees(
-    narrow: native.Library, wide: native.Library, name: str, make: Callable[..., Check], dtype: torch.dtype
+    built: native.Library,
+    wide: native.Library,
+    library: native.Library,
+    name: str,
+    make: Callable[..., Check],
+    dtype: torch.dtype,
 ) -> None:
     check = make(ATTENTION[name], 16, dtype, CPU)
-    found, expected = (outputs(check, CompiledAttention(library)) for library in (narrow, wide))
+    found, expected = (
+        outputs(check, CompiledAttention(one)) for one in (built, peer(built, wide, library, dtype))
+    )
     assert_bits(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SIZES)
 def test_products_of_two_builds_agree(
-    narrow: native.Library, wide: native.Library, num_outputs: int, num_inputs: int, dtype: torch.dtype
+    built: native.Library,
+    wide: native.Library,
+    library: native.Library,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
 ) -> None:
     x_TK, weight_NK = certify.cancelling(
         max(ROWS), Shape(num_outputs, num_inputs, dtype, dtype, False), seed=5
@@ -95,7 +126,8 @@ def test_products_of_two_builds_agree(
     bias_N = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     for out_dtype, bias in itertools.product({dtype, torch.float32}, (None, bias_N)):
         found, expected = (
-            products.CompiledLinear(library, weight_NK, bias, out_dtype) for library in (narrow, wide)
+            products.CompiledLinear(one, weight_NK, bias, out_dtype)
+            for one in (built, peer(built, wide, library, dtype))
         )
         for rows in ROWS:
             assert_bits([found(x_TK[:rows])], [expected(x_TK[:rows])])
@@ -103,12 +135,14 @@ def test_products_of_two_builds_agree(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_products_of_two_builds_agree(
-    narrow: native.Library, wide: native.Library, dtype: torch.dtype
+    built: native.Library, wide: native.Library, library: native.Library, dtype: torch.dtype
 ) -> None:
     shape = Shape(70, 51, dtype, torch.float32, False)
     x_TK, weight_NK = certify.cancelling(40, shape, seed=5)
     weights = [weight_NK, -weight_NK, weight_NK.flip(0)]
-    found, expected = (grouped.CompiledGroups(library, 3, weights, shape) for library in (narrow, wide))
+    found, expected = (
+        grouped.CompiledGroups(one, 3, weights, shape) for one in (built, peer(built, wide, library, dtype))
+    )
     for starts in ((0, 40, 40, 40), (0, 1, 20, 40), (0, 0, 7, 40)):
         starts_E1 = torch.tensor(starts)
         assert_bits([found(x_TK, starts_E1)], [expected(x_TK, starts_E1)])
@@ -142,3 +176,15 @@ def test_a_widened_product_is_the_sum_in_order(wide: native.Library, tmp_path: P
         product_TN = x_TK[:, k, None].double() * weight_NK[:, k].double()
         sums_TN = (sums_TN.double() + product_TN).float()
     assert torch.equal(products.CompiledLinear(wide, weight_NK, None, torch.float32)(x_TK), sums_TN)
+
+
+def test_a_variant_has_the_arithmetic_that_its_name_promises(built: native.Library) -> None:
+    (variant,) = [v for v in VARIANTS if v.name == built.build_key]
+    assert (built.bf16_arithmetic == "widened") == variant.widened
+
+
+def test_the_bits_are_those_of_every_machine(built: native.Library) -> None:
+    """Where multiply-adds are fused; the file was written on one such machine."""
+    found, expected = bits.hashes(built), json.loads(bits.FILE.read_text())
+    assert found == {name: expected[name] for name in found}
+    assert len(found) == len(expected) * (3 if built.bf16_arithmetic == "widened" else 2) // 3

@@ -45,7 +45,8 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
     if target is not None and engine.get("model") not in (None, target):
         raise click.UsageError(f"MODEL {target!r} and --model {engine['model']!r}: give one of them")
     config = EngineConfig.from_kwargs(**{**engine, **({} if target is None else {"model": target})})
-    lines = survey(config, show_progress)
+    found = survey(config, show_progress)
+    lines = found.lines
     bad = [line for line in lines if line.used and line.exact < 1 and line.operator != "product"]
     served = {(x.operator, x.shape) for x in lines if x.used}
     unserved = {(x.operator, x.shape) for x in lines if x.operator != GROUPED} - served
@@ -67,6 +68,7 @@ def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str,
     options.print_table(table)
     for operator, shape in sorted(unserved):
         print(f"no exact version here: {operator} {shape}")
+    print(f"compiled operators: {found.operators}")
     shapes = {(line.operator, line.shape) for line in lines}
     verdict = "NOT exact on this machine" if bad or unserved else "what is used is certified on this machine"
     print(f"{len(shapes)} operators and shapes, {len(lines)} versions: {verdict}")

@@ -34,7 +34,7 @@ from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
-from draftproof.kernels import graphs
+from draftproof.kernels import graphs, native
 from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
@@ -64,6 +64,7 @@ class Loaded:
     num_drafts: int  # K, 0 without a drafter
     memory: memory.Memory
     arithmetic: str
+    operators: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ class _Base:
     device: torch.device
     dtype: torch.dtype
     arithmetic: str
+    library: native.Library | None
     ops: Ops
     backend: AttentionBackend
     planner: LinearPlanner
@@ -123,6 +125,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         num_drafts=num_drafts,
         memory=used,
         arithmetic=base.arithmetic,
+        operators=operators.describe(base.library),
     )
 
 
@@ -172,6 +175,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         device=device,
         dtype=where.dtype,
         arithmetic=operators.arithmetic(where, library),
+        library=library,
         ops=ops,
         backend=backend,
         planner=LinearPlanner(

@@ -44,9 +44,17 @@ class Line:
     used: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was certified, and which compiled operators, by name and fingerprint, were among it."""
+
+    lines: list[Line]
+    operators: str
+
+
 @torch.inference_mode(False)
 @own_precision()
-def survey(config: EngineConfig, progress: native.Progress | None = None) -> list[Line]:
+def survey(config: EngineConfig, progress: native.Progress | None = None) -> Survey:
     """Certify everything anew for the target of `config`; its weights are random, only config.json is read.
 
     Raises ValueError for settings that cannot run here.
@@ -73,7 +81,7 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> lis
     for shape, exact in planner.grouped_shapes.items():
         # where it is inexact, each expert's product is one of those above
         lines.append(Line(GROUPED, shape.key(), "grouped", float(exact), None, exact))
-    return lines
+    return Survey(lines, operators.describe(library))
 
 
 def _operator_lines(

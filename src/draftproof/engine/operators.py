@@ -49,6 +49,11 @@ def arithmetic(where: Where, library: native.Library | None) -> str:
     return name if library is None or where.dtype != torch.bfloat16 else f"{name}, {library.bf16_arithmetic}"
 
 
+def describe(library: native.Library | None) -> str:
+    """Which compiled operators are used, where they come from, and their fingerprint."""
+    return "torch" if library is None else library.description
+
+
 def versions_of(
     operator: str, tables: Mapping[str, Ops], backends: Mapping[str, AttentionBackend]
 ) -> Mapping[str, Any]:

@@ -35,8 +35,9 @@ class LLM:
     spawned, and makes an `LLM` of its own. `close`, or leaving `with LLM(...) as llm`, gives its memory back.
 
     `arithmetic` names what the bits of results depend on beside the model: two machines on which it is "float32" or
-    the same kind of bf16 agree, where both run the compiled operators and have fused multiply-adds. `engine` is the
-    `EngineCore`, `requests` what is asked of it; while another thread may use this object they are for looking at only.
+    the same kind of bf16 agree, where both run the compiled operators and have fused multiply-adds. `operators`
+    names the library of compiled ones and its fingerprint, or "torch". `engine` is the `EngineCore`, `requests` what is
+    asked of it; while another thread may use this object they are for looking at only.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class LLM:
         self.max_model_len = loaded.max_model_len
         self.memory = loaded.memory
         self.arithmetic = loaded.arithmetic
-        logging.getLogger(__name__).info("%s; arithmetic: %s", self.memory, self.arithmetic)
+        self.operators = loaded.operators
+        facts = (self.memory, self.arithmetic, self.operators)
+        logging.getLogger(__name__).info("%s; arithmetic: %s; compiled operators: %s", *facts)
         self.num_speculative_tokens = loaded.num_drafts
         tokenizer = self._load_tokenizer(loaded.directory)
         inputs = InputProcessor(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from draftproof.kernels import gpu, native
+from draftproof.kernels import compiling, gpu, native
 
 # Prefixes of variables that change what libraries compute.
 LIBRARIES = (
@@ -31,7 +31,7 @@ LIBRARIES = (
 
 def key(device: torch.device, library: native.Library | None) -> str:
     """A hash of all that a certificate made now on `device` depends on, at torch's present number of threads."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else native.processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else compiling.processor()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(LIBRARIES))
     facts = (
         name,
@@ -57,6 +57,6 @@ def _code(*, with_gpu: bool) -> str:
     folders = [kernels, kernels.parent / "attention", *([kernels / "gpu"] if with_gpu else [])]
     paths = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     digest = hashlib.sha256()
-    for path in [*paths, *native.source_files()]:
+    for path in [*paths, *compiling.source_files()]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,8 @@
-"""The compiled operators: one plain C library, built from csrc on first use, loaded with ctypes."""
+"""The compiled operators: one plain C library, loaded with ctypes.
+
+A wheel brings it for several kinds of processor, and the fastest that this one can run is loaded; from a source tree it
+is compiled for this machine on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import platform
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -18,36 +20,25 @@ from typing import Any
 
 import torch
 
-Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
+from draftproof.kernels import compiling
 
-SOURCES = Path(__file__).parent / "csrc"
-COMPILERS = ("c++", "g++", "clang++")
-# -ffp-contract=off: a multiply-add is fused where the source says so and nowhere else, so bits do not depend on how
-# the compiler laid out a loop. The last two flags change no value; they let comparisons and square roots be vectorised.
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-Wno-psabi",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
-# The first that builds is used: not every compiler knows the machine.
-VARIANTS = (("-march=native", "-pthread"), ("-pthread",))
-WIDENED = "-DDP_WIDENED"  # leaves the processor's bf16 instructions alone
+Progress = compiling.Progress
+PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so in a wheel; a source tree has none
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 class Library:
-    """The loaded library. Functions release the GIL and take the number of threads as an argument."""
+    """The loaded library. Functions release the GIL and take the number of threads as an argument.
 
-    def __init__(self, path: Path, build_key: str) -> None:
+    `build_key`: hash of sources, compiler and processor, or the variant and the hash of the file that a wheel brought.
+    """
+
+    def __init__(self, path: Path, build_key: str, origin: str = "compiled here") -> None:
         self.path = path
-        self.build_key = build_key  # hash of sources, compiler and processor
+        self.build_key = build_key
+        self.description = f"{build_key}, {origin}"
         self._dll = ctypes.CDLL(str(path))
-
         self._recorder: Recorder | None = None
 
     @property
@@ -154,23 +145,26 @@ def default_cache_dir() -> Path:
 def load(
     progress: Progress | None = None, cache_dir: Path | None = None, *, widened: bool = False
 ) -> Library | None:
-    """The library, built first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0.
+    """The library, compiled first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0.
 
     `widened`: the one that computes bf16 as fp32, whatever instructions there are.
     """
     if os.environ.get("DRAFTPROOF_NATIVE") == "0":
         return None
-    compiler = find_compiler()
+    found = load_prebuilt(widened=widened)
+    if found is not None:
+        return found
+    compiler = compiling.find_compiler()
     if compiler is None:
         warnings.warn(
-            f"no C++ compiler found ({', '.join(COMPILERS)}): running on torch operators, which are slower; "
+            f"no C++ compiler found ({', '.join(compiling.COMPILERS)}): running on torch operators, which are slower; "
             "install g++ for the compiled ones",
             stacklevel=2,
         )
         return None
     try:
-        extra = (WIDENED,) if widened else ()
-        key = build_key(compiler, extra)
+        extra = (compiling.WIDENED,) if widened else ()
+        key = compiling.build_key(compiler, extra)
         path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
         if path.exists():
             with contextlib.suppress(OSError):  # spoilt: build it anew
@@ -186,36 +180,18 @@ def load(
         return None
 
 
-def find_compiler() -> str | None:
-    """The first C++ compiler on the path."""
-    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
+def load_prebuilt(*, widened: bool = False) -> Library | None:
+    """The fastest library of a wheel that this processor can run, and this system load."""
+    for variant in reversed(compiling.runnable()):
+        path = PREBUILT / f"{variant.name}.so"
+        if path.exists() and (variant.widened or not widened):
+            with contextlib.suppress(OSError):  # made for a newer C library
+                return Library(path, f"{variant.name}-{_hash(path)}", "from the wheel")
+    return None
 
 
-def source_files() -> list[Path]:
-    """All C++ sources and headers, sorted."""
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-
-
-def build_key(compiler: str, extra: Sequence[str] = ()) -> str:
-    """Hash of everything the binary depends on: sources, flags, compiler, processor."""
-    digest = hashlib.sha256(repr((FLAGS, VARIANTS, *extra, compiler)).encode())
-    for path in source_files():
-        digest.update(path.name.encode() + path.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    digest.update(version + processor().encode())
-    return digest.hexdigest()[:20]
-
-
-def processor() -> str:
-    """The processor's name and instruction sets, as far as the system tells."""
-    lines = [platform.machine(), platform.processor()]
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return " ".join(lines)
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    found = {line.split(":")[0].strip(): line for line in text.splitlines() if line.startswith(wanted)}
-    return " ".join([*lines, *found.values()])
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 def _folder(path: Path) -> Path:
@@ -231,46 +207,13 @@ def _folder(path: Path) -> Path:
 
 def _build(compiler: str, path: Path, progress: Progress | None, extra: Sequence[str]) -> None:
     """Compile and link into `path`. Atomic: two processes may build at once, the later rename wins."""
-    sources = [source for source in source_files() if source.suffix == ".cpp"]
+    choices = compiling.THIS_MACHINE
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        for number, variant in enumerate(VARIANTS):
+        for number, flags in enumerate(choices):
             try:
-                built = compile_library(compiler, (*variant, *extra), sources, Path(folder), progress)
+                built = compiling.compile_library(compiler, (*flags, *extra), Path(folder), progress)
                 break
             except subprocess.SubprocessError:
-                if number == len(VARIANTS) - 1:
+                if number == len(choices) - 1:
                     raise
         os.replace(built, path)
-
-
-def compile_library(
-    compiler: str, variant: Sequence[str], sources: list[Path], folder: Path, progress: Progress | None
-) -> Path:
-    """Compile `sources` with the flags of one variant, a process per file, and link them into a file in `folder`.
-
-    Raises CalledProcessError with the compiler's words.
-    """
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    commands = [
-        [compiler, *FLAGS, *variant, "-c", str(source), "-o", str(target)]
-        for source, target in zip(sources, objects, strict=True)
-    ]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    failed: subprocess.CalledProcessError | None = None
-    for number, process in enumerate(running):
-        if progress is not None:
-            progress("compiling operators, once for this machine", number, len(running))
-        _, errors = process.communicate()
-        if process.returncode and failed is None:
-            failed = subprocess.CalledProcessError(process.returncode, commands[number], stderr=errors)
-    if failed is not None:
-        raise failed
-    built = folder / "ops.so"
-    link = [compiler, *variant, "-shared", *map(str, objects), "-o", str(built)]
-    subprocess.run(link, check=True, capture_output=True, text=True, timeout=120)
-    if progress is not None:
-        progress("compiling operators, once for this machine", len(running), len(running))
-    return built
