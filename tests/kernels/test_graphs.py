@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,3 +73,12 @@ def test_nothing_is_held_of_a_function_that_cannot_be_recorded(library: native.L
     recorded = Recorded(library)
     found = [recorded.run(("key",), lambda x_TH: x_TH + 1, (rows(seed),)) for seed in range(2)]
     assert not recorded.holds(("key",)) and torch.equal(found[1], rows(1) + 1)
+
+
+def test_a_first_prompt_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+    code = (
+        "import sys; from draftproof import LLM, SamplingParams\n"
+        "with LLM() as llm: llm.generate('def', SamplingParams(max_tokens=3), use_tqdm=False)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,7 +39,7 @@ from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.room import free_bytes
+from draftproof.kernels.room import free_bytes, keep_freed_memory
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import LayerBuilder
@@ -117,6 +117,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
     )  # fmt: skip
+    if base.device.type == "cpu":  # after loading, whose memory may go
+        keep_freed_memory()
     return Loaded(
         engine=engine,
         directory=directory,

@@ -19,6 +19,7 @@ using namespace dp;
 
 constexpr int64_t TILE = 2 * LANES;
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
+constexpr int64_t PANEL_BYTES = 1 << 17;  // of rows that all of a block's tiles meet while they lie in the inner caches
 
 // bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
 #if defined(DP_DOT)
@@ -142,12 +143,12 @@ void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) 
         up_to_rows<T, O, R - 1>(p, out, row, t, rows);
 }
 
+// A tile and groups `from` to `to` of the rows, which are cut into `groups` of ROWS or one fewer.
 template <class T, class O>
-void vector_tile(const Problem& p, O* out, int64_t t) {
-    int64_t blocks = (p.rows + ROWS<T> - 1) / ROWS<T>;
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t row = p.rows * b / blocks;
-        up_to_rows<T, O>(p, out, row, t, p.rows * (b + 1) / blocks - row);
+void vector_tile(const Problem& p, O* out, int64_t t, int64_t from, int64_t to, int64_t groups) {
+    for (int64_t g = from; g < to; g++) {
+        int64_t row = p.rows * g / groups;
+        up_to_rows<T, O>(p, out, row, t, p.rows * (g + 1) / groups - row);
     }
 }
 
@@ -218,14 +219,18 @@ void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #if defined(DP_AMX)
     if (std::is_same<T, bf16>::value && amx_allowed()) return amx_tiles(p, out, from, to);
 #endif
-    for (int64_t t = from; t < to; t++) vector_tile<T>(p, out, t);
+    int64_t groups = (p.rows + ROWS<T> - 1) / ROWS<T>;
+    int64_t panel = std::max<int64_t>(1, PANEL_BYTES / (ROWS<T> * p.stride * 4));
+    for (int64_t g = 0; g < groups; g += panel)
+        for (int64_t t = from; t < to; t++) vector_tile<T>(p, out, t, g, std::min(g + panel, groups), groups);
 }
 
 template <class T, class O>
 void run(const Problem& p, O* out, int64_t threads) {
     int64_t count = (p.outputs + TILE - 1) / TILE;
     int64_t members = std::min(team(threads, p.outputs * p.words), count);
-    int64_t least = (BLOCK_BYTES + p.tile_bytes - 1) / p.tile_bytes;
+    int64_t readings = std::max<int64_t>(1, p.rows / ROWS<T>);  // of a tile: with many rows a few are work enough
+    int64_t least = std::max<int64_t>(1, BLOCK_BYTES / (p.tile_bytes * readings));
     parallel_ranges(members, count, least, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
 }
 
