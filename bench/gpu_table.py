@@ -29,6 +29,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench import internals, passes, report, rooflines, timeline, workload
 from draftproof.bench.drive import Decoding
 from draftproof.bench.harness import PLAIN, Benchmark, free_memory
+from draftproof.bench.peers.engine import Spec
 from draftproof.bench.stages import CheckLog, describe, parser, run_stages, synchronize
 from draftproof.models import cost
 
@@ -245,7 +246,7 @@ class Stages:
             free_memory()
 
     def transformers(self) -> None:
-        from draftproof.bench import against
+        from draftproof.bench.peers.hf import Transformers
 
         num_new, batches = self.steps // 2, (1, 4)
         params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
@@ -260,26 +261,24 @@ class Stages:
         for batch, speed in speeds.items():
             self.table.add(f"generate, batch {batch}, prompts included", "tokens/s", speed, None)
         bench.release([PLAIN])
-        rows, notes = against.measure(
-            self.shape.folder(),
-            bench.device,
-            bench.dtype,
+        spec = Spec(
+            where="draftproof.bench.peers.hf:Transformers",
+            model=str(self.shape.folder()),
+            dtype=str(bench.dtype).removeprefix("torch."),
+            device=str(bench.device),
             dummy=True,
-            prompts=prompts,
-            reference={i: output.outputs[0].token_ids for i, output in bench.reference.items()},
-            batch_sizes=batches,
-            num_new=num_new,
-            plain_speeds=speeds,
-            num_lookup=NUM_DRAFTS,
-            tell=lambda _: None,
         )
-        for row in rows:
-            equal = f"ids of {row['num_identical']} of {row['num_compared']} outputs are ours"
-            note = f"ours {row['plain_over_it']:.2f} times as fast; {equal}"
-            what = f"{row['name']}, batch {row['batch_size']}"
-            self.table.add(what, "tokens/s", row["output_throughput"], None, note)
-        for note in notes:
-            self.table.log.note(note)
+        peer = Transformers(spec)
+        for batch in batches:
+            for way in ("", *(w for w, reach in peer.ways.items() if (reach == "single") == (batch == 1))):
+                peer.generate(prompts[:batch], num_new, way)  # first use is not timed
+                found, seconds = peer.generate(prompts[:batch], num_new, way)
+                expected = [list(bench.reference[i].outputs[0].token_ids) for i in range(batch)]
+                equal = sum(a == b for a, b in zip(found, expected, strict=True))
+                speed = sum(map(len, found)) / seconds
+                note = f"ours {speeds[batch] / speed:.2f} times as fast; ids of {equal} of {batch} outputs are ours"
+                name = f"transformers {peer.version}{', ' if way else ''}{way}, batch {batch}"
+                self.table.add(name, "tokens/s", speed, None, note)
 
     def products(self) -> None:
         if self.shape.device == "cpu":
