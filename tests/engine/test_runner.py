@@ -54,6 +54,21 @@ def test_a_recorded_list_of_steps_gives_the_same_results_on_a_fresh_runner() -> 
     assert any(row.prompt_logprobs for rows in found for row in rows)
 
 
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_decode_step_with_a_drafter_of_ours_is_two_programs(num_drafts: int) -> None:
+    config = {**EAGLE3, "num_speculative_tokens": num_drafts}
+    with LLM(dtype="float32", speculative_config=config) as llm:
+        llm.generate(
+            PROMPTS[0], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False
+        )
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        shape = BatchShape.decoding(1, 1 + num_drafts, num_drafts)
+        assert runner.graphs.holds(("verify", 1, 1 + num_drafts, 1 + num_drafts))
+        assert runner.graphs.holds(("draft", shape))
+
+
 @pytest.mark.parametrize("config", [None, EAGLE3], ids=["plain", "eagle3"])
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_rehearsal_fits_few_slots_and_leaves_nothing_behind(
@@ -121,7 +136,7 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
         num_decoding = llm.stats.num_steps - num_before - 1
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
-    assert len(calls) <= num_programs * num_decoding + 1  # the prompt's pass
+    assert len(calls) <= num_programs * (num_decoding + 1)  # with the prompt's step
 
 
 def test_a_request_that_asks_for_processing_takes_no_program() -> None:

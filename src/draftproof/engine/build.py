@@ -326,6 +326,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
 
     # A user's drafter is lent a copy of the block table and graphs of its own: nothing that others read.
     table_SB = state.block_table_SB if drafting.trusted else state.block_table_SB.clone()
+    refresh = _nothing if drafting.trusted else lambda: table_SB.copy_(state.block_table_SB)
     draft_cache, target_cache = cache(spec.kv, table_SB), cache(target.kv)
     lent = draft_cache.beside(target_cache, spec.borrow)
     own_graphs = base.graphs if drafting.trusted else base.new_graphs()
@@ -350,7 +351,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        sandbox=_boxed(config, drafting, base.model.vocab_size, lambda: table_SB.copy_(state.block_table_SB)),
+        sandbox=_boxed(config, drafting, base.model.vocab_size, refresh),
         spec=spec,
         scorer=LogprobScorer(target, sampler),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -402,6 +403,10 @@ def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
             drafter.bind(runtime)
     except DrafterError as error:
         raise ValueError(f"speculative_config: {error}") from error
+
+
+def _nothing() -> None:
+    """What is refreshed for a drafter of ours, which sees the live block table; a user's is a copy."""
 
 
 def _boxed(
