@@ -148,13 +148,15 @@ def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
     assert sandbox.num_faults == 1
 
 
+@pytest.mark.parametrize(("eager", "number"), [(True, 3), (False, 2)], ids=["eager", "while recorded"])
 def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, eager: bool, number: int
 ) -> None:
-    """One round fails for everybody: the requests of that round decode plainly, a later request drafts again."""
+    """One round fails for everybody: the requests of that round decode plainly, a later request drafts again. What was
+    recorded then is not run again."""
     from tests.conformance.cases import CASES
 
-    settings = {"dtype": "float32", "max_num_seqs": 1}
+    settings = {"dtype": "float32", "max_num_seqs": 1, "enforce_eager": eager}
     llm = LLM(**settings, speculative_config={**CASES["eagle3"].config, "policy": "fixed"})
     sandbox = llm.engine.runner.sandbox
     assert sandbox is not None
@@ -162,7 +164,7 @@ def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
 
     def once(verified: Verified, num_drafts: int) -> Proposal:
         calls.append(num_drafts)
-        if len(calls) == 3:
+        if len(calls) == number:
             raise RuntimeError("once")
         return original(verified, num_drafts)
 
