@@ -1,4 +1,4 @@
-"""Random prompts in chunks of many sizes, alone and in batches: the same ids and log-probabilities, bit for bit.
+"""Random prompts on the CPU in chunks of many sizes, alone and in batches: equal ids and log-probabilities, bit for bit.
 
 `python -m tests.chunk_sizes --help`; the quick form runs as a test. Meant for torch's operators alone, whose libraries
 choose their way by processor, and for processors imitated through the environment (tools/processors.py).
@@ -35,6 +35,7 @@ def outputs(
 ) -> list[RequestOutput]:
     """Greedy or sampled, as the prompt alone decides; log-probabilities of each token, the prompt's too."""
     llm = LLM(
+        device="cpu",
         dtype=dtype,
         native=native,
         max_num_seqs=batch,
