@@ -103,26 +103,30 @@ void write_outputs(const Problem& p, O* out, int64_t row, int64_t column, vec va
     if (count > 0) write(out + row * p.outputs + column, value, p.bias ? p.bias + column : nullptr, count);
 }
 
-// R rows and C vectors of a tile, from the vector `first` on.
-template <class T, class O, int R, int C>
+// R rows and C vectors of each of N tiles, from the tile `t` and its vector `first` on.
+template <class T, class O, int R, int C, int N = 1>
 void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
-    const char* weights = p.tile(t);
+    const char* weights[N];
+    for (int n = 0; n < N; n++) weights[n] = p.tile(t + n);
     const uint32_t* x = p.x + row * p.stride;
-    vec acc[R][C] = {};
+    constexpr int WIDTH = C * PARTS;  // registers of a tile
+    vec acc[R][N * C] = {};
     for (int64_t k = 0; k < p.words; k++) {
-        uvec::part w[C * PARTS];
-        for (int i = 0; i < C * PARTS; i++) w[i] = words_at<T>(weights, (2 * k + first) * PARTS + i);
+        uvec::part w[N * WIDTH];
+        for (int i = 0; i < N * WIDTH; i++)
+            w[i] = words_at<T>(weights[i / WIDTH], (2 * k + first) * PARTS + i % WIDTH);
         for (int s = 0; s < STEPS<T>; s++)
             for (int r = 0; r < R; r++) {
                 uint32_t word = x[r * p.stride + k * STEPS<T> + s];
-                for (int i = 0; i < C * PARTS; i++) {
+                for (int i = 0; i < N * WIDTH; i++) {
                     vec::part& sum = acc[r][i / PARTS].parts[i % PARTS];
                     sum = step<T>(sum, w[i], s, word);
                 }
             }
     }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) write_outputs(p, out, row + r, t * TILE + (first + c) * LANES, acc[r][c]);
+        for (int c = 0; c < N * C; c++)
+            write_outputs(p, out, row + r, (t + c / C) * TILE + (first + c % C) * LANES, acc[r][c]);
 }
 
 template <class T, class O, int R>
@@ -133,6 +137,21 @@ void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
         block<T, O, R, 1>(p, out, row, t, 0);
         block<T, O, R, 1>(p, out, row, t, 1);
     }
+}
+
+// Few rows are few chains, each of which waits for its own last step: several tiles at once make eight or more. Example:
+// one row of two registers a tile -> four tiles; three rows -> two tiles.
+template <class T, int R>
+constexpr int TILES_AT_ONCE = 2 * R * PARTS * 4 < SUMS<T> && R * PARTS < 2   ? 4
+                              : 2 * R * PARTS * 2 < SUMS<T> && R * PARTS < 4 ? 2
+                                                                             : 1;
+
+template <class T, class O, int R>
+void few_rows(const Problem& p, O* out, int64_t from, int64_t to) {
+    constexpr int N = TILES_AT_ONCE<T, R>;
+    int64_t t = from;
+    for (; t + N <= to; t += N) block<T, O, R, 2, N>(p, out, 0, t, 0);
+    for (; t < to; t++) tile_rows<T, O, R>(p, out, 0, t);
 }
 
 template <class T, class O, int R = ROWS<T>>
@@ -219,6 +238,9 @@ void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #if defined(DP_AMX)
     if (std::is_same<T, bf16>::value && amx_allowed()) return amx_tiles(p, out, from, to);
 #endif
+    if (p.rows == 1) return few_rows<T, O, 1>(p, out, from, to);
+    if (p.rows == 2) return few_rows<T, O, 2>(p, out, from, to);
+    if (p.rows == 3) return few_rows<T, O, 3>(p, out, from, to);
     int64_t groups = (p.rows + ROWS<T> - 1) / ROWS<T>;
     int64_t panel = std::max<int64_t>(1, PANEL_BYTES / (ROWS<T> * p.stride * 4));
     for (int64_t g = 0; g < groups; g += panel)
