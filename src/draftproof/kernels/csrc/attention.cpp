@@ -18,6 +18,8 @@ using namespace dp;
 constexpr int CHUNK = 64;
 constexpr int GROUPS = CHUNK / LANES;
 constexpr int MAX_QUERIES = 32;  // of one work item, unless one row has more
+constexpr int64_t NEIGHBOURS = 4;  // work items that a thread takes at once, where there are many
+constexpr int64_t LINES_AT_ONCE = 8;  // that memory is asked for ahead of their turn
 
 // How queries and keys meet: bf16 pairs through the dot-product instruction where there is one, fp32 elsewhere.
 template <class T>
@@ -48,7 +50,7 @@ struct Dot<bf16> {
 
 // keys[0..64) -> k_words[word][64]: one vector holds the same word of 16 keys.
 template <class T>
-void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words) {
+void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words, Lookahead<T>& ahead) {
     constexpr int64_t TILE = LANES * Dot<T>::PER_WORD;
     for (int g = 0; g < GROUPS; g++)
         for (int64_t d = 0; d < head_dim; d += TILE) {
@@ -57,6 +59,7 @@ void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words) {
                 const T* p = keys[g * LANES + i] + d;
                 tile[i] = head_dim - d < TILE ? Dot<T>::word_n(p, head_dim - d) : Dot<T>::word(p);
             }
+            ahead.lines(LINES_AT_ONCE);
             transpose(tile);
             uvec* to = k_words + d / Dot<T>::PER_WORD * GROUPS + g;
             for (int i = 0; i < LANES; i++) to[i * GROUPS] = tile[i];
@@ -114,10 +117,10 @@ void weigh(vec* const* acc, const float* const* weights, const vec* values, int6
 template <class T>
 class Worker {
   public:
-    Worker(const Queries& queries, Scratch& scratch, const T* k_cache, const T* v_cache)
+    Worker(const Queries& queries, Scratch& scratch, const T* k_cache, const T* v_cache, Lookahead<T>& ahead)
         : s_(queries.shape), q_(queries), words_((s_.head_dim + Dot<T>::PER_WORD - 1) / Dot<T>::PER_WORD),
           word_vectors_((words_ + LANES - 1) / LANES), vectors_((s_.head_dim + LANES - 1) / LANES),
-          k_cache_(k_cache), v_cache_(v_cache) {
+          k_cache_(k_cache), v_cache_(v_cache), ahead_(ahead) {
         int64_t count = q_.count, lanes_q = (count + LANES - 1) / LANES;
         int64_t padded_words = word_vectors_ * LANES;
         uvec* at = scratch.take(padded_words * GROUPS + CHUNK * vectors_ +
@@ -134,13 +137,19 @@ class Worker {
         soft_.vectors = vectors_;
     }
 
-    void run(const T* q, const int32_t* blocks, T* out) {
+    // `next`: the item that this thread does after this one, if any.
+    void run(const T* q, const int32_t* blocks, const Queries* next, T* out) {
         read_queries(q);
         soft_.begin(q_.count);
         Range span = q_.span();
         for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
+            if (base + CHUNK < span.to)
+                ahead_.aim(q_.item, {base + CHUNK, std::min(base + 2 * CHUNK, span.to)});
+            else if (next)
+                ahead_.aim(next->item, first_chunk(next->span()));
             load_chunk(blocks, base, keys.from, keys.to);
+            ahead_.lines(INT64_MAX);
             for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
             soft_.chunk(q_, base, keys);
             for (int64_t n = 0; n < q_.count; n += 4) accumulate(base, n, std::min<int64_t>(q_.count - n, 4));
@@ -149,6 +158,10 @@ class Worker {
     }
 
   private:
+    static Range first_chunk(Range span) {
+        return {span.from, std::min((span.from / CHUNK + 1) * CHUNK, span.to)};
+    }
+
     void read_queries(const T* q) {
         for (int64_t n = 0; n < q_.count; n++)
             for (int64_t w = 0; w < word_vectors_; w++) {
@@ -165,6 +178,7 @@ class Worker {
         for (int64_t i = from; i < to;) {  // the part of a block at a time
             int64_t offset = (base + i) % s_.block_size, block = blocks[(base + i) / s_.block_size];
             int64_t at = ((block * s_.kv_heads + q_.item.kv_head) * s_.block_size + offset) * D;
+            ahead_.lines(LINES_AT_ONCE);
             for (; i < to && offset < s_.block_size; i++, offset++, at += D) {
                 keys[i] = k_cache_ + at;
                 vec* to_value = values_ + i * vectors_;
@@ -176,7 +190,7 @@ class Worker {
         // Places nobody sees hold any readable key: their scores are thrown away.
         for (int64_t i = 0; i < from; i++) keys[i] = keys[from];
         for (int64_t i = to; i < CHUNK; i++) keys[i] = keys[from];
-        transpose_keys(keys, D, k_words_);
+        transpose_keys(keys, D, k_words_, ahead_);
     }
 
     void scores(int64_t n, int64_t count) {
@@ -229,6 +243,7 @@ class Worker {
     const Queries& q_;
     int64_t words_, word_vectors_, vectors_;
     const T *k_cache_, *v_cache_;
+    Lookahead<T>& ahead_;
     uvec *k_words_, *q_words_;
     vec* values_;
     Softmax<CHUNK> soft_;
@@ -236,17 +251,17 @@ class Worker {
 
 template <class T>
 void run_item(const Queries& queries, Scratch& scratch, const T* q, const T* k_cache, const T* v_cache,
-              const int32_t* blocks, T* out) {
-    Worker<T>(queries, scratch, k_cache, v_cache).run(q, blocks, out);
+              const int32_t* blocks, Lookahead<T>& ahead, const Queries* next, T* out) {
+    Worker<T>(queries, scratch, k_cache, v_cache, ahead).run(q, blocks, next, out);
 }
 
 #if defined(DP_AMX)
 void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-              const int32_t* blocks, bf16* out) {
+              const int32_t* blocks, Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
     if (AmxWorker::fits(queries.shape))
         AmxWorker::run(queries, scratch, q, k_cache, v_cache, blocks, out);
     else
-        Worker<bf16>(queries, scratch, k_cache, v_cache).run(q, blocks, out);
+        Worker<bf16>(queries, scratch, k_cache, v_cache, ahead).run(q, blocks, next, out);
 }
 #endif
 
@@ -268,11 +283,15 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
     }
     int64_t count = items.size();
     int64_t members = work * s.heads * s.head_dim < 65536 ? 1 : std::min(threads, count);
-    parallel(members, count, [&](int64_t i) {
+    parallel_ranges(members, count, std::min(NEIGHBOURS, count / (4 * members)), [&](int64_t from, int64_t to) {
         static thread_local Scratch scratch;
-        const Item& item = items[i];
-        const int32_t* blocks = table + slots[item.first_row] * s.table_width;
-        run_item(Queries(s, item, ends + item.first_row), scratch, q, k_cache, v_cache, blocks, out);
+        Lookahead<T> ahead(s, k_cache, v_cache, table, slots);
+        for (int64_t i = from; i < to; i++) {
+            const Item &item = items[i], &after = items[std::min(i + 1, to - 1)];
+            const Queries now(s, item, ends + item.first_row), next(s, after, ends + after.first_row);
+            const int32_t* blocks = table + slots[item.first_row] * s.table_width;
+            run_item(now, scratch, q, k_cache, v_cache, blocks, ahead, i + 1 < to ? &next : nullptr, out);
+        }
     });
 }
 

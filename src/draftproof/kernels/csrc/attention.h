@@ -61,6 +61,61 @@ struct Queries {
     }
 };
 
+// Asks memory for keys and values before their turn, a few lines at a time between other work. Blocks lie anywhere, so no
+// processor foresees them; asked for all at once, they would stall the work that is to hide them.
+template <class T>
+class Lookahead {
+  public:
+    Lookahead(const Shape& shape, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* slots)
+        : s_(shape), k_cache_(k_cache), v_cache_(v_cache), table_(table), slots_(slots) {}
+
+    // From now on ask for these positions of an item.
+    void aim(const Item& item, Range positions) {
+        blocks_ = table_ + slots_[item.first_row] * s_.table_width;
+        kv_head_ = item.kv_head;
+        positions_ = positions;
+        left_ = 0;
+    }
+
+    void lines(int64_t count) {
+        while (count > 0 && (left_ > 0 || next_block())) {
+            int64_t now = std::min(count, left_);
+            for (int64_t i = 0; i < now; i++) {
+                __builtin_prefetch(k_ + i * LINE);
+                __builtin_prefetch(v_ + i * LINE);
+            }
+            k_ += now * LINE;
+            v_ += now * LINE;
+            left_ -= now;
+            count -= now;
+        }
+    }
+
+  private:
+    static constexpr int64_t LINE = 64;
+
+    bool next_block() {
+        if (positions_.from >= positions_.to) return false;
+        int64_t offset = positions_.from % s_.block_size;
+        int64_t keys = std::min(s_.block_size - offset, positions_.to - positions_.from);
+        int64_t block = blocks_[positions_.from / s_.block_size];
+        int64_t at = ((block * s_.kv_heads + kv_head_) * s_.block_size + offset) * s_.head_dim;
+        k_ = (const char*)(k_cache_ + at);
+        v_ = (const char*)(v_cache_ + at);
+        left_ = (keys * s_.head_dim * (int64_t)sizeof(T) + LINE - 1) / LINE;
+        positions_.from += keys;
+        return true;
+    }
+
+    const Shape& s_;
+    const T *k_cache_, *v_cache_;
+    const int32_t *table_, *blocks_ = nullptr;
+    const int64_t* slots_;
+    int64_t kv_head_ = 0, left_ = 0;
+    Range positions_ = {0, 0};
+    const char *k_ = nullptr, *v_ = nullptr;
+};
+
 DP_INLINE ivec lanes_in(int g, Range seen) {
     ivec key = ivec(g * LANES) + numbers();
     return (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
