@@ -78,6 +78,43 @@ def test_a_child_has_threads_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
+FEWER_THREADS = """
+import os, sys, time
+import torch
+from draftproof.kernels import native, products
+product = products.CompiledLinear(native.load(), torch.ones(4000, 96), None, torch.float32)
+rows = torch.ones(3, 96)
+
+def ticks():
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        found[thread] = int(fields[11]) + int(fields[12])
+    return found
+
+def run(num_threads, seconds):
+    torch.set_num_threads(num_threads)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        product(rows)
+
+run(6, 0.2)
+before = ticks()
+run(2, 1.0)
+busy = [thread for thread, count in ticks().items() if count - before.get(thread, 0) > 5]
+sys.exit(f"{len(busy)} threads took time" if len(busy) > 2 else 0)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's /proc")
+def test_workers_that_fewer_threads_leave_out_take_no_time() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER_THREADS], timeout=120, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_workers_round_as_their_caller_does(product: products.LinearFn) -> None:
     """Subnormal sums: a worker that kept another thread's setting would flush them, or not."""
     if not torch.set_flush_denormal(True):

@@ -8,6 +8,7 @@
 // Example: 16 blocks for 2 threads: claims = 2 << 32 | 16. The thread that swaps in 2 << 32 | 15 computes block 0.
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -28,6 +29,8 @@ namespace {
 
 constexpr int64_t MOST_WORKERS = 255;
 // An idle worker looks for work so long before it sleeps: the operators of a pass follow each other by some microseconds.
+// One that no loop has a place for is idle too. (Certificates are made at more threads than an engine has; were their
+// workers to look on, they would take a core from the others.)
 constexpr std::chrono::microseconds AWAKE(200);
 constexpr int LOOKS = 64;  // between two readings of the clock
 
@@ -72,7 +75,7 @@ class Pool {
         finished_.store(0, std::memory_order_relaxed);
         claims_.store((uint64_t)members << 32 | (uint64_t)count);
         loops_.fetch_add(1);
-        if (asleep_.load() > 0) {
+        if (first_asleep_.load() < members) {
             std::lock_guard<std::mutex> lock(sleep_);
             wake_.notify_all();
         }
@@ -122,24 +125,41 @@ class Pool {
         }
     }
 
+    // Whether the loop of now has a place for thread `number`.
+    bool invited(int64_t number) const { return (int64_t)(claims_.load() >> 32) > number; }
+
     void serve(int64_t number) {
+        auto idle_since = std::chrono::steady_clock::now();
         for (;;) {
             uint64_t loop = loops_.load();
-            auto start = std::chrono::steady_clock::now();
-            while (!work(number) && loops_.load() == loop) {
-                for (int i = 0; i < LOOKS && loops_.load() == loop; i++) pause();
-                if (std::chrono::steady_clock::now() - start < AWAKE) continue;
-                std::unique_lock<std::mutex> lock(sleep_);
-                asleep_.fetch_add(1);
-                wake_.wait(lock, [&] { return loops_.load() != loop; });
-                asleep_.fetch_sub(1);
+            bool busy = work(number);
+            for (int i = 0; i < LOOKS && loops_.load() == loop; i++) pause();
+            auto now = std::chrono::steady_clock::now();
+            if (busy || (loops_.load() != loop && invited(number))) idle_since = now;
+            if (now - idle_since >= AWAKE) {
+                sleep(number, loop);
+                idle_since = std::chrono::steady_clock::now();
             }
         }
+    }
+
+    void sleep(int64_t number, uint64_t loop) {
+        std::unique_lock<std::mutex> lock(sleep_);
+        asleep_[number] = true;
+        note_first_asleep();
+        wake_.wait(lock, [&] { return loops_.load() != loop && invited(number); });
+        asleep_[number] = false;
+        note_first_asleep();
+    }
+
+    void note_first_asleep() {
+        first_asleep_.store(std::find(asleep_, asleep_ + MOST_WORKERS + 1, true) - asleep_);
     }
 
     std::mutex used_, sleep_;
     std::condition_variable wake_, done_;
     int64_t workers_ = 0;
+    bool asleep_[MOST_WORKERS + 1] = {};  // by number
     Block block_ = nullptr;
     void* body_ = nullptr;
     int64_t count_ = 0;
@@ -148,7 +168,7 @@ class Pool {
     alignas(64) std::atomic<uint64_t> claims_{0};
     alignas(64) std::atomic<int64_t> finished_{0};
     alignas(64) std::atomic<uint64_t> loops_{0};
-    std::atomic<int64_t> asleep_{0};
+    std::atomic<int64_t> first_asleep_{MOST_WORKERS + 1};  // the lowest number of a worker that sleeps
     std::atomic<bool> waiting_{false};
 };
 
