@@ -1,4 +1,4 @@
-"""Random prompts on the CPU in chunks of many sizes, alone and in batches: equal ids and log-probabilities, bit for bit.
+"""Random prompts on the CPU, in chunks of many sizes, alone and in batches: equal ids and log-probabilities.
 
 `python -m tests.chunk_sizes --help`; the quick form runs as a test. Meant for torch's operators alone, whose libraries
 choose their way by processor, and for processors imitated through the environment (tools/processors.py).

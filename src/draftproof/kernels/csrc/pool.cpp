@@ -32,6 +32,8 @@ constexpr int64_t MOST_WORKERS = 255;
 // One that no loop has a place for is idle too. (Certificates are made at more threads than an engine has; were their
 // workers to look on, they would take a core from the others.)
 constexpr std::chrono::microseconds AWAKE(200);
+// A caller waits awake for the blocks that others hold, then sleeps: who took longer is off its core.
+constexpr std::chrono::microseconds PATIENCE(50);
 constexpr int LOOKS = 64;  // between two readings of the clock
 
 inline void pause() {
@@ -117,7 +119,7 @@ class Pool {
         auto start = std::chrono::steady_clock::now();
         while (finished_.load() != count) {
             for (int i = 0; i < LOOKS && finished_.load() != count; i++) pause();
-            if (std::chrono::steady_clock::now() - start < AWAKE) continue;
+            if (std::chrono::steady_clock::now() - start < PATIENCE) continue;
             std::unique_lock<std::mutex> lock(sleep_);
             waiting_.store(true);
             done_.wait(lock, [&] { return finished_.load() == count; });
