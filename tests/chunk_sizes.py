@@ -80,13 +80,16 @@ def differing(given: Sequence[list[int]], dtype: str, native: bool, chunks: Sequ
 
 @click.command()
 @click.option("--prompts", "number", type=click.IntRange(2), default=24, show_default=True)
+@click.option(
+    "--seed", default=0, show_default=True, help="Other prompts: as many processes share much work."
+)
 @click.option("--longest", type=click.IntRange(2, 900), default=LONGEST, show_default=True)
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="[default: all three]")
 @click.option("--native/--no-native", default=False, show_default=True)
 @click.option("--chunks", default=",".join(map(str, CHUNKS)), show_default=True)
-def main(number: int, longest: int, dtypes: Sequence[str], native: bool, chunks: str) -> None:
+def main(number: int, seed: int, longest: int, dtypes: Sequence[str], native: bool, chunks: str) -> None:
     """Exit status 1 if any output differs."""
-    given = prompts(number, 8192, longest)
+    given = prompts(number, 8192, longest, seed)
     sizes = [int(size) for size in chunks.split(",")]
     print(f"{number} prompts of 1 to {longest} tokens, {torch.get_num_threads()} threads, native={native}")
     different = 0

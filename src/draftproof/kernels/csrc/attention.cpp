@@ -144,10 +144,7 @@ class Worker {
         Range span = q_.span();
         for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
-            if (base + CHUNK < span.to)
-                ahead_.aim(q_.item, {base + CHUNK, std::min(base + 2 * CHUNK, span.to)});
-            else if (next)
-                ahead_.aim(next->item, first_chunk(next->span()));
+            aim_ahead<CHUNK>(ahead_, q_, span, base, next);
             load_chunk(blocks, base, keys.from, keys.to);
             ahead_.lines(INT64_MAX);
             for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
@@ -158,10 +155,6 @@ class Worker {
     }
 
   private:
-    static Range first_chunk(Range span) {
-        return {span.from, std::min((span.from / CHUNK + 1) * CHUNK, span.to)};
-    }
-
     void read_queries(const T* q) {
         for (int64_t n = 0; n < q_.count; n++)
             for (int64_t w = 0; w < word_vectors_; w++) {
@@ -259,7 +252,7 @@ void run_item(const Queries& queries, Scratch& scratch, const T* q, const T* k_c
 void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
               const int32_t* blocks, Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
     if (AmxWorker::fits(queries.shape))
-        AmxWorker::run(queries, scratch, q, k_cache, v_cache, blocks, out);
+        AmxWorker::run(queries, scratch, q, k_cache, v_cache, blocks, ahead, next, out);
     else
         Worker<bf16>(queries, scratch, k_cache, v_cache, ahead).run(q, blocks, next, out);
 }

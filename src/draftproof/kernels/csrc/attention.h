@@ -61,8 +61,8 @@ struct Queries {
     }
 };
 
-// Asks memory for keys and values before their turn, a few lines at a time between other work. Blocks lie anywhere, so no
-// processor foresees them; asked for all at once, they would stall the work that is to hide them.
+// Asks memory for keys and values before their turn, a few lines at a time between other work. Blocks lie anywhere, so
+// no processor foresees them; asked for all at once, they would stall the work that is to hide them.
 template <class T>
 class Lookahead {
   public:
@@ -115,6 +115,18 @@ class Lookahead {
     Range positions_ = {0, 0};
     const char *k_ = nullptr, *v_ = nullptr;
 };
+
+// Aim at what comes after the chunk at `base`: the item's next chunk, or the first of the item that the thread does
+// next.
+template <int CHUNK, class T>
+void aim_ahead(Lookahead<T>& ahead, const Queries& q, Range span, int64_t base, const Queries* next) {
+    if (base + CHUNK < span.to) {
+        ahead.aim(q.item, {base + CHUNK, std::min(base + 2 * CHUNK, span.to)});
+    } else if (next) {
+        Range after = next->span();
+        ahead.aim(next->item, {after.from, std::min((after.from / CHUNK + 1) * CHUNK, after.to)});
+    }
+}
 
 DP_INLINE ivec lanes_in(int g, Range seen) {
     ivec key = ivec(g * LANES) + numbers();

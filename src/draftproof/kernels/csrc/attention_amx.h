@@ -17,26 +17,27 @@ class AmxWorker {
     static bool fits(const Shape& s) { return s.head_dim % 32 == 0 && s.block_size % LANES == 0 && amx_allowed(); }
 
     static void run(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                    const int32_t* blocks, bf16* out) {
+                    const int32_t* blocks, Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
         // Tiles take and give no subnormal numbers. Nothing else here may either, or adding 0, which a row meets where
         // its neighbours see more keys, would not leave a sum as it was.
         unsigned before = _mm_getcsr();
         _mm_setcsr(before | 0x8040);
-        if (!AmxWorker(queries, scratch, k_cache, v_cache).all(q, blocks, out))
+        if (!AmxWorker(queries, scratch, k_cache, v_cache, ahead).all(q, blocks, next, out))
             // A value that only some rows see is not finite, and 0 * NaN would reach the others: each row on its own.
             for (int64_t r = 0; r < queries.item.num_rows; r++) {
                 Item one = {queries.item.first_row + r, 1, queries.item.kv_head};
                 Queries alone(queries.shape, one, queries.ends + r);
-                AmxWorker(alone, scratch, k_cache, v_cache).all(q, blocks, out);
+                AmxWorker(alone, scratch, k_cache, v_cache, ahead).all(q, blocks, nullptr, out);
             }
         _tile_release();
         _mm_setcsr(before);
     }
 
   private:
-    AmxWorker(const Queries& queries, Scratch& scratch, const bf16* k_cache, const bf16* v_cache)
+    AmxWorker(const Queries& queries, Scratch& scratch, const bf16* k_cache, const bf16* v_cache,
+              Lookahead<bf16>& ahead)
         : s_(queries.shape), q_(queries), dims_(s_.head_dim), vectors_(dims_ / LANES), k_cache_(k_cache),
-          v_cache_(v_cache) {
+          v_cache_(v_cache), ahead_(ahead) {
         int64_t count = q_.count;
         tile_rows_ = std::min<int64_t>(count, LANES);
         tiles_ = (count + LANES - 1) / LANES;
@@ -56,7 +57,7 @@ class AmxWorker {
     }
 
     // False, and nothing written, where the rows must be done one by one.
-    bool all(const bf16* q, const int32_t* blocks, bf16* out) {
+    bool all(const bf16* q, const int32_t* blocks, const Queries* next, bf16* out) {
         // Tiles 0-3 sums, 4 weights; 5 values or queries; 6 keys, 7 scores.
         amx_configure({tile_rows_, tile_rows_, tile_rows_, tile_rows_, tile_rows_, 16, 16, 16});
         read_queries(q);
@@ -64,6 +65,7 @@ class AmxWorker {
         Range span = q_.span();
         for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
+            aim_ahead<CHUNK>(ahead_, q_, span, base, next);
             scores(blocks, base, keys);
             soft_.chunk(q_, base, keys);
             if (!pair_values(blocks, base, keys)) return false;
@@ -93,6 +95,7 @@ class AmxWorker {
     void scores(const int32_t* blocks, int64_t base, Range keys) {
         for (int g = (int)(keys.from / LANES); g * LANES < keys.to; g++) {
             const bf16* k = group_at(k_cache_, blocks, base + g * LANES);
+            ahead_.lines(dims_ / 4);  // half of a group's keys and values
             for (int64_t t = 0; t < tiles_; t++) {
                 uvec found[LANES];
                 _tile_zero(7);
@@ -123,6 +126,7 @@ class AmxWorker {
                 continue;
             }
             const bf16* group = group_at(v_cache_, blocks, base + g * LANES);
+            ahead_.lines(dims_ / 4);  // half of a group's keys and values
             Range own = {keys.from - g * LANES, keys.to - g * LANES};
             Range safe = {common.from - g * LANES, common.to - g * LANES};
             for (int64_t i = 0; i < LANES; i += 2, to += vectors_) {
@@ -239,6 +243,7 @@ class AmxWorker {
     const Queries& q_;
     int64_t dims_, vectors_, tile_rows_, tiles_;
     const bf16 *k_cache_, *v_cache_;
+    Lookahead<bf16>& ahead_;
     uvec *q_words_, *v_words_, *high_, *low_;
     Softmax<CHUNK> soft_;
 };
