@@ -1,4 +1,4 @@
-"""Random prompts on the CPU, in chunks of many sizes, alone and in batches: equal ids and log-probabilities.
+"""Random prompts on the CPU, in chunks of many sizes, alone and in batches: equal bits.
 
 `python -m tests.chunk_sizes --help`; the quick form runs as a test. Meant for torch's operators alone, whose libraries
 choose their way by processor, and for processors imitated through the environment (tools/processors.py).
@@ -81,7 +81,7 @@ def differing(given: Sequence[list[int]], dtype: str, native: bool, chunks: Sequ
 @click.command()
 @click.option("--prompts", "number", type=click.IntRange(2), default=24, show_default=True)
 @click.option(
-    "--seed", default=0, show_default=True, help="Other prompts: as many processes share much work."
+    "--seed", default=0, show_default=True, help="Of the prompts: give each of several processes its own."
 )
 @click.option("--longest", type=click.IntRange(2, 900), default=LONGEST, show_default=True)
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="[default: all three]")

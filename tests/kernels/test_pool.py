@@ -99,14 +99,32 @@ def run(num_threads, seconds):
     while time.monotonic() < end:
         product(rows)
 
+def wakes():  # how often each thread went to sleep by itself
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/status") as file:
+            found[thread] = int(file.read().partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
+    return found
+
 run(6, 0.2)
 before = ticks()
 run(2, 1.0)
 busy = [thread for thread, count in ticks().items() if count - before.get(thread, 0) > 5]
-sys.exit(f"{len(busy)} threads took time" if len(busy) > 2 else 0)
+if len(busy) > 2:
+    sys.exit(f"{len(busy)} threads took time")
+before = wakes()
+for _ in range(100):
+    product(rows)
+    end = time.monotonic() + 0.001
+    while time.monotonic() < end:  # workers fall asleep
+        pass
+awake = [thread for thread, count in wakes().items() if count - before.get(thread, 0) > 50]
+if len(awake) > 2:
+    sys.exit(f"{len(awake)} threads were woken")
 """
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's /proc")
 def test_workers_that_fewer_threads_leave_out_take_no_time() -> None:
     done = subprocess.run(

@@ -19,7 +19,7 @@ constexpr int CHUNK = 64;
 constexpr int GROUPS = CHUNK / LANES;
 constexpr int MAX_QUERIES = 32;  // of one work item, unless one row has more
 constexpr int64_t NEIGHBOURS = 4;  // work items that a thread takes at once, where there are many
-constexpr int64_t LINES_AT_ONCE = 8;  // that memory is asked for ahead of their turn
+constexpr int64_t LINES_AT_ONCE = 8;  // of keys, and as many of values, that memory is asked for between other work
 
 // How queries and keys meet: bf16 pairs through the dot-product instruction where there is one, fp32 elsewhere.
 template <class T>
@@ -146,7 +146,7 @@ class Worker {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
             aim_ahead<CHUNK>(ahead_, q_, span, base, next);
             load_chunk(blocks, base, keys.from, keys.to);
-            ahead_.lines(INT64_MAX);
+            ahead_.lines(INT64_MAX);  // the rest, while the scores are computed
             for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
             soft_.chunk(q_, base, keys);
             for (int64_t n = 0; n < q_.count; n += 4) accumulate(base, n, std::min<int64_t>(q_.count - n, 4));
@@ -261,7 +261,7 @@ void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const bf1
 template <class T>
 void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* slots,
          const int64_t* ends, T* out, int64_t rows, const Shape& s, int64_t threads) {
-    std::vector<Item> items;
+    std::vector<Item> groups, items;
     int64_t work = 0, most = std::max<int64_t>(1, MAX_QUERIES / (s.heads / s.kv_heads));
     for (int64_t r = 0; r < rows;) {
         if (ends[r] <= 0) {
@@ -271,9 +271,12 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
         }
         int64_t last = r + 1;
         while (last < rows && last - r < most && ends[last] > 0 && slots[last] == slots[r]) last++;
-        for (int64_t h = 0; h < s.kv_heads; h++) items.push_back({r, last - r, h});
+        groups.push_back({r, last - r, 0});
         for (; r < last; r++) work += s.window > 0 ? std::min(ends[r], s.window) : ends[r];
     }
+    // Neighbours are of unlike requests, so that the heads of a long one are shared out.
+    for (int64_t h = 0; h < s.kv_heads; h++)
+        for (const Item& group : groups) items.push_back({group.first_row, group.num_rows, h});
     int64_t count = items.size();
     int64_t members = work * s.heads * s.head_dim < 65536 ? 1 : std::min(threads, count);
     parallel_ranges(members, count, std::min(NEIGHBOURS, count / (4 * members)), [&](int64_t from, int64_t to) {

@@ -77,6 +77,7 @@ class Lookahead {
         left_ = 0;
     }
 
+    // Ask for so many lines of keys, and as many of values.
     void lines(int64_t count) {
         while (count > 0 && (left_ > 0 || next_block())) {
             int64_t now = std::min(count, left_);

@@ -32,7 +32,7 @@ constexpr int64_t MOST_WORKERS = 255;
 // One that no loop has a place for is idle too. (Certificates are made at more threads than an engine has; were their
 // workers to look on, they would take a core from the others.)
 constexpr std::chrono::microseconds AWAKE(200);
-// A caller waits awake for the blocks that others hold, then sleeps: who took longer is off its core.
+// A caller waits awake for the blocks that others hold, then sleeps: who took longer is most likely off its core.
 constexpr std::chrono::microseconds PATIENCE(50);
 constexpr int LOOKS = 64;  // between two readings of the clock
 
@@ -64,12 +64,13 @@ inline void set_rounding(uint32_t mode) {
 class Pool {
   public:
     void run(int64_t members, int64_t count, Block block, void* body) {
+        members = std::min(members, MOST_WORKERS + 1);
         if (!used_.try_lock()) {
             for (int64_t i = 0; i < count; i++) block(body, i);
             return;
         }
         std::lock_guard<std::mutex> held(used_, std::adopt_lock);
-        hire(std::min(members - 1, MOST_WORKERS));
+        hire(members - 1);
         block_ = block;
         body_ = body;
         count_ = count;
@@ -77,10 +78,7 @@ class Pool {
         finished_.store(0, std::memory_order_relaxed);
         claims_.store((uint64_t)members << 32 | (uint64_t)count);
         loops_.fetch_add(1);
-        if (first_asleep_.load() < members) {
-            std::lock_guard<std::mutex> lock(sleep_);
-            wake_.notify_all();
-        }
+        if (first_asleep_.load() < members) wake(members);
         work(0);
         wait_for_others(count);
     }
@@ -94,6 +92,12 @@ class Pool {
                 return;  // no more threads to be had: fewer do the work
             }
         }
+    }
+
+    void wake(int64_t members) {
+        std::lock_guard<std::mutex> lock(sleep_);
+        for (int64_t n = 1; n < members; n++)
+            if (asleep_[n]) wake_[n].notify_one();
     }
 
     // Takes blocks until there is none for thread `number` (the caller is 0); returns whether it took any.
@@ -149,7 +153,7 @@ class Pool {
         std::unique_lock<std::mutex> lock(sleep_);
         asleep_[number] = true;
         note_first_asleep();
-        wake_.wait(lock, [&] { return loops_.load() != loop && invited(number); });
+        wake_[number].wait(lock, [&] { return loops_.load() != loop && invited(number); });
         asleep_[number] = false;
         note_first_asleep();
     }
@@ -159,7 +163,7 @@ class Pool {
     }
 
     std::mutex used_, sleep_;
-    std::condition_variable wake_, done_;
+    std::condition_variable wake_[MOST_WORKERS + 1], done_;  // of each worker, by number; of the caller
     int64_t workers_ = 0;
     bool asleep_[MOST_WORKERS + 1] = {};  // by number
     Block block_ = nullptr;

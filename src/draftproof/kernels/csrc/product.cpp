@@ -139,18 +139,22 @@ void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
     }
 }
 
-// Few rows are few chains, each of which waits for its own last step: several tiles at once make eight or more. Example:
-// one row of two registers a tile -> four tiles; three rows -> two tiles.
+// Few rows are few chains, each of which waits for its own last step: several tiles at once make about eight. Example:
+// one row against two registers a tile -> four tiles; three rows -> two tiles.
+constexpr int CHAINS = 8;
 template <class T, int R>
-constexpr int TILES_AT_ONCE = 2 * R * PARTS * 4 < SUMS<T> && R * PARTS < 2   ? 4
-                              : 2 * R * PARTS * 2 < SUMS<T> && R * PARTS < 4 ? 2
-                                                                             : 1;
+constexpr int tiles_at_once() {
+    int chains = 2 * R * PARTS, tiles = 1;
+    while (tiles * chains < CHAINS && 2 * tiles * chains < SUMS<T>) tiles *= 2;
+    return tiles;
+}
 
 template <class T, class O, int R>
 void few_rows(const Problem& p, O* out, int64_t from, int64_t to) {
-    constexpr int N = TILES_AT_ONCE<T, R>;
+    constexpr int N = tiles_at_once<T, R>();
     int64_t t = from;
-    for (; t + N <= to; t += N) block<T, O, R, 2, N>(p, out, 0, t, 0);
+    if constexpr (N > 1)
+        for (; t + N <= to; t += N) block<T, O, R, 2, N>(p, out, 0, t, 0);
     for (; t < to; t++) tile_rows<T, O, R>(p, out, 0, t);
 }
 
