@@ -117,10 +117,10 @@ void weigh(vec* const* acc, const float* const* weights, const vec* values, int6
 template <class T>
 class Worker {
   public:
-    Worker(const Queries& queries, Scratch& scratch, const T* k_cache, const T* v_cache, Lookahead<T>& ahead)
+    Worker(const Queries& queries, Scratch& scratch, const Cache<T>& cache, Lookahead<T>& ahead)
         : s_(queries.shape), q_(queries), words_((s_.head_dim + Dot<T>::PER_WORD - 1) / Dot<T>::PER_WORD),
           word_vectors_((words_ + LANES - 1) / LANES), vectors_((s_.head_dim + LANES - 1) / LANES),
-          k_cache_(k_cache), v_cache_(v_cache), ahead_(ahead) {
+          cache_(cache), ahead_(ahead) {
         int64_t count = q_.count, lanes_q = (count + LANES - 1) / LANES;
         int64_t padded_words = word_vectors_ * LANES;
         uvec* at = scratch.take(padded_words * GROUPS + CHUNK * vectors_ +
@@ -138,14 +138,14 @@ class Worker {
     }
 
     // `next`: the item that this thread does after this one, if any.
-    void run(const T* q, const int32_t* blocks, const Queries* next, T* out) {
+    void run(const T* q, const Queries* next, T* out) {
         read_queries(q);
         soft_.begin(q_.count);
         Range span = q_.span();
         for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
             aim_ahead<CHUNK>(ahead_, q_, span, base, next);
-            load_chunk(blocks, base, keys.from, keys.to);
+            load_chunk(base, keys.from, keys.to);
             ahead_.lines(INT64_MAX);  // the rest, while the scores are computed
             for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
             soft_.chunk(q_, base, keys);
@@ -165,19 +165,18 @@ class Worker {
             }
     }
 
-    void load_chunk(const int32_t* blocks, int64_t base, int64_t from, int64_t to) {
+    void load_chunk(int64_t base, int64_t from, int64_t to) {
         const T* keys[CHUNK];
         const int64_t D = s_.head_dim;
         for (int64_t i = from; i < to;) {  // the part of a block at a time
-            int64_t offset = (base + i) % s_.block_size, block = blocks[(base + i) / s_.block_size];
-            int64_t at = ((block * s_.kv_heads + q_.item.kv_head) * s_.block_size + offset) * D;
+            int64_t offset = (base + i) % s_.block_size, at = cache_.at(q_.item, base + i);
             ahead_.lines(LINES_AT_ONCE);
             for (; i < to && offset < s_.block_size; i++, offset++, at += D) {
-                keys[i] = k_cache_ + at;
+                keys[i] = cache_.k + at;
                 vec* to_value = values_ + i * vectors_;
                 for_row(
-                    D, [&](int64_t d) { to_value[d / LANES] = load(v_cache_ + at + d); },
-                    [&](int64_t d, int64_t n) { to_value[d / LANES] = load_n(v_cache_ + at + d, n); });
+                    D, [&](int64_t d) { to_value[d / LANES] = load(cache_.v + at + d); },
+                    [&](int64_t d, int64_t n) { to_value[d / LANES] = load_n(cache_.v + at + d, n); });
             }
         }
         // Places nobody sees hold any readable key: their scores are thrown away.
@@ -235,7 +234,7 @@ class Worker {
     const Shape& s_;
     const Queries& q_;
     int64_t words_, word_vectors_, vectors_;
-    const T *k_cache_, *v_cache_;
+    const Cache<T>& cache_;
     Lookahead<T>& ahead_;
     uvec *k_words_, *q_words_;
     vec* values_;
@@ -243,25 +242,25 @@ class Worker {
 };
 
 template <class T>
-void run_item(const Queries& queries, Scratch& scratch, const T* q, const T* k_cache, const T* v_cache,
-              const int32_t* blocks, Lookahead<T>& ahead, const Queries* next, T* out) {
-    Worker<T>(queries, scratch, k_cache, v_cache, ahead).run(q, blocks, next, out);
+void run_item(const Queries& queries, Scratch& scratch, const T* q, const Cache<T>& cache, Lookahead<T>& ahead,
+              const Queries* next, T* out) {
+    Worker<T>(queries, scratch, cache, ahead).run(q, next, out);
 }
 
 #if defined(DP_AMX)
-void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-              const int32_t* blocks, Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
+void run_item(const Queries& queries, Scratch& scratch, const bf16* q, const Cache<bf16>& cache,
+              Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
     if (AmxWorker::fits(queries.shape))
-        AmxWorker::run(queries, scratch, q, k_cache, v_cache, blocks, ahead, next, out);
+        AmxWorker::run(queries, scratch, q, cache, ahead, next, out);
     else
-        Worker<bf16>(queries, scratch, k_cache, v_cache, ahead).run(q, blocks, next, out);
+        Worker<bf16>(queries, scratch, cache, ahead).run(q, next, out);
 }
 #endif
 
 template <class T>
-void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* slots,
-         const int64_t* ends, T* out, int64_t rows, const Shape& s, int64_t threads) {
-    std::vector<Item> groups, items;
+void run(const T* q, const Cache<T>& cache, const int64_t* ends, T* out, int64_t rows, int64_t threads) {
+    const Shape& s = cache.shape;
+    std::vector<Item> groups;  // work items of the first kv head
     int64_t work = 0, most = std::max<int64_t>(1, MAX_QUERIES / (s.heads / s.kv_heads));
     for (int64_t r = 0; r < rows;) {
         if (ends[r] <= 0) {
@@ -270,23 +269,21 @@ void run(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, c
             continue;
         }
         int64_t last = r + 1;
-        while (last < rows && last - r < most && ends[last] > 0 && slots[last] == slots[r]) last++;
+        while (last < rows && last - r < most && ends[last] > 0 && cache.slots[last] == cache.slots[r]) last++;
         groups.push_back({r, last - r, 0});
         for (; r < last; r++) work += s.window > 0 ? std::min(ends[r], s.window) : ends[r];
     }
-    // Neighbours are of unlike requests, so that the heads of a long one are shared out.
-    for (int64_t h = 0; h < s.kv_heads; h++)
-        for (const Item& group : groups) items.push_back({group.first_row, group.num_rows, h});
-    int64_t count = items.size();
+    int64_t each = groups.size(), count = each * s.kv_heads;
     int64_t members = work * s.heads * s.head_dim < 65536 ? 1 : std::min(threads, count);
+    // Neighbours are of unlike requests, so that the heads of a long one are shared out.
+    auto item_at = [&](int64_t i) { return Item{groups[i % each].first_row, groups[i % each].num_rows, i / each}; };
     parallel_ranges(members, count, std::min(NEIGHBOURS, count / (4 * members)), [&](int64_t from, int64_t to) {
         static thread_local Scratch scratch;
-        Lookahead<T> ahead(s, k_cache, v_cache, table, slots);
+        Lookahead<T> ahead(cache);
         for (int64_t i = from; i < to; i++) {
-            const Item &item = items[i], &after = items[std::min(i + 1, to - 1)];
+            const Item item = item_at(i), after = item_at(std::min(i + 1, to - 1));
             const Queries now(s, item, ends + item.first_row), next(s, after, ends + after.first_row);
-            const int32_t* blocks = table + slots[item.first_row] * s.table_width;
-            run_item(now, scratch, q, k_cache, v_cache, blocks, ahead, i + 1 < to ? &next : nullptr, out);
+            run_item(now, scratch, q, cache, ahead, i + 1 < to ? &next : nullptr, out);
         }
     });
 }
@@ -306,6 +303,6 @@ extern "C" void dp_attention(const AttentionArgs* a) {
     Shape shape = {a->heads,       a->kv_heads, a->head_dim,    a->block_size,
                    a->table_width, a->window,   (float)a->scale};
     DP_DISPATCH(a->dtype, T,
-                run((const T*)a->q, (const T*)a->k_cache, (const T*)a->v_cache, a->table, a->slots, a->ends,
-                    (T*)a->out, a->rows, shape, a->threads));
+                run((const T*)a->q, Cache<T>{shape, (const T*)a->k_cache, (const T*)a->v_cache, a->table, a->slots},
+                    a->ends, (T*)a->out, a->rows, a->threads));
 }

@@ -61,18 +61,33 @@ struct Queries {
     }
 };
 
+// The paged keys and values, each [blocks, kv_heads, block_size, head_dim], and the blocks of each slot.
+template <class T>
+struct Cache {
+    const Shape& shape;
+    const T *k, *v;
+    const int32_t* table;
+    const int64_t* slots;
+
+    // Where a position of an item lies in k and v. Example: blocks of 16, position 35 -> offset 3 of the slot's third
+    // block.
+    int64_t at(const Item& item, int64_t position) const {
+        int64_t block = table[slots[item.first_row] * shape.table_width + position / shape.block_size];
+        int64_t offset = position % shape.block_size;
+        return ((block * shape.kv_heads + item.kv_head) * shape.block_size + offset) * shape.head_dim;
+    }
+};
+
 // Asks memory for keys and values before their turn, a few lines at a time between other work. Blocks lie anywhere, so
 // no processor foresees them; asked for all at once, they would stall the work that is to hide them.
 template <class T>
 class Lookahead {
   public:
-    Lookahead(const Shape& shape, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* slots)
-        : s_(shape), k_cache_(k_cache), v_cache_(v_cache), table_(table), slots_(slots) {}
+    explicit Lookahead(const Cache<T>& cache) : cache_(cache) {}
 
     // From now on ask for these positions of an item.
     void aim(const Item& item, Range positions) {
-        blocks_ = table_ + slots_[item.first_row] * s_.table_width;
-        kv_head_ = item.kv_head;
+        item_ = item;
         positions_ = positions;
         left_ = 0;
     }
@@ -97,23 +112,20 @@ class Lookahead {
 
     bool next_block() {
         if (positions_.from >= positions_.to) return false;
-        int64_t offset = positions_.from % s_.block_size;
-        int64_t keys = std::min(s_.block_size - offset, positions_.to - positions_.from);
-        int64_t block = blocks_[positions_.from / s_.block_size];
-        int64_t at = ((block * s_.kv_heads + kv_head_) * s_.block_size + offset) * s_.head_dim;
-        k_ = (const char*)(k_cache_ + at);
-        v_ = (const char*)(v_cache_ + at);
-        left_ = (keys * s_.head_dim * (int64_t)sizeof(T) + LINE - 1) / LINE;
+        const Shape& s = cache_.shape;
+        int64_t keys = std::min(s.block_size - positions_.from % s.block_size, positions_.to - positions_.from);
+        int64_t at = cache_.at(item_, positions_.from);
+        k_ = (const char*)(cache_.k + at);
+        v_ = (const char*)(cache_.v + at);
+        left_ = (keys * s.head_dim * (int64_t)sizeof(T) + LINE - 1) / LINE;
         positions_.from += keys;
         return true;
     }
 
-    const Shape& s_;
-    const T *k_cache_, *v_cache_;
-    const int32_t *table_, *blocks_ = nullptr;
-    const int64_t* slots_;
-    int64_t kv_head_ = 0, left_ = 0;
+    const Cache<T>& cache_;
+    Item item_ = {0, 0, 0};
     Range positions_ = {0, 0};
+    int64_t left_ = 0;  // lines of the block at hand
     const char *k_ = nullptr, *v_ = nullptr;
 };
 

@@ -16,28 +16,26 @@ class AmxWorker {
     // The same answer for every row of a model, so all rows take one path.
     static bool fits(const Shape& s) { return s.head_dim % 32 == 0 && s.block_size % LANES == 0 && amx_allowed(); }
 
-    static void run(const Queries& queries, Scratch& scratch, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                    const int32_t* blocks, Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
+    static void run(const Queries& queries, Scratch& scratch, const bf16* q, const Cache<bf16>& cache,
+                    Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
         // Tiles take and give no subnormal numbers. Nothing else here may either, or adding 0, which a row meets where
         // its neighbours see more keys, would not leave a sum as it was.
         unsigned before = _mm_getcsr();
         _mm_setcsr(before | 0x8040);
-        if (!AmxWorker(queries, scratch, k_cache, v_cache, ahead).all(q, blocks, next, out))
+        if (!AmxWorker(queries, scratch, cache, ahead).all(q, next, out))
             // A value that only some rows see is not finite, and 0 * NaN would reach the others: each row on its own.
             for (int64_t r = 0; r < queries.item.num_rows; r++) {
                 Item one = {queries.item.first_row + r, 1, queries.item.kv_head};
                 Queries alone(queries.shape, one, queries.ends + r);
-                AmxWorker(alone, scratch, k_cache, v_cache, ahead).all(q, blocks, nullptr, out);
+                AmxWorker(alone, scratch, cache, ahead).all(q, nullptr, out);
             }
         _tile_release();
         _mm_setcsr(before);
     }
 
   private:
-    AmxWorker(const Queries& queries, Scratch& scratch, const bf16* k_cache, const bf16* v_cache,
-              Lookahead<bf16>& ahead)
-        : s_(queries.shape), q_(queries), dims_(s_.head_dim), vectors_(dims_ / LANES), k_cache_(k_cache),
-          v_cache_(v_cache), ahead_(ahead) {
+    AmxWorker(const Queries& queries, Scratch& scratch, const Cache<bf16>& cache, Lookahead<bf16>& ahead)
+        : s_(queries.shape), q_(queries), dims_(s_.head_dim), vectors_(dims_ / LANES), cache_(cache), ahead_(ahead) {
         int64_t count = q_.count;
         tile_rows_ = std::min<int64_t>(count, LANES);
         tiles_ = (count + LANES - 1) / LANES;
@@ -57,7 +55,7 @@ class AmxWorker {
     }
 
     // False, and nothing written, where the rows must be done one by one.
-    bool all(const bf16* q, const int32_t* blocks, const Queries* next, bf16* out) {
+    bool all(const bf16* q, const Queries* next, bf16* out) {
         // Tiles 0-3 sums, 4 weights; 5 values or queries; 6 keys, 7 scores.
         amx_configure({tile_rows_, tile_rows_, tile_rows_, tile_rows_, tile_rows_, 16, 16, 16});
         read_queries(q);
@@ -66,20 +64,14 @@ class AmxWorker {
         for (int64_t base = span.from / CHUNK * CHUNK; base < span.to; base += CHUNK) {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
             aim_ahead<CHUNK>(ahead_, q_, span, base, next);
-            scores(blocks, base, keys);
+            scores(base, keys);
             soft_.chunk(q_, base, keys);
-            if (!pair_values(blocks, base, keys)) return false;
+            if (!pair_values(base, keys)) return false;
             split_weights(keys);
             accumulate(keys);
         }
         finish(out);
         return true;
-    }
-
-    // The first of 16 neighbouring vectors; blocks hold whole such groups.
-    const bf16* group_at(const bf16* cache, const int32_t* blocks, int64_t position) const {
-        int64_t block = blocks[position / s_.block_size];
-        return cache + ((block * s_.kv_heads + q_.item.kv_head) * s_.block_size + position % s_.block_size) * dims_;
     }
 
     void read_queries(const bf16* q) {  // [tile][word][query]
@@ -92,9 +84,10 @@ class AmxWorker {
         }
     }
 
-    void scores(const int32_t* blocks, int64_t base, Range keys) {
+    // Groups are of 16 neighbouring keys, of which a block holds whole ones.
+    void scores(int64_t base, Range keys) {
         for (int g = (int)(keys.from / LANES); g * LANES < keys.to; g++) {
-            const bf16* k = group_at(k_cache_, blocks, base + g * LANES);
+            const bf16* k = cache_.k + cache_.at(q_.item, base + g * LANES);
             ahead_.lines(dims_ / 4);  // half of a group's keys and values
             for (int64_t t = 0; t < tiles_; t++) {
                 uvec found[LANES];
@@ -113,7 +106,7 @@ class AmxWorker {
 
     // Pairs of neighbouring keys: word d of row j holds dimension d of keys 2j and 2j + 1, in the order that the
     // unpack instructions leave (`finish` undoes it). False if a value that not every query sees is not finite.
-    bool pair_values(const int32_t* blocks, int64_t base, Range keys) {
+    bool pair_values(int64_t base, Range keys) {
         Range common = {0, CHUNK};
         for (int64_t n = 0; n < q_.count; n += q_.group) {
             Range seen = q_.seen(n, base, CHUNK);
@@ -125,7 +118,7 @@ class AmxWorker {
                 std::fill(to, to + LANES / 2 * vectors_, uvec{});
                 continue;
             }
-            const bf16* group = group_at(v_cache_, blocks, base + g * LANES);
+            const bf16* group = cache_.v + cache_.at(q_.item, base + g * LANES);
             ahead_.lines(dims_ / 4);  // half of a group's keys and values
             Range own = {keys.from - g * LANES, keys.to - g * LANES};
             Range safe = {common.from - g * LANES, common.to - g * LANES};
@@ -242,7 +235,7 @@ class AmxWorker {
     const Shape& s_;
     const Queries& q_;
     int64_t dims_, vectors_, tile_rows_, tiles_;
-    const bf16 *k_cache_, *v_cache_;
+    const Cache<bf16>& cache_;
     Lookahead<bf16>& ahead_;
     uvec *q_words_, *v_words_, *high_, *low_;
     Softmax<CHUNK> soft_;
