@@ -18,6 +18,15 @@ DP_INLINE vec gate_mul(vec gate, vec up) {
 }
 
 template <bool GELU, class T>
+DP_FLAT void gate_row(const T* gate, const T* up, T* out, int64_t count) {
+    for_row(
+        count, [&](int64_t i) { store(out + i, gate_mul<GELU>(load(gate + i), load(up + i))); },
+        [&](int64_t i, int64_t n) {
+            store_n(out + i, gate_mul<GELU>(load_n(gate + i, n), load_n(up + i, n)), n);
+        });
+}
+
+template <bool GELU, class T>
 void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads) {
     int64_t pieces = (width + PIECE - 1) / PIECE;
     int64_t members = team(threads, rows * width * 4);
@@ -25,13 +34,7 @@ void run(const T* gate_up, T* out, int64_t rows, int64_t width, int64_t threads)
         int64_t row = item / pieces, first = item % pieces * PIECE;
         int64_t count = width - first < PIECE ? width - first : PIECE;
         const T* gate = gate_up + row * 2 * width + first;
-        const T* up = gate + width;
-        T* to = out + row * width + first;
-        for_row(
-            count, [&](int64_t i) { store(to + i, gate_mul<GELU>(load(gate + i), load(up + i))); },
-            [&](int64_t i, int64_t n) {
-                store_n(to + i, gate_mul<GELU>(load_n(gate + i, n), load_n(up + i, n)), n);
-            });
+        gate_row<GELU>(gate, gate + width, out + row * width + first, count);
     });
 }
 
