@@ -20,6 +20,7 @@ using namespace dp;
 constexpr int64_t TILE = 2 * LANES;
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
 constexpr int64_t PANEL_BYTES = 1 << 17;  // of rows that all of a block's tiles meet while they lie in the inner caches
+constexpr int64_t MOST_TILES = 8;  // that a thread takes at once against one of several panels
 
 // bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
 #if defined(DP_DOT)
@@ -166,14 +167,26 @@ void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) 
         up_to_rows<T, O, R - 1>(p, out, row, t, rows);
 }
 
-// A tile and groups `from` to `to` of the rows, which are cut into `groups` of ROWS or one fewer.
-template <class T, class O>
-void vector_tile(const Problem& p, O* out, int64_t t, int64_t from, int64_t to, int64_t groups) {
-    for (int64_t g = from; g < to; g++) {
-        int64_t row = p.rows * g / groups;
-        up_to_rows<T, O>(p, out, row, t, p.rows * (g + 1) / groups - row);
+// Many rows: groups of ROWS or one fewer, which share one reading of a tile; panels of equally many groups.
+template <class T>
+struct Panels {
+    int64_t rows, groups, count;
+
+    explicit Panels(const Problem& p) : rows(p.rows), groups((rows + ROWS<T> - 1) / ROWS<T>) {
+        int64_t most = std::max<int64_t>(1, PANEL_BYTES / (ROWS<T> * p.stride * 4));
+        count = (groups + most - 1) / most;
     }
-}
+
+    // Tiles `from` to `to` against the rows of a panel.
+    template <class O>
+    void run(const Problem& p, O* out, int64_t panel, int64_t from, int64_t to) const {
+        for (int64_t t = from; t < to; t++)
+            for (int64_t g = groups * panel / count; g < groups * (panel + 1) / count; g++) {
+                int64_t row = rows * g / groups;
+                up_to_rows<T, O>(p, out, row, t, rows * (g + 1) / groups - row);
+            }
+    }
+};
 
 #if defined(DP_AMX)
 
@@ -237,24 +250,44 @@ void amx_tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 
 #endif
 
+template <class T>
+bool by_amx() {
+#if defined(DP_AMX)
+    return IS_BF16<T> && amx_allowed();
+#else
+    return false;
+#endif
+}
+
 template <class T, class O>
 void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
 #if defined(DP_AMX)
-    if (std::is_same<T, bf16>::value && amx_allowed()) return amx_tiles(p, out, from, to);
+    if (by_amx<T>()) return amx_tiles(p, out, from, to);
 #endif
     if (p.rows == 1) return few_rows<T, O, 1>(p, out, from, to);
     if (p.rows == 2) return few_rows<T, O, 2>(p, out, from, to);
     if (p.rows == 3) return few_rows<T, O, 3>(p, out, from, to);
-    int64_t groups = (p.rows + ROWS<T> - 1) / ROWS<T>;
-    int64_t panel = std::max<int64_t>(1, PANEL_BYTES / (ROWS<T> * p.stride * 4));
-    for (int64_t g = 0; g < groups; g += panel)
-        for (int64_t t = from; t < to; t++) vector_tile<T>(p, out, t, g, std::min(g + panel, groups), groups);
+    Panels<T> panels(p);
+    for (int64_t i = 0; i < panels.count; i++) panels.run(p, out, i, from, to);
+}
+
+// Several panels: all threads work at one, whose rows each then reads from far away once, in small pieces.
+template <class T, class O>
+void run_panels(const Problem& p, const Panels<T>& panels, O* out, int64_t members) {
+    int64_t count = (p.outputs + TILE - 1) / TILE, fair = panels.count * count / (4 * members);
+    int64_t each = std::max<int64_t>(1, std::min(fair, MOST_TILES)), parts = (count + each - 1) / each;
+    parallel(members, panels.count * parts, [&](int64_t item) {
+        int64_t first = item % parts * each;
+        panels.run(p, out, item / parts, first, std::min(first + each, count));
+    });
 }
 
 template <class T, class O>
 void run(const Problem& p, O* out, int64_t threads) {
     int64_t count = (p.outputs + TILE - 1) / TILE;
     int64_t members = std::min(team(threads, p.outputs * p.words), count);
+    Panels<T> panels(p);
+    if (panels.count > 1 && !by_amx<T>()) return run_panels(p, panels, out, members);
     int64_t readings = std::max<int64_t>(1, p.rows / ROWS<T>);  // of a tile: with many rows a few are work enough
     int64_t least = std::max<int64_t>(1, BLOCK_BYTES / (p.tile_bytes * readings));
     parallel_ranges(members, count, least, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
