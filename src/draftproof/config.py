@@ -50,10 +50,11 @@ MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 class SpeculativeConfig:
     """Settings of drafting. `method` None: found from the checkpoint `model` points at.
 
-    `num_speculative_tokens` None: the checkpoint's own number, else the method's (5 for most; n-gram 4, suffix 16); a
-    chain's members have each their own, and the chain's is the most that any may propose. `policy` "fixed" always asks
-    for that many; "adaptive" asks for the number that measured costs and acceptance make fastest, and for none where
-    drafting does not pay (on a GPU, where the host runs ahead of any clock, it is "fixed"). `quantization` "fp8" rounds
+    `num_speculative_tokens`: an integer always asks for that many drafts; "auto" (left out, None) asks for the number
+    that measured costs and acceptance make fastest, and for none where drafting does not pay, up to the checkpoint's
+    own number, else the method's (5 for most; n-gram and suffix 16); a chain's members have each their own, and the
+    chain's is the most that any may propose. `policy` is the old way to say so, for one version: "fixed" and "adaptive"
+    hold for the number beside them, or the checkpoint's. `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
     capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
     config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
@@ -70,7 +71,7 @@ class SpeculativeConfig:
     load_format: Literal["auto", "dummy"] | None = None
     max_model_len: int | None = None
     parallel_drafting: bool | None = None
-    policy: Literal["adaptive", "fixed"] = "adaptive"
+    policy: Literal["adaptive", "fixed"] | None = None
     max_faults: int = 8
     time_limit: float | None = None
     quantization: Literal["fp8"] | None = None
@@ -81,14 +82,16 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         for name in ("drafters", "options", "hf_overrides"):
             object.__setattr__(self, name, _copied(getattr(self, name)))
-        k = self.num_speculative_tokens
-        if k is not None and not is_whole(k, 1, 64):
+        k: Any = self.num_speculative_tokens
+        if k == "auto":
+            object.__setattr__(self, "num_speculative_tokens", None)
+        elif k is not None and not is_whole(k, 1, 64):
             raise ValueError(
-                f"speculative_config: num_speculative_tokens={k!r}: must be an integer from 1 to 64; "
+                f"speculative_config: num_speculative_tokens={k!r}: must be an integer from 1 to 64, or 'auto'; "
                 "leave speculative_config out to decode plainly"
             )
         _check_mapping("speculative_config: hf_overrides", self.hf_overrides)
-        check_choice("speculative_config: policy", self.policy, ("adaptive", "fixed"))
+        check_choice("speculative_config: policy", self.policy, (None, "adaptive", "fixed"))
         check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
         check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
         if self.parallel_drafting is not None:
@@ -103,6 +106,11 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 raise ValueError(f"speculative_config: {name}={value!r}: is of the wrong type")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of drafts is chosen as it pays."""
+        return self.policy == "adaptive" or (self.policy is None and self.num_speculative_tokens is None)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftproof.cache.pages import ROOT, PageAllocator
+from draftproof.cache.pages import ROOT, PageAllocator, PrefixMatch
 
 
 def register_all(pages: PageAllocator, blocks: list[int], tokens: list[int]) -> None:
@@ -112,3 +112,19 @@ def test_random_use_keeps_the_invariants_and_never_finds_a_wrong_page(lookahead:
                     holds[blocks[i]] = tokens[: (i + 1) * 2 + lookahead]
             live.append(blocks)
         pages.check_integrity()
+
+
+def test_a_page_that_the_drafter_knows_takes_the_place_of_one_that_it_does_not() -> None:
+    pages = PageAllocator(5, 2, sharing=True, lookahead=0)
+    tokens = [1, 2, 3, 4, 5]
+    first = pages.allocate(2)
+    second = pages.allocate(2)
+    assert first is not None and second is not None
+    node = pages.register(first[0], ROOT, tokens, 0)
+    end = pages.register(first[1], node, tokens, 1, has_drafts=False)
+    assert pages.match(tokens) == PrefixMatch(first, end, draft_hole=2)
+    assert pages.register(second[1], node, tokens, 1, has_drafts=False) == end, "no better than the known one"
+    assert pages.match(tokens).blocks == first
+    assert pages.register(second[1], node, tokens, 1) == end
+    assert pages.match(tokens) == PrefixMatch([first[0], second[1]], end)
+    pages.check_integrity()

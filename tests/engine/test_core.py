@@ -47,6 +47,7 @@ class FakeRunner:
     """Answers each known text with its length; half of the drafts are right. `before` sees each step first."""
 
     vocab_size = max_model_len = 1000
+    drafter_has_kv = True
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()

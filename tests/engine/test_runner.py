@@ -117,7 +117,7 @@ def test_a_step_is_what_its_vector_says() -> None:
         all_decode=False,
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

@@ -123,19 +123,21 @@ def test_a_finished_request_gives_everything_back() -> None:
     s.pages.check_integrity()
 
 
-def test_a_broken_draft_keeps_pages_out_of_the_cache() -> None:
-    for broken, cached in ((False, 8), (True, 0)):
+def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such() -> None:
+    """Who finds them can do without a drafter, and nothing is drafted for him."""
+    for hole, found in ((None, None), (0, 0), (4, 4), (5, 4), (8, None)):
         s = scheduler()
         one = request(9, 0)
         s.add(one)
         finish_pass(s.schedule())
-        one.draft_broken = broken
+        if hole is not None:
+            one.miss_drafter(hole)
         finish_pass(s.schedule())
         s.finish(one)
         other = request(9, 1)
         s.add(other)
         s.schedule()
-        assert other.num_cached == cached
+        assert other.num_cached == 8 and other.draft_hole == found
 
 
 def test_the_isolated_run_alone_and_the_others_come_back_in_order() -> None:

@@ -19,10 +19,12 @@ ROOT = 0  # id of the empty prefix
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Pages of a prefix found in the cache; `node` is the id of the last one (ROOT if none)."""
+    """Pages of a prefix found in the cache; `node` is the id of the last one (ROOT if none). `draft_hole`: position of
+    the first page that holds the target's keys and values alone; None where all hold the drafter's too."""
 
     blocks: list[int]
     node: int
+    draft_hole: int | None = None
 
 
 class PageAllocator:
@@ -43,6 +45,7 @@ class PageAllocator:
         self._block_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
         self._node_of: dict[int, int] = {}  # registered block -> its id in chains
+        self._without_drafts: set[int] = set()  # registered blocks without the drafter's keys and values
         self._next_node = ROOT + 1
 
     @property
@@ -80,27 +83,38 @@ class PageAllocator:
             if block is None:
                 break
             node = self._node_of[block]
+            if found.draft_hole is None and block in self._without_drafts:
+                found.draft_hole = page * self.block_size
             found.blocks.append(block)
             self._ref_count[block] += 1
             self._free.pop(block, None)
         found.node = node
         return found
 
-    def register(self, block: int, node: int, tokens: Sequence[int], page: int) -> int:
+    def register(
+        self, block: int, node: int, tokens: Sequence[int], page: int, *, has_drafts: bool = True
+    ) -> int:
         """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; its id in the chain.
 
-        If an equal page is known already that one stays the known one, and the chain goes on from it.
+        If an equal page is known already, the chain goes on from it, and it stays the known one unless it lacks the
+        drafter's keys and values and this one has them.
         """
         if not self._sharing:
             return ROOT
         key = (node, self._content(tokens, page))
         known = self._block_of.get(key)
-        if known is not None:
+        if known is not None and not (has_drafts and known in self._without_drafts):
             return self._node_of[known]
+        if known is None:
+            self._node_of[block] = self._next_node
+            self._next_node += 1
+        else:
+            self._node_of[block] = self._node_of[known]
+            self._forget(known)
         self._block_of[key] = block
         self._key_of[block] = key
-        self._node_of[block] = self._next_node
-        self._next_node += 1
+        if not has_drafts:
+            self._without_drafts.add(block)
         return self._node_of[block]
 
     def can_register(self, num_tokens: int, page: int) -> bool:
@@ -127,3 +141,4 @@ class PageAllocator:
         if key is not None:
             del self._block_of[key]
             del self._node_of[block]
+            self._without_drafts.discard(block)

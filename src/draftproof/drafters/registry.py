@@ -40,7 +40,8 @@ class NoOptions:
 class Method:
     """A row of the table. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
     `may_be_in_target`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
-    all tokens; `default_drafts` where neither user nor checkpoint says."""
+    all tokens; `default_drafts` where neither user nor checkpoint says, and `most_drafts` where as many are
+    asked for as pay."""
 
     build: Callable[[DraftContext], Drafter]
     options: type[Any] = NoOptions
@@ -49,10 +50,13 @@ class Method:
     runs_others: bool = False
     parallel: bool = False
     default_drafts: int = 5
+    most_drafts: int | None = None
 
 
 METHODS: dict[str, Method] = {
-    "ngram": Method(build=ngram.build, options=ngram.NgramOptions, needs_model=False, default_drafts=4),
+    "ngram": Method(
+        build=ngram.build, options=ngram.NgramOptions, needs_model=False, default_drafts=4, most_drafts=16
+    ),
     "draft_model": Method(build=draft_model.build, options=draft_model.DraftModelOptions),
     "eagle": Method(build=eagle1.build),
     "eagle3": Method(build=eagle3.build),
@@ -76,9 +80,12 @@ def is_custom(method: str) -> bool:
     return "." in method
 
 
-def default_drafts(method: str) -> int:
-    """K where neither user nor checkpoint says."""
-    return METHODS[method].default_drafts if method in METHODS else CUSTOM_DRAFTS
+def default_drafts(method: str, *, is_auto: bool = False) -> int:
+    """K where neither user nor checkpoint says; `is_auto`: as many are asked for as pay, up to it."""
+    if method not in METHODS:
+        return CUSTOM_DRAFTS
+    row = METHODS[method]
+    return row.most_drafts if is_auto and row.most_drafts is not None else row.default_drafts
 
 
 def check(method: str) -> None:

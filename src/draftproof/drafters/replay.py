@@ -77,6 +77,11 @@ class ReplayDrafter(Drafter):
         # recording, position of its first token, position after its last; an empty span: nothing is recorded
         self._span_S3 = torch.zeros((num_slots, 3), dtype=torch.int64, device=device)
 
+    def set_acceptance(self, rates: Sequence[float]) -> None:
+        """From now on draft j is right with probability `rates[j]`, in recorded steps too; the last holds for the rest."""
+        steps_W = self._steps_W.clamp(max=len(rates) - 1)
+        self._acceptance_W.copy_(torch.tensor(rates, dtype=torch.float32, device=steps_W.device)[steps_W])
+
     def bind(self, runtime: DraftRuntime) -> None:
         if self._inner is not None:
             self._inner.bind(runtime)

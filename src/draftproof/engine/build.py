@@ -26,15 +26,16 @@ from draftproof.drafters.contained import DrafterError
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.drafters.short_texts import ShortTexts
-from draftproof.engine import memory, operators, reporting
+from draftproof.engine import memory, operators, profile, reporting
+from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
-from draftproof.engine.policy import AdaptivePolicy, FixedPolicy, Policy
+from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
-from draftproof.kernels import graphs, native
+from draftproof.kernels import environment, graphs, native
 from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
@@ -109,7 +110,14 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         target.check_taps(drafter.spec.taps.layers)
     base.planner.certify()
     methods = [p.method for plan in plans for p in (plan, *plan.inner)]
-    drafting = _Drafting(drafter, num_drafts, trusted=not any(map(registry.is_custom, methods)))
+    is_auto = speculative is not None and speculative.is_auto
+    drafting = _Drafting(
+        drafter,
+        num_drafts,
+        trusted=not any(map(registry.is_custom, methods)),
+        levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
+        identity=repr([(p.method, p.num_drafts, p.checkpoint and p.checkpoint.settings) for p in plans]),
+    )
     engine, num_graph_bytes = _engine(base, target, drafting, progress)
     used = memory.Memory(
         weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
@@ -273,6 +281,12 @@ class _Drafting:
     drafter: Drafter | None
     num_drafts: int
     trusted: bool  # ours: it may see live buffers
+    levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
+    identity: str  # what the time of drafting depends on
+
+    @property
+    def is_auto(self) -> bool:
+        return len(self.levels) > 1
 
     @property
     def spec(self) -> DraftSpec:
@@ -285,10 +299,11 @@ def _engine(
     """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
     config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
-        known = drafting if drafting.trusted else dataclasses.replace(drafting, drafter=None, num_drafts=0)
+        nothing = dataclasses.replace(drafting, drafter=None, num_drafts=0, levels=(0,))
+        known = drafting if drafting.trusted else nothing
         runner = _runner(base, target, known, num_blocks=2)
         # each graph keeps logits of its own
-        num_logits = sum(runner.buckets) * (1 + known.num_drafts) * base.model.vocab_size
+        num_logits = sum(runner.buckets) * sum(1 + k for k in known.levels) * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
     runner, num_graph_bytes = _runner(base, target, drafting, num_blocks), 0
@@ -297,7 +312,7 @@ def _engine(
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
     scheduler = _scheduler(config, drafting, num_blocks)
-    return EngineCore(runner, scheduler, _policy(config, drafting.num_drafts, base.device)), num_graph_bytes
+    return EngineCore(runner, scheduler, _policy(base, drafting, runner)), num_graph_bytes
 
 
 def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Scheduler:
@@ -357,6 +372,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
+        levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
         on_device=on_device,
         async_depth=int(on_device and device.type == "cuda"),
@@ -390,10 +406,19 @@ def _verifier(config: EngineConfig, sampler: Sampler, num_drafts: int) -> Verifi
     return LossyVerifier(sampler, config.verification, num_drafts)
 
 
-def _policy(config: EngineConfig, num_drafts: int, device: torch.device) -> Policy:
-    """A GPU works on while the host goes ahead, so the host's clock says nothing of costs there."""
-    adaptive = config.speculative_config is not None and config.speculative_config.policy == "adaptive"
-    return AdaptivePolicy(num_drafts) if adaptive and device.type == "cpu" else FixedPolicy(num_drafts)
+def _policy(base: _Base, drafting: _Drafting, runner: ModelRunner) -> Policy:
+    if not drafting.is_auto:
+        return FixedPolicy(drafting.num_drafts)
+    identity = {
+        "environment": environment.key(base.device, base.library),
+        "target": repr(base.model),
+        "dtype": str(base.dtype),
+        "drafter": drafting.identity,
+        "sizes": [runner.max_num_seqs, runner.max_model_len],
+        "eager": base.config.enforce_eager,
+    }
+    costs = profile.costs_of(runner, drafting.levels, identity, native.default_cache_dir())
+    return AutoPolicy(costs, Acceptance(drafting.num_drafts))
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:

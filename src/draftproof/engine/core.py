@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftproof.engine.checks import check_request
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import (
     NONE_LEFT,
     DeviceFaultError,
@@ -28,6 +29,8 @@ from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
 from draftproof.metrics import EngineStats
 from draftproof.types import FinishReason
+
+PLAIN_EVERY = 8  # steps without drafts are alike: the policy hears of one in so many
 
 
 @dataclass(slots=True)
@@ -59,7 +62,8 @@ class InFlightStep:
     requests: list[Progress]
     scheduled: list[ScheduledRequest]
     pending: PendingStep
-    num_drafts: int  # the most that any request wanted
+    start: float  # when it was planned: seconds of `time.perf_counter`
+    without_drafter: bool = False
 
 
 class EngineCore:
@@ -82,6 +86,7 @@ class EngineCore:
         self._is_result_lost = False  # a step's pages may be in the prefix cache, and its result never came
         self._is_shut_down = False
         self._num_arrived = 0
+        self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
         """Queue a request. ValueError for one that cannot be computed, and for an id that is running; RuntimeError once
@@ -177,7 +182,7 @@ class EngineCore:
             left = len(request.tokens) - 1 - request.num_computed
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
-            self._launch(replace(output, rows=[chunk]), [num_drafts if is_last else 0])
+            self._launch(replace(output, rows=[chunk]), [num_drafts if is_last else 0], time.perf_counter())
             self._take_in(0)
             if is_last:
                 return self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)
@@ -192,7 +197,7 @@ class EngineCore:
         wanted = self._wanted_drafts(output)
         self.stats.planning_seconds += time.perf_counter() - start
         if output.rows:
-            self._launch(output, wanted)
+            self._launch(output, wanted, start)
         self._take_in(self.runner.async_depth if output.rows else 0)
         if self.scheduler.is_idle:
             self._tell_releases()
@@ -208,28 +213,33 @@ class EngineCore:
         """Drafts to ask for after this step, per request; 0 where its prompt is not through."""
         if not self.runner.num_drafts or self.runner.drafter_health().off:
             return [0] * len(output.rows)
-        asked = [r.request for r in output.rows if r.num_sampled and not r.request.draft_broken]
-        numbers = dict(zip(map(id, asked), self.policy.choose(asked), strict=True))
+        asked = [r.request for r in output.rows if r.num_sampled and r.request.draft_hole is None]
+        num_others = len(output.rows) - len(asked)
+        numbers = dict(zip(map(id, asked), self.policy.choose(asked, num_others), strict=True))
         return [numbers.get(id(r.request), 0) for r in output.rows]
 
-    def _launch(self, output: SchedulerOutput, wanted: Sequence[int]) -> None:
-        """Hand the step to the runner, and count on what it will have done."""
+    def _launch(self, output: SchedulerOutput, wanted: Sequence[int], planned: float) -> None:
+        """Hand the step to the runner, and count on what it will have done. `planned`: when its planning began."""
         start = time.perf_counter()
         step = self._step_input(output, wanted)
         requests = self._step_requests = [rows.request for rows in output.rows]
         pending = self.runner.run(step)
+        is_missed = pending.draft_state_lost or (step.without_drafter and self.runner.drafter_has_kv)
         for request, scheduled in zip(requests, step.scheduled, strict=True):
+            if is_missed:
+                request.miss_drafter(scheduled.start)
             request.num_drafts = scheduled.num_drafts
             request.num_pending += scheduled.num_sampled
             request.num_computed += scheduled.num_rows - scheduled.num_sampled
             request.num_scored += scheduled.scored[1]
-            request.draft_broken |= pending.draft_state_lost
-        flight = InFlightStep(requests, list(step.scheduled), pending, max(wanted))
-        self._in_flight.append(flight)
+        self._in_flight.append(
+            InFlightStep(requests, list(step.scheduled), pending, planned, step.without_drafter)
+        )
+        self.stats.target_seconds += pending.target_seconds
+        self.stats.draft_seconds += pending.draft_seconds
         self.stats.num_preemptions += output.num_preempted
         self.stats.num_cached_tokens += sum(r.num_computed for r in step.admitted)
         self.stats.launch_seconds += time.perf_counter() - start
-        self._clock(flight)
 
     def _step_input(self, output: SchedulerOutput, wanted: Sequence[int]) -> StepInput:
         scheduler = self.scheduler
@@ -243,9 +253,19 @@ class EngineCore:
             fresh_blocks=scheduler.fresh_blocks,
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
+            without_drafter=self._can_do_without_drafter(output.rows, wanted),
         )
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
+
+    def _can_do_without_drafter(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
+        """Whether the drafter has nothing to do: nobody has drafts or wants any, and prompts do without it."""
+        if not self.runner.num_drafts or any(wanted) or any(r.num_sampled > 1 for r in rows):
+            return False
+        if not self.runner.drafter_has_kv:
+            return True
+        prompts = [r for r in rows if r.num_rows > r.num_sampled and r.request.draft_hole is None]
+        return not prompts or not self.policy.will_draft(len(rows) - 1)
 
     def _take_in(self, async_depth: int) -> None:
         """Process finished steps until at most `async_depth` remain in flight."""
@@ -269,6 +289,7 @@ class EngineCore:
             if request.finish_reason is None and request.slot >= 0:
                 self._apply(request, scheduled, result)
         self.stats.results_seconds += time.perf_counter() - start
+        self._tell_policy(flight, results)
 
     def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
@@ -285,7 +306,9 @@ class EngineCore:
         if request.num_pending == 0:
             request.num_drafts = result.num_proposed
         if result.draft_state_lost:
-            request.draft_broken = True
+            request.miss_drafter(scheduled.start)
+        if scheduled.num_drafts:
+            self.policy.proposed(result.num_proposed)
         if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
             delta.num_cached_tokens = request.num_cached
             delta.num_preemptions = request.num_preemptions
@@ -314,15 +337,34 @@ class EngineCore:
         if delta.num_drafted:
             self.policy.verified(request, delta.num_drafted, delta.num_accepted)
 
-    def _clock(self, flight: InFlightStep) -> None:
-        pending = flight.pending
-        self.stats.target_seconds += pending.target_seconds
-        self.stats.draft_seconds += pending.draft_seconds
-        if self.runner.async_depth:  # what the host sees then is how long a launch takes
+    def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult]) -> None:
+        """What a step took in which everybody decoded: prompts say nothing about decoding.
+
+        Where steps overlap it is the time since the result before it. A step that was launched on an idle device counts
+        from its planning, if it could not overlap; else it says nothing about those that do.
+        """
+        now, before = time.perf_counter(), self._last_result
+        self._last_result = now
+        is_ahead = self.runner.async_depth > 0
+        if not self.runner.num_drafts or (is_ahead and flight.start > before):
             return
-        if all(s.num_rows == s.num_sampled for s in flight.scheduled):  # prompts say nothing about decoding
-            num_rows = sum(s.num_rows for s in flight.scheduled)
-            self.policy.timed(num_rows, flight.num_drafts, pending.target_seconds, pending.draft_seconds)
+        if flight.without_drafter and self.stats.num_steps % PLAIN_EVERY:
+            return
+        num_rows = num_drafts = num_tokens = context = 0
+        for scheduled, result in zip(flight.scheduled, results, strict=True):
+            if scheduled.num_rows != scheduled.num_sampled:
+                return
+            num_rows += scheduled.num_rows
+            num_drafts = max(num_drafts, scheduled.num_drafts)
+            num_tokens += len(result.token_ids)
+            context += scheduled.start
+        seconds = now - (before if is_ahead else flight.start)
+        pending = flight.pending
+        passes = seconds if is_ahead else pending.target_seconds + pending.draft_seconds
+        host_seconds = max(0.0, seconds - passes)
+        self.policy.finished(
+            StepOutcome(len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds)
+        )
 
     # Requests that come and go.
 

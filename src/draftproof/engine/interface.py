@@ -89,7 +89,8 @@ class StepInput:
 
     `table_entries`: (slot, page, block) that are new in the block table. `fresh_blocks`: handed out since the last
     step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
-    dropped, so the pass may be padded to a captured size.
+    dropped, so the pass may be padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the
+    rows.
     """
 
     released: Sequence[int] = ()
@@ -98,6 +99,7 @@ class StepInput:
     fresh_blocks: Sequence[int] = ()
     scheduled: Sequence[ScheduledRequest] = ()
     all_decode: bool = False
+    without_drafter: bool = False
 
 
 @dataclass(slots=True)
@@ -153,6 +155,11 @@ class Runner(Protocol):
 
     num_drafts: int
     async_depth: int
+
+    @property
+    def drafter_has_kv(self) -> bool:
+        """Whether rows that the drafter does not see leave a hole in its cache."""
+        ...
 
     @property
     def vocab_size(self) -> int: ...

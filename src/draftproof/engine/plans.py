@@ -102,7 +102,8 @@ def _plan(
             f"speculative_config: parallel_drafting=True: method={method!r} drafts one token after another; leave it "
             "out, or give a checkpoint that was trained with mask tokens"
         )
-    number = settings.num_speculative_tokens or own or registry.default_drafts(method)
+    default = registry.default_drafts(method, is_auto=settings.is_auto)
+    number = settings.num_speculative_tokens or own or default
     return DraftPlan(method, checkpoint, replace(settings, options=options), number, inner)
 
 
@@ -130,7 +131,8 @@ def _members(settings: SpeculativeConfig, files: Files, num_drafts: int | None =
     found: list[DraftPlan] = []
     for i, raw in enumerate(settings.drafters):
         try:
-            found += draft_plans(_member(raw, num_drafts), files)
+            member = replace(_member(raw, num_drafts), policy="adaptive" if settings.is_auto else "fixed")
+            found += draft_plans(member, files)
         except ValueError as error:  # where it speaks of a setting it says whose
             own = f"speculative_config: drafters[{i}]"
             raise ValueError(re.sub("^speculative_config", own, str(error))) from error

@@ -5,28 +5,46 @@ Letters: R requests that decode in a pass, k drafts of one, K the most that may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
+from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.costs import OUTLIER, StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 
-FIRST_GUESS = 0.6  # acceptance of a draft before anything was measured
-MEMORY = 0.92  # weight of the past in the acceptance average
-FIRST_PROBES = 8  # rounds at the engine's start that try different numbers
-PROBE_EVERY = 24  # then one round in so many does
+WORTH_IT = 1.01  # predicted speed-up from which on drafting is preferred to plain decoding
+# What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
+# of adds (one in eight), the most that is kept, and the part of it that one step may put at risk.
+ALLOWANCE = 2.5
+INCOME = 0.04
+MOST_SAVED = 30.0
+STAKE = 0.4
 
 
 class Policy(Protocol):
-    def choose(self, decoding: list[Progress]) -> list[int]:
-        """Drafts to ask for, one number per request that will decode in the next pass."""
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        """Drafts to ask for, one number for each of `asked`, which will decode in the next pass beside `num_others`
+        that cannot draft. All 0: the drafter has nothing to do."""
+        ...
+
+    def will_draft(self, num_others: int) -> bool:
+        """Whether drafts would be asked for, for a new request beside so many others: else the drafter need not see its
+        prompt."""
+        ...
+
+    def proposed(self, num_drafts: int) -> None:
+        """The drafter was asked for a request, and had so many drafts."""
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         """One round's outcome."""
         ...
 
-    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
-        """One pass's cost: `num_rows` target rows, then a draft pass of `num_drafts` steps."""
+    def finished(self, step: StepOutcome) -> None:
+        """One step's outcome."""
         ...
 
 
@@ -36,115 +54,123 @@ class FixedPolicy:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, decoding: list[Progress]) -> list[int]:
-        return [self._num_drafts] * len(decoding)
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        return [self._num_drafts] * len(asked)
+
+    def will_draft(self, num_others: int) -> bool:
+        return True
+
+    def proposed(self, num_drafts: int) -> None:
+        pass
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         pass
 
-    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
+    def finished(self, step: StepOutcome) -> None:
         pass
 
 
-@dataclass(slots=True)
-class Costs:
-    """Seconds of a pass by its size. Noise only slows a pass, so a faster sample moves the estimate more (0.5)
-    than a slower one (0.03). The first run of a size, which also sets things up, does not count."""
+class Choice(NamedTuple):
+    """Drafts for each class of requests, and what is expected of them: tokens of a step, and the seconds it takes."""
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    _met: set[int] = field(default_factory=set)
-
-    def add(self, size: int, seconds: float) -> None:
-        if size not in self._met:
-            self._met.add(size)
-            return
-        known = self.seconds.setdefault(size, seconds)
-        self.seconds[size] = known + (0.5 if seconds < known else 0.03) * (seconds - known)
+    num_drafts: Mapping[int, int]
+    tokens: float
+    seconds: float
 
     @property
-    def slope(self) -> float:
-        """Seconds per unit of size, by least squares; never negative."""
-        num = len(self.seconds)
-        if num < 2:
-            return 0.0
-        mean_x, mean_y = sum(self.seconds) / num, sum(self.seconds.values()) / num
-        spread = sum((x - mean_x) ** 2 for x in self.seconds)
-        return max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in self.seconds.items()) / spread)
-
-    def at(self, size: int) -> float:
-        """What is known of this size, else of the nearest, moved along the slope."""
-        known = self.seconds.get(size)
-        if known is not None:
-            return known
-        if not self.seconds:
-            return 1e-9
-        nearest = min(self.seconds, key=lambda x: abs(x - size))
-        return max(1e-9, self.seconds[nearest] + self.slope * (size - nearest))
+    def speed(self) -> float:
+        return self.tokens / self.seconds
 
 
 @dataclass(slots=True)
-class AdaptivePolicy:
-    """The number of drafts that makes tokens per second largest, from measured costs and acceptance.
+class AutoPolicy:
+    """The numbers that make expected tokens per second largest, by measured costs and acceptance.
 
-    A request whose drafts are accepted at rate a gets 1 + a + a^2 + .. + a^k tokens from k drafts. The cost of a
-    pass depends on its rows, the cost of drafting on its steps.
+    Where rows are computed as they come, drafts are admitted in order of their survival probability over the whole
+    batch (DSpark, algorithm 1); where steps are filled up to captured sizes, every request gets as many. What this may
+    lose against plain decoding is bounded: `savings`, in plain steps, go down by what steps with drafts lost and up by
+    what they gained, and limit what the next one may put at risk.
     """
 
-    num_drafts: int
-    target: Costs = field(default_factory=Costs)
-    draft: Costs = field(default_factory=Costs)
-    overall: float = FIRST_GUESS
-    _rounds: int = 0
-    _probes: int = -1
+    costs: StepCosts
+    acceptance: Acceptance
+    savings: float = ALLOWANCE
+    _context: int = 0  # tokens of all requests, in the last step
 
-    def choose(self, decoding: list[Progress]) -> list[int]:
-        if not decoding:
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        if not asked:
             return []
-        self._rounds += 1
-        rates = [self._rate(s) for s in decoding]
-        best, speed = 0, 0.0
-        for k in range(self.num_drafts + 1):
-            tokens = sum(_expected(a, k) for a in rates)
-            now = tokens / self._cost(len(decoding) * (1 + k), k)
-            if now > speed:
-                best, speed = k, now
-        per_row = speed * self.target.slope  # tokens that a row more must bring in
-        chosen = [_last_worth(a, best, per_row) for a in rates]
-        if self._rounds <= FIRST_PROBES or self._rounds % PROBE_EVERY == 0:
-            return [self._next_probe()] * len(decoding)
-        return chosen
+        classes = [request.record.odds_class for request in asked]
+        choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
+        for request, odds_class in zip(asked, classes, strict=True):
+            if odds_class not in choice.num_drafts:
+                request.record.fade()
+        return [choice.num_drafts.get(odds_class, 0) for odds_class in classes]
 
-    def _next_probe(self) -> int:
-        """All, a third, two thirds, none: costs must be known apart, and what is off must be tried again."""
-        self._probes += 1
-        return self.num_drafts * (3, 1, 2, 0)[self._probes % 4] // 3
+    def will_draft(self, num_others: int) -> bool:
+        return bool(self.best({0: 1}, num_others, self._context, STAKE * self.savings).num_drafts)
+
+    def best(
+        self, counts: Mapping[int, int], num_others: int = 0, context: int = 0, stake: float = float("inf")
+    ) -> Choice:
+        """The best choice for so many requests of each class of odds, where a step may lose at most `stake` plain ones.
+        `context`: tokens of all requests."""
+        num_requests = sum(counts.values()) + num_others
+        plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
+        candidates = (self._alike if self.costs.is_padded else self._ragged)(counts, num_requests, context)
+        most = plain.seconds * (1.0 + stake)
+        best = max((c for c in candidates if c.seconds <= most), key=lambda c: c.speed, default=plain)
+        return best if best.speed > WORTH_IT * plain.speed else plain
+
+    def speedup(self, num_requests: int, context: int = 0) -> tuple[float, int]:
+        """What is predicted for so many requests of whom nothing is known: (tokens per second over plain decoding's,
+        drafts of each)."""
+        choice = self.best({0: num_requests}, context=context)
+        plain = num_requests / self.costs.plain(num_requests, context)
+        return choice.speed / plain, choice.num_drafts.get(0, 0)
+
+    def _alike(self, counts: Mapping[int, int], num_requests: int, context: int) -> Iterable[Choice]:
+        """Each level for everybody."""
+        survivals = {odds_class: self.acceptance.survival(odds_class) for odds_class in counts}
+        for level in self.costs.levels[1:]:
+            accepted = sum(number * sum(survivals[c][:level]) for c, number in counts.items())
+            seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
+            tokens = num_requests + self.acceptance.proposed * accepted
+            yield Choice(dict.fromkeys(counts, level), tokens, seconds)
+
+    def _ragged(self, counts: Mapping[int, int], num_requests: int, context: int) -> Iterable[Choice]:
+        """Level by level, that of the class first whose drafts there are likeliest to survive."""
+        levels, proposed = self.costs.levels, self.acceptance.proposed
+        parts = []
+        for odds_class in counts:
+            survival = self.acceptance.survival(odds_class)
+            for low, high in pairwise(levels):
+                parts.append((-sum(survival[low:high]) / (high - low), low, high, odds_class))
+        chosen: dict[int, int] = {}
+        tokens = rows = float(num_requests)
+        for chance, low, high, odds_class in sorted(parts):
+            chosen[odds_class] = high
+            num_drafts = proposed * (high - low) * counts[odds_class]
+            tokens -= chance * num_drafts
+            rows += num_drafts
+            most = max(chosen.values())
+            yield Choice(dict(chosen), tokens, self.costs.step(num_requests, round(rows), most, context))
+
+    def proposed(self, num_drafts: int) -> None:
+        self.acceptance.count_proposed(num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """Each draft up to the first rejected one is a trial."""
-        trials = min(num_accepted + 1, num_drafted)
-        for i in range(trials):
-            hit = float(i < num_accepted)
-            request.accept_rate = MEMORY * self._rate(request) + (1 - MEMORY) * hit
-            self.overall += 0.01 * (hit - self.overall)
+        self.acceptance.count(request.record, num_drafted, num_accepted)
 
-    def timed(self, num_rows: int, num_drafts: int, target_seconds: float, draft_seconds: float) -> None:
-        self.target.add(num_rows, target_seconds)
-        self.draft.add(num_drafts, draft_seconds)
-
-    def _rate(self, request: Progress) -> float:
-        return self.overall if request.accept_rate is None else request.accept_rate
-
-    def _cost(self, num_rows: int, num_drafts: int) -> float:
-        return self.target.at(num_rows) + self.draft.at(num_drafts)
-
-
-def _expected(rate: float, k: int) -> float:
-    """Tokens of a round with k drafts: 1 + a + .. + a^k."""
-    return sum(rate**i for i in range(k + 1))
-
-
-def _last_worth(rate: float, most: int, per_row: float) -> int:
-    k = 0
-    while k < most and rate ** (k + 1) >= per_row:
-        k += 1
-    return k
+    def finished(self, step: StepOutcome) -> None:
+        self._context = step.context
+        if step.num_rows > step.num_requests or step.num_drafts:
+            plain = self.costs.plain(step.num_requests, step.context)
+            expected = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
+            seconds = min(step.seconds, OUTLIER * expected)
+            gained = step.num_tokens / step.num_requests - seconds / plain
+        else:
+            gained = INCOME
+            self.acceptance.fade()
+        self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
+        self.costs.observe(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import ROOT
+from draftproof.engine.acceptance import AcceptanceRecord
 from draftproof.engine.interface import Admission, RequestSpec
 from draftproof.types import FinishReason
 
@@ -34,10 +35,12 @@ class Progress:
     node: int = ROOT  # id of the last registered page
     num_scored: int = 0  # prompt tokens whose logprobs are out or under way
     num_scores_out: int = 0
-    draft_broken: bool = False  # its draft KV has a hole: never ask the drafter for it again
+    draft_hole: int | None = (
+        None  # first position whose draft KV is missing: nothing is drafted for it any more
+    )
     num_preemptions: int = 0
     num_cached: int = 0
-    accept_rate: float | None = None  # the policy's estimate; None until something was verified
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
 
     @property
@@ -47,6 +50,12 @@ class Progress:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.spec.token_ids)
+
+    def miss_drafter(self, position: int) -> None:
+        """The drafter did not see its rows from `position` on."""
+        self.draft_hole = min(
+            position, self.num_computed, position if self.draft_hole is None else self.draft_hole
+        )
 
     @property
     def num_to_compute(self) -> int:
@@ -89,4 +98,4 @@ class Progress:
             self.num_registered
         ) = 0
         self.num_scored = self.num_scores_out
-        self.draft_broken = False
+        self.draft_hole = None

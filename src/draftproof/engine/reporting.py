@@ -27,7 +27,7 @@ def start_line(plan: DraftPlan, spec: DraftSpec, ctx: DraftContext) -> str:
 def _whose_number(plan: DraftPlan) -> str:
     """Who said K."""
     own = None if plan.checkpoint is None else plan.checkpoint.num_drafts
-    number, whose = registry.default_drafts(plan.method), "the method's"
+    number, whose = registry.default_drafts(plan.method, is_auto=plan.settings.is_auto), "the method's"
     if own is not None:
         number, whose = own, "its checkpoint's"
     if plan.settings.num_speculative_tokens is not None:

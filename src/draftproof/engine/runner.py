@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.interface import (
     HEALTHY,
@@ -36,7 +36,7 @@ from draftproof.engine.state import BatchShape, State
 from draftproof.kernels.certify import is_undisturbed, own_precision, threads
 from draftproof.kernels.graphs import EAGER, Graphs
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.transfer import ArrivingRows, IntegerRows, upload
+from draftproof.kernels.transfer import ArrivingRows, IntegerRows, device_seconds, upload
 from draftproof.models.decoder import Decoder
 from draftproof.sampling import sampler
 from draftproof.sampling.params import SamplingTable
@@ -145,6 +145,9 @@ class ModelRunner:
     on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
+    levels: tuple[
+        int, ...
+    ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
     async_depth: int = 0  # passes that may be in flight when a step ends
     num_threads: int = 1  # that certificates were made with: torch's setting around each pass
@@ -157,6 +160,10 @@ class ModelRunner:
     @property
     def max_model_len(self) -> int:
         return self.state.max_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.state.scratch_slot
 
     @property
     def drafter_has_kv(self) -> bool:
@@ -200,7 +207,7 @@ class ModelRunner:
             self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
             if self.sandbox is not None:
                 self.sandbox.admit(a.slot, list(a.token_ids), a.num_computed)
-        if step.fresh_blocks and self.draft_cache.layers:
+        if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
     def _launch(self, step: StepInput) -> LaunchedStep:
@@ -209,7 +216,7 @@ class ModelRunner:
         full_graph = graph_safe and shape in self.captured
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
-            shape = BatchShape.of(scheduled, repeats=repeats)
+            shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
@@ -228,14 +235,18 @@ class ModelRunner:
         return launched
 
     def _padded(self, step: StepInput) -> BatchShape | None:
-        """The graph bucket that a step in which everybody decodes is padded to; None for others."""
+        """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of
+        drafts asks for; None for others."""
         scheduled = step.scheduled
         num_requests = next((R for R in self.buckets if len(scheduled) <= R), None)
         if not step.all_decode or num_requests is None:
             return None
-        num_rows_each = max(s.num_rows for s in scheduled)
-        num_drafts = self.num_drafts if any(s.num_drafts for s in scheduled) else 0
-        return BatchShape.decoding(num_requests, num_rows_each, num_drafts)
+        most = max(max(s.num_rows - 1, s.num_drafts) for s in scheduled)
+        if not step.without_drafter and self.num_drafts:
+            most = max(most, 1)
+        level = next((k for k in self.levels if k >= most), most)
+        with_drafter = self.sandbox is not None and not step.without_drafter
+        return self._decoding(num_requests, level, with_drafter=with_drafter)
 
     def _run_parts(
         self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
@@ -248,7 +259,7 @@ class ModelRunner:
         slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
         slots += [self.state.scratch_slot] * (shape.num_sampled - len(slots))
         start = time.perf_counter()
-        if sandbox is None:
+        if sandbox is None or not shape.with_drafter:
             function = partial(self.step_tensors, shape, slots, scheduled_4R)
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
@@ -277,7 +288,7 @@ class ModelRunner:
         The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
         """
         checked, sandbox = self.verify_rows(shape, slots_host, scheduled_4R), self.sandbox
-        if sandbox is None:
+        if sandbox is None or not shape.with_drafter:
             return self._close(checked, self.state.no_drafts(shape.num_requests))
         return self._close(checked, sandbox.drafter.propose(checked.verified, shape.num_drafts))
 
@@ -286,8 +297,9 @@ class ModelRunner:
         rows, verify = self.state.fill(shape, scheduled_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
         graphs = self.graphs if shape.repeats else EAGER
-        key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows)
-        logits_MV, hidden_TH, *taps = graphs.run(key, partial(self.target_pass, shape.most_rows), inputs)
+        key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows, shape.with_drafter)
+        target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
+        logits_MV, hidden_TH, *taps = graphs.run(key, target, inputs)
         result = self.verifier.verify(
             logits_MV, rows.slots_M, rows.positions_M, self.state.slots.tokens_SL, slots_host, verify
         )
@@ -297,16 +309,18 @@ class ModelRunner:
     def target_pass(
         self,
         most_rows: int,
+        with_taps: bool,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
         sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps."""
+        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps if they are wanted."""
         rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
-        out = self.target(tokens_T, attn, self.spec.taps.layers, self.spec.taps.final)
+        taps = self.spec.taps if with_taps else Taps()
+        out = self.target(tokens_T, attn, taps.layers, taps.final)
         logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
         return (logits_MV, out.hidden_TH, *out.taps)
 
@@ -324,7 +338,12 @@ class ModelRunner:
 
         progress: (done, total), before each and at the end.
         """
-        shapes = [self._decoding(R) for R in reversed(self.buckets) if self.async_depth]
+        shapes = [
+            self._decoding(R, level, with_drafter=level > 0)
+            for R in reversed(self.buckets)
+            for level in reversed(self.levels)
+            if self.async_depth
+        ]
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             function = partial(self.step_tensors, shape, [])
@@ -343,11 +362,35 @@ class ModelRunner:
         prompts = BatchShape(
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
         )
-        for shape in (prompts, *map(self._decoding, self.buckets)):
+        for shape in (prompts, *(self._decoding(R, self.num_drafts) for R in self.buckets)):
             self.step_tensors(shape, [], self.state.idle(shape))
 
-    def _decoding(self, num_requests: int) -> BatchShape:
-        return BatchShape.decoding(num_requests, 1 + self.num_drafts, self.num_drafts)
+    @_as_certified
+    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]:
+        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass with one row and as many as
+        drafts for each request, draft pass). Where a step is one graph, all of it counts as the target's. A drafter
+        that thinks on the host is not measured. context: tokens before the rows."""
+        with_drafter = num_drafts > 0 and self.on_device
+        shape = self._decoding(num_requests, num_drafts, with_drafter=with_drafter)
+        rows = ScheduledRequest(
+            self.state.scratch_slot, context, 1 + num_drafts, 1 + num_drafts, shape.num_drafts
+        )
+        self.state.slots.computed_S[self.state.scratch_slot] = context
+        scheduled_4R = self.state.load([rows] * num_requests, num_requests)
+        launched = LaunchedStep(runner=self, scheduled=[rows] * num_requests)
+        if shape in self.captured:
+            function = partial(self.step_tensors, shape, [])
+            run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
+            seconds = (device_seconds(run), 0.0)
+        else:
+            recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+            self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+            seconds = (launched.target_seconds, launched.draft_seconds)
+        self.state.slots.computed_S[self.state.scratch_slot] = 0
+        return seconds
+
+    def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:
+        return BatchShape.decoding(num_requests, 1 + num_drafts, num_drafts, with_drafter=with_drafter)
 
     def shutdown(self) -> None:
         """Give all memory back; nothing can be run any more."""

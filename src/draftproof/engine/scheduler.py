@@ -148,6 +148,7 @@ class Scheduler:
         request.node = found.node
         request.num_computed = num_cached
         request.num_cached = max(request.num_cached, num_cached)
+        request.draft_hole = found.draft_hole
         request.slot = self._free_slots.pop()
         self.running.append(request)
         output.admitted.append(request)
@@ -204,15 +205,21 @@ class Scheduler:
         request.forget()
 
     def _register_pages(self, request: Progress) -> None:
-        """Full pages become shareable; not where a drafter's fault left a hole in the draft layers."""
+        """Full pages become shareable; which of them lie before a hole in the draft layers is kept with them."""
         page_end = (request.num_registered + 1) * self.pages.block_size
-        if page_end > request.num_computed or request.draft_broken:
+        if page_end > request.num_computed:
             return
         # a drafter knows one token more than was computed, not the whole prompt
         num_seen = min(len(request.tokens), request.num_computed + 1)
         while page_end <= request.num_computed and self.pages.can_register(num_seen, request.num_registered):
             page = request.num_registered
-            request.node = self.pages.register(request.blocks[page], request.node, request.tokens, page)
+            request.node = self.pages.register(
+                request.blocks[page],
+                request.node,
+                request.tokens,
+                page,
+                has_drafts=request.draft_hole is None or page_end <= request.draft_hole,
+            )
             request.num_registered += 1
             page_end += self.pages.block_size
 

@@ -33,20 +33,28 @@ class BatchShape:
     most_sampled: int  # one request's, at most; at least 1
     num_drafts: int  # the most that any request wants after it
     repeats: bool  # passes of this size come again and again: worth running them as graphs
+    with_drafter: bool = True
 
     @classmethod
-    def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool) -> BatchShape:
+    def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool, with_drafter: bool = True) -> BatchShape:
         """The shape of a step as it was scheduled."""
         sampled = [s.num_sampled for s in scheduled]
         rows = [s.num_rows for s in scheduled]
         num_drafts = max(s.num_drafts for s in scheduled)
-        return cls(len(rows), sum(rows), max(rows), sum(sampled), max(1, *sampled), num_drafts, repeats)
+        num_sampled, most_sampled = sum(sampled), max(1, *sampled)
+        return cls(
+            len(rows), sum(rows), max(rows), num_sampled, most_sampled, num_drafts, repeats, with_drafter
+        )
 
     @classmethod
-    def decoding(cls, num_requests: int, each: int, num_drafts: int) -> BatchShape:
+    def decoding(
+        cls, num_requests: int, each: int, num_drafts: int, *, with_drafter: bool = True
+    ) -> BatchShape:
         """Every request samples `each` rows and has no others."""
         num_rows = num_requests * each
-        return cls(num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True)
+        return cls(
+            num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True, with_drafter=with_drafter
+        )
 
 
 class State:

@@ -1,0 +1,231 @@
+"""Adaptive speculation beside plain decoding, every fixed number of drafts and the rules that others ship.
+
+    PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --batches 1,4,16
+    PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64
+
+All of them take turns, batch by batch. The best fixed number is chosen on the even batches and compared on the odd
+ones. `new` is adaptive with everything forgotten before each batch, as in a new engine. A cell fails where the upper
+end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit
+status 1 if a cell fails or an output differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.models import Shape
+from bench.rules import AverageAcceptance, BatchTable
+from draftproof import LLM, SamplingParams, assets
+from draftproof.bench import workload
+from draftproof.cli.prompts import read_file
+from draftproof.drafters import recordings
+from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
+
+PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
+RESAMPLES = 2000
+Ids = list[list[int]]
+
+
+@dataclass
+class Way:
+    """One way of choosing, and what it took: seconds and tokens of each batch."""
+
+    name: str
+    llm: LLM
+    policy: Callable[[], Policy] | None = None  # made before each batch; None: the engine's own stays
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
+
+    def run(self, prompts: Ids, params: list[SamplingParams]) -> None:
+        if self.policy is not None:
+            self.llm.engine.policy = self.policy()
+        start = time.perf_counter()
+        found = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        self.seconds.append(time.perf_counter() - start)
+        ids = [tuple(choice.token_ids) for output in found for choice in output.outputs]
+        self.tokens.append(sum(map(len, ids)))
+        self.outputs += ids
+
+    def speed(self, batches: Sequence[int]) -> float:
+        return sum(self.tokens[i] for i in batches) / sum(self.seconds[i] for i in batches)
+
+
+def ratio(ours: Way, theirs: Way, batches: Sequence[int]) -> tuple[float, float, float]:
+    """Speed of `ours` over that of `theirs` in these batches, with its 90 % interval, by resampling batches."""
+    generator, found = random.Random(0), []
+    for _ in range(RESAMPLES):
+        some = generator.choices(batches, k=len(batches))
+        found.append(ours.speed(some) / theirs.speed(some))
+    found.sort()
+    return ours.speed(batches) / theirs.speed(batches), found[RESAMPLES // 20], found[-RESAMPLES // 20]
+
+
+@dataclass
+class Bench:
+    """One pair of engines. `prompts`: of each batch size, batch by batch."""
+
+    plain: LLM
+    drafting: LLM
+    num_tokens: int
+    num_batches: int
+    temperature: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def cell(self, name: str, prompts: Ids, batch: int) -> dict[str, Any]:
+        """All ways over the prompts, `batch` at once."""
+        engine = self.drafting.engine
+        auto = engine.policy
+        assert isinstance(auto, AutoPolicy)
+        new = copy.deepcopy(auto)
+        levels = auto.costs.levels
+        most = levels[-1]
+        fixed = [Way(f"K={k}", self.drafting, lambda k=k: FixedPolicy(k)) for k in levels[1:]]
+        table = [(8, most), (32, max(1, most // 2)), (64, 1)]
+        sglang = AverageAcceptance(most)
+        ours = Way("auto", self.drafting, lambda: auto)
+        ways = [
+            Way("plain", self.plain),
+            *fixed,
+            Way("vLLM's", self.drafting, lambda: BatchTable(table)),
+            Way("SGLang's", self.drafting, lambda: sglang),
+            ours,
+            Way("new", self.drafting, lambda: copy.deepcopy(new)),
+        ]
+        batches = [workload.cycled(prompts[i * batch :] + prompts, batch) for i in range(self.num_batches)]
+        for number, given in enumerate(batches):
+            params = [self._params(number * batch + i) for i in range(batch)]
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                way.run(given, params)
+        engine.policy = auto
+        row = {"cell": name, "batch": batch, **self._judge(ways, fixed)}
+        context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
+        row["predicted"], row["predicted_k"] = auto.speedup(batch, int(context))
+        self.rows.append(row)
+        return row
+
+    def _params(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, seed=seed, max_tokens=self.num_tokens, ignore_eos=True, detokenize=False
+        )
+
+    def _judge(self, ways: Sequence[Way], fixed: Sequence[Way]) -> dict[str, Any]:
+        by_name = {way.name: way for way in ways}
+        plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
+        every, even, odd = range(self.num_batches), range(0, self.num_batches, 2), range(1, self.num_batches, 2)
+        best = max([plain, *fixed], key=lambda way: way.speed(even))
+        bounds = {
+            "auto/plain": (auto, plain, every, PLAIN_BOUND),
+            "new/plain": (new, plain, every, PLAIN_BOUND),
+            f"auto/best ({best.name})": (auto, best, odd or every, FIXED_BOUND),
+            "auto/vLLM's": (auto, by_name["vLLM's"], every, RULES_BOUND),
+            "auto/SGLang's": (auto, by_name["SGLang's"], every, RULES_BOUND),
+        }
+        judged = {}
+        for name, (ours, theirs, batches, bound) in bounds.items():
+            middle, low, high = ratio(ours, theirs, batches)
+            judged[name] = {"ratio": middle, "low": low, "high": high, "bound": bound, "ok": high >= bound}
+        return {
+            "speed": {way.name: way.speed(every) for way in ways},
+            "ratios": judged,
+            "same": all(way.outputs == plain.outputs for way in ways),
+        }
+
+
+def shown(row: dict[str, Any]) -> str:
+    plain = row["speed"]["plain"]
+    speeds = "  ".join(f"{name} {speed / plain:.3f}" for name, speed in row["speed"].items())
+    judged = "  ".join(
+        f"{name} {r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}]{'' if r['ok'] else ' FAILS'}"
+        for name, r in row["ratios"].items()
+    )
+    return (
+        f"{row['cell']}, batch {row['batch']}: plain {plain:.0f} tok/s; {speeds}\n    {judged}\n"
+        f"    predicted {row['predicted']:.2f}x with K={row['predicted_k']}; same: {row['same']}"
+    )
+
+
+def real_prompts(llm: LLM, file: Path | None) -> Ids:
+    read = read_file(file or assets.path(assets.PROMPTS))
+    return [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
+
+
+def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, Ids]:
+    """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
+    shape = Shape(given.shape, given.device, given.small)
+    settings = {"max_num_seqs": max(batches), "max_model_len": 1024, "enable_prefix_caching": False}
+    plain = LLM(**shape.target(), **settings)
+    prompts = workload.random_prompts(max(batches) * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
+    params = [
+        SamplingParams(temperature=0, seed=i, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    outputs = plain.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    file = Path(tempfile.mkdtemp()) / "recordings.json"
+    recordings.save(file, outputs)
+    head = {"model": shape.drafter()["model"]}
+    config = {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
+    drafting = LLM(**shape.target(), **settings, speculative_config=config)
+    return Bench(plain, drafting, given.tokens, given.num_batches, 0.0), prompts
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="[default: the one that comes with draftproof]")
+    parser.add_argument("--drafter", type=json.loads, action="append", default=[], help="a speculative_config")
+    parser.add_argument("--prompts", type=Path, help="as for generate")
+    parser.add_argument("--shape", help="random weights of this shape instead, with replayed drafts")
+    parser.add_argument("--small", type=Path, help="a folder to make a small model of that shape in: a smoke test")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rates", default="0.3,0.6,0.8,0.9", help="how often a replayed draft is right")
+    parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--num-batches", type=int, default=12, help="of each cell")
+    parser.add_argument("--tokens", type=int, default=100, help="of each request")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse()
+    batches = [int(n) for n in given.batches.split(",")]
+    rows: list[dict[str, Any]] = []
+
+    def run(bench: Bench, name: str, prompts: Ids) -> None:
+        for batch in batches:
+            row = bench.cell(name, prompts, batch)
+            rows.append(row)
+            print(shown(row), flush=True)
+
+    if given.shape:
+        bench, prompts = replayed(given, batches)
+        for rate in map(float, given.rates.split(",")):
+            drafter = bench.drafting.engine.runner.sandbox.drafter
+            drafter.set_acceptance([rate])
+            run(bench, f"right at {rate:g}", prompts)
+    for config in given.drafter:
+        settings = {"max_num_seqs": max(batches), "enable_prefix_caching": False, "device": given.device}
+        plain = LLM(given.model, **settings)
+        drafting = LLM(given.model, **settings, speculative_config=config)
+        bench = Bench(plain, drafting, given.tokens, given.num_batches, given.temperature)
+        run(bench, Path(config.get("model", config.get("method", ""))).name, real_prompts(plain, given.prompts))
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+    failed = [row for row in rows if not row["same"] or not all(r["ok"] for r in row["ratios"].values())]
+    print(f"{len(rows) - len(failed)} of {len(rows)} cells hold")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

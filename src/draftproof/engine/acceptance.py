@@ -1,0 +1,120 @@
+"""How likely drafts are to be accepted, by request and position, from what was accepted lately.
+
+A round verifies a request's drafts up to the first that is rejected: those before it are hits, it is a miss, and what
+lies behind it was not observed. Each draft is judged given that those before it were accepted, so the chance that
+draft j is reached and accepted, its survival, is the product of the chances up to j.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+EXPECTED = 0.6  # of a drafter that nothing is known of
+POOL_MEMORY = 0.998  # weight that the past keeps with each trial at a position, over all requests
+POOL_RATE = 0.05  # weight of a round in the share of those that had drafts
+OWN_MEMORY = 0.9  # with each of a request's rounds
+POOL_WEIGHT = 4.0  # trials that an expectation is worth
+OWN_WEIGHT = 4.0
+# What a step without drafts leaves of what is known of all requests, so that they are asked for again, and of one.
+POOL_FADING = 0.99
+OWN_FADING = 0.98
+ODDS_STEP = 2**0.5  # requests whose odds differ by less are treated alike
+
+
+@dataclass(slots=True)
+class AcceptanceRecord:
+    """One request's rounds of late: hits and misses, and how many of each the pool's estimates led to expect."""
+
+    hits: float = 0.0
+    misses: float = 0.0
+    expected_hits: float = 0.0
+    expected_misses: float = 0.0
+
+    @property
+    def odds_class(self) -> int:
+        """How much better than the pool's this request's odds are, as a power of `ODDS_STEP`; 0 without rounds."""
+        better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
+        ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
+        return round(math.log(ratio) / math.log(ODDS_STEP))
+
+    def fade(self) -> None:
+        """A round without drafts: what was seen before says less."""
+        self.hits *= OWN_FADING
+        self.misses *= OWN_FADING
+        self.expected_hits *= OWN_FADING
+        self.expected_misses *= OWN_FADING
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Estimates for up to `num_drafts` positions.
+
+    The pool's estimate at a position is shrunk towards the one before it, the first towards `expected`; a request's are
+    the pool's with other odds. `proposed`: share of the rounds that were asked for drafts and had some.
+    """
+
+    num_drafts: int
+    expected: float = EXPECTED
+    proposed: float = 1.0
+    _hits: list[float] = field(default_factory=list)
+    _trials: list[float] = field(default_factory=list)
+    _pool: list[float] | None = None  # `pool`, until something is counted
+    _survivals: dict[int, list[float]] = field(default_factory=dict)  # likewise
+
+    def __post_init__(self) -> None:
+        self._hits = [0.0] * self.num_drafts
+        self._trials = [0.0] * self.num_drafts
+
+    @property
+    def pool(self) -> list[float]:
+        """The chance of each position over all requests."""
+        if self._pool is None:
+            self._pool = []
+            self._survivals.clear()
+            chance = self.expected
+            for hits, trials in zip(self._hits, self._trials, strict=True):
+                chance = (hits + POOL_WEIGHT * chance) / (trials + POOL_WEIGHT)
+                self._pool.append(chance)
+        return self._pool
+
+    def survival(self, odds_class: int = 0) -> list[float]:
+        """The chance that draft 1, 2, ... is accepted together with all before it, for requests of a class of odds."""
+        pool = self.pool
+        found = self._survivals.get(odds_class)
+        if found is None:
+            found = self._survivals[odds_class] = []
+            ratio = ODDS_STEP**odds_class
+            alive = 1.0
+            for chance in pool:
+                alive *= ratio * chance / (1.0 - chance + ratio * chance)
+                found.append(alive)
+        return found
+
+    def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
+        """One request's round, of which the first `num_accepted` drafts were accepted."""
+        pool = self.pool
+        record.hits *= OWN_MEMORY
+        record.misses *= OWN_MEMORY
+        record.expected_hits *= OWN_MEMORY
+        record.expected_misses *= OWN_MEMORY
+        for position in range(min(num_accepted + 1, num_drafted, self.num_drafts)):
+            hit = float(position < num_accepted)
+            record.hits += hit
+            record.misses += 1.0 - hit
+            record.expected_hits += pool[position]
+            record.expected_misses += 1.0 - pool[position]
+            self._hits[position] = POOL_MEMORY * self._hits[position] + hit
+            self._trials[position] = POOL_MEMORY * self._trials[position] + 1.0
+        self._pool = None
+
+    def fade(self) -> None:
+        """A step without drafts."""
+        for position in range(self.num_drafts):
+            self._hits[position] *= POOL_FADING
+            self._trials[position] *= POOL_FADING
+        self._pool = None
+
+    def count_proposed(self, num_proposed: int) -> None:
+        """The drafter was asked for a request and had so many drafts."""
+        self.proposed += POOL_RATE * (float(num_proposed > 0) - self.proposed)

@@ -1,0 +1,169 @@
+"""Measured seconds of a step: the target's pass by rows and context, the draft pass by drafts and requests.
+
+Measured in a short profile at the start (`engine/profile.py`) and corrected by every step that is run. R requests.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+OWN_RATE = 0.1  # weight of a step in the pace of steps with as many drafts, once there were some
+COMMON_RATE = 0.05  # in the pace of all steps
+SHARED = 0.5  # how much of a change of the latter steps take part in that are not met
+OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
+GUESSED_DRAFT = 2e-5  # seconds a request, of a drafter that was not measured
+GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
+
+
+class StepOutcome(NamedTuple):
+    """A step in which everybody decoded: R requests and all their rows, the most drafts that any wanted then, tokens
+    emitted, tokens that the requests had before (`context`); seconds in all, and of them beside the passes."""
+
+    num_requests: int
+    num_rows: int
+    num_drafts: int
+    num_tokens: int
+    context: int
+    seconds: float
+    host_seconds: float = 0.0
+
+
+class Curve:
+    """Seconds by size: linear between the sizes that were measured, and beyond the last as between the last two."""
+
+    def __init__(self, points: Mapping[int, float] | None = None) -> None:
+        self.points = dict(sorted((points or {}).items()))
+        self._sizes = list(self.points)
+
+    def set(self, size: int, seconds: float) -> None:
+        self.points[size] = seconds
+        self.points = dict(sorted(self.points.items()))
+        self._sizes = list(self.points)
+
+    def at(self, size: int) -> float:
+        known = self.points.get(size)
+        if known is not None:
+            return known
+        sizes = self._sizes
+        if len(sizes) < 2:
+            return self.points[sizes[0]] if sizes else 0.0
+        right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        low, high = sizes[right - 1], sizes[right]
+        slope = (self.points[high] - self.points[low]) / (high - low)
+        if size > high or size < low:
+            slope = max(0.0, slope)
+        return max(1e-9, self.points[low] + slope * (size - low))
+
+
+@dataclass(slots=True)
+class Pace:
+    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of all when they were
+    last met."""
+
+    value: float = 0.0
+    common: float = 0.0
+    num_steps: int = 0
+
+
+_NOT_MET = Pace()
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Seconds of a step in which everybody decodes.
+
+    target: by rows. draft: for a number of drafts, by requests. `levels`: numbers of drafts that may be asked for,
+    ascending from 0. `buckets`: on a device that runs captured steps, the numbers of requests that steps are filled up
+    to; each of them then has as many rows as the largest level among them asks for. `context_seconds`: of each token
+    that a request has, in the target's pass. `host_seconds`: of what a step is beside both passes.
+    """
+
+    levels: tuple[int, ...]
+    buckets: tuple[int, ...] = ()
+    target: Curve = field(default_factory=Curve)
+    draft: dict[int, Curve] = field(default_factory=dict)
+    context_seconds: float = 0.0
+    host_seconds: float = 0.0
+    _paces: dict[int, Pace] = field(default_factory=dict)  # number of drafts -> pace
+    _common: Pace = field(default_factory=Pace)
+    _draft_passes: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def is_padded(self) -> bool:
+        return bool(self.buckets)
+
+    def step(self, num_requests: int, num_rows: int, num_drafts: int, context: int = 0) -> float:
+        """Seconds of a step of R requests with so many rows in all, which then drafts up to `num_drafts`; `context`:
+        tokens of all requests."""
+        size = self._filled(num_requests, num_rows, num_drafts)
+        return self.host_seconds + math.exp(self._pace(size[2])) * self._passes(*size, context)
+
+    def plain(self, num_requests: int, context: int = 0) -> float:
+        return self.step(num_requests, num_requests, 0, context)
+
+    def observe(self, step: StepOutcome) -> None:
+        """Correct what is known by a step that was run."""
+        size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
+        expected, common = self._pace(size[2]), self._common
+        found = math.log(max(1e-9, step.seconds - step.host_seconds) / self._passes(*size, step.context))
+        if common.num_steps:
+            found = min(expected + math.log(OUTLIER), max(expected - math.log(OUTLIER), found))
+        common.num_steps += 1
+        common.value += max(COMMON_RATE, 1 / common.num_steps) * (found - common.value)
+        own = self._paces.setdefault(size[2], Pace())
+        own.num_steps += 1
+        own.value = expected + max(OWN_RATE, 1 / (1 + own.num_steps)) * (found - expected)
+        own.common = common.value
+        host = min(step.host_seconds, OUTLIER * self.host_seconds) if self.host_seconds else step.host_seconds
+        self.host_seconds += max(COMMON_RATE, 1 / common.num_steps) * (host - self.host_seconds)
+
+    def _pace(self, num_drafts: int) -> float:
+        """The pace of steps with so many drafts. One that has not been met for long follows the others' halfway: a step
+        that only seems fast is met, and then known."""
+        own = self._paces.get(num_drafts, _NOT_MET)
+        return own.value + SHARED * (self._common.value - own.common)
+
+    def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
+        """What a step of this size is filled up to."""
+        if not self.buckets:
+            return num_requests, num_rows, num_drafts
+        num_requests = next((b for b in self.buckets if b >= num_requests), num_requests)
+        num_drafts = next((k for k in self.levels if k >= num_drafts), num_drafts)
+        return num_requests, num_requests * (1 + num_drafts), num_drafts
+
+    def _passes(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
+        target = self.target.at(num_rows) if self.target.points else GUESSED_TARGET
+        return target + self._draft_pass(num_requests, num_drafts) + self.context_seconds * context
+
+    def _draft_pass(self, num_requests: int, num_drafts: int) -> float:
+        if not num_drafts:
+            return 0.0
+        if not self.draft:
+            return GUESSED_DRAFT * num_requests
+        found = self._draft_passes.get((num_requests, num_drafts))
+        if found is None:
+            by_drafts = Curve({k: curve.at(num_requests) for k, curve in self.draft.items()})
+            found = self._draft_passes[num_requests, num_drafts] = by_drafts.at(num_drafts)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target": {str(rows): s for rows, s in self.target.points.items()},
+            "draft": {str(k): {str(r): s for r, s in c.points.items()} for k, c in self.draft.items()},
+            "context_seconds": self.context_seconds,
+        }
+
+    def read_json(self, raw: Any) -> None:
+        """Take over what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
+        target = {int(rows): float(s) for rows, s in raw["target"].items()}
+        draft = {
+            int(k): Curve({int(r): float(s) for r, s in points.items()}) for k, points in raw["draft"].items()
+        }
+        context_seconds = float(raw["context_seconds"])
+        if not target or min(target.values()) <= 0 or context_seconds < 0:
+            raise ValueError("not a profile")
+        self.target, self.draft, self.context_seconds = Curve(target), draft, context_seconds

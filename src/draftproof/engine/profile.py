@@ -1,0 +1,134 @@
+"""The short profile at an engine's start: what steps of each size take, on the device's own clock, kept on disk.
+
+R requests, k drafts of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from draftproof.engine.costs import Curve, StepCosts
+from draftproof.kernels.plan_cache import Store
+
+SECONDS = 2.0  # that a profile may take, beyond one run of the sizes without which nothing is known
+RUNS = 7  # of each size at most, after one that prepares it
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)
+MOST_REQUESTS = 64
+LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
+
+
+class Size(NamedTuple):
+    """A step that is measured: R requests of so many tokens each, with k drafts to verify and to make."""
+
+    num_requests: int
+    num_drafts: int
+    context: int = 0
+
+
+class Measured(Protocol):
+    """What is profiled: see `runner.ModelRunner`."""
+
+    on_device: bool
+    buckets: tuple[int, ...]
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]: ...
+
+
+def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
+    """Numbers of drafts that a step may ask for: close together where one more makes a difference.
+
+    Example: up to 7: 0 1 2 3 5 7.
+    """
+    levels = CAPTURED_LEVELS if device == "cuda" else LEVELS
+    return (0, *(k for k in levels if k < num_drafts), num_drafts)
+
+
+def costs_of(
+    runner: Measured, levels: tuple[int, ...], identity: Mapping[str, Any], cache_dir: Path
+) -> StepCosts:
+    """The costs of a runner's steps: from disk where this pair of models was measured on this machine.
+
+    identity: what they depend on, as JSON takes it.
+    """
+    costs = StepCosts(levels, runner.buckets)
+    facts = {"identity": dict(identity), "levels": levels, "buckets": runner.buckets}
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    store = Store(cache_dir / "step-costs.json")
+    try:
+        costs.read_json(store.read()[key])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        measure(runner, costs)
+        store.add({key: costs.as_json()})
+    else:
+        for size in _indispensable(
+            list(_sizes(runner, levels))
+        ):  # so that the first that counts is no first run
+            runner.measure(size.num_requests, size.num_drafts, size.context)
+    return costs
+
+
+def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them; of
+    each the fastest run counts, and what is larger takes no less."""
+    found: dict[Size, tuple[float, float]] = {}
+    sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
+    for number in range(1 + RUNS):
+        for size in sizes:
+            if clock() > end and (number > 1 or size not in _indispensable(sizes)):
+                continue
+            times = runner.measure(size.num_requests, size.num_drafts, size.context)
+            if number:  # the first run of a size prepares it
+                found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
+    _take(found, runner.on_device, costs)
+
+
+def _take(found: Mapping[Size, tuple[float, float]], has_drafts: bool, costs: StepCosts) -> None:
+    plain = {s.num_requests: t for s, (t, _) in found.items() if not s.num_drafts and not s.context}
+    verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in found.items() if s.num_drafts}
+    costs.target = Curve(_growing(plain if costs.is_padded else {**verifies, **plain}))
+    for size, (target, draft) in found.items():
+        num_requests, num_drafts = size.num_requests, size.num_drafts
+        if num_drafts and has_drafts:
+            if (
+                costs.is_padded
+            ):  # one graph: what it takes beyond a pass of its rows is laid to the draft pass
+                draft = target - costs.target.at(num_requests * (1 + num_drafts))
+            costs.draft.setdefault(num_drafts, Curve()).set(num_requests, draft)
+        elif size.context:
+            costs.context_seconds = max(0.0, target - costs.target.at(num_requests)) / (
+                size.context * num_requests
+            )
+
+
+def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Each size's seconds, at most those of any larger one."""
+    least, found = float("inf"), dict[int, float]()
+    for size in sorted(seconds, reverse=True):
+        least = found[size] = min(least, seconds[size])
+    return found
+
+
+def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[Size]:
+    """What matters most first."""
+    numbers = [r for r in runner.buckets or REQUESTS if r <= min(MOST_REQUESTS, runner.max_num_seqs)]
+    few = levels if runner.buckets else tuple(dict.fromkeys((0, levels[1], levels[-1])))
+    yield from (Size(numbers[0], k) for k in levels)
+    yield Size(numbers[0], 0, runner.max_model_len // 2)
+    for num_requests in numbers[1:]:
+        yield from (Size(num_requests, k) for k in few)
+
+
+def _indispensable(sizes: Sequence[Size]) -> list[Size]:
+    """Those of the fewest requests."""
+    return [size for size in sizes if size.num_requests == sizes[0].num_requests]
