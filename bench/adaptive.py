@@ -21,15 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.models import Shape
 from bench.rules import AverageAcceptance, BatchTable
 from draftproof import LLM, SamplingParams, assets
-from draftproof.bench import workload
+from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
+from draftproof.drafters.replay import ReplayDrafter
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
@@ -81,6 +83,7 @@ class Bench:
     num_tokens: int
     num_batches: int
     temperature: float
+    new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def cell(self, name: str, prompts: Ids, batch: int) -> dict[str, Any]:
@@ -88,10 +91,9 @@ class Bench:
         engine = self.drafting.engine
         auto = engine.policy
         assert isinstance(auto, AutoPolicy)
-        new = copy.deepcopy(auto)
         levels = auto.costs.levels
         most = levels[-1]
-        fixed = [Way(f"K={k}", self.drafting, lambda k=k: FixedPolicy(k)) for k in levels[1:]]
+        fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
         table = [(8, most), (32, max(1, most // 2)), (64, 1)]
         sglang = AverageAcceptance(most)
         ours = Way("auto", self.drafting, lambda: auto)
@@ -101,7 +103,7 @@ class Bench:
             Way("vLLM's", self.drafting, lambda: BatchTable(table)),
             Way("SGLang's", self.drafting, lambda: sglang),
             ours,
-            Way("new", self.drafting, lambda: copy.deepcopy(new)),
+            Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
         ]
         batches = [workload.cycled(prompts[i * batch :] + prompts, batch) for i in range(self.num_batches)]
         for number, given in enumerate(batches):
@@ -111,19 +113,27 @@ class Bench:
         engine.policy = auto
         row = {"cell": name, "batch": batch, **self._judge(ways, fixed)}
         context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        row["predicted"], row["predicted_k"] = auto.speedup(batch, int(context))
+        _, row["predicted_k"], row["predicted"] = auto.predict(batch, int(context))
         self.rows.append(row)
         return row
 
     def _params(self, seed: int) -> SamplingParams:
         return SamplingParams(
-            temperature=self.temperature, seed=seed, max_tokens=self.num_tokens, ignore_eos=True, detokenize=False
+            temperature=self.temperature,
+            seed=seed,
+            max_tokens=self.num_tokens,
+            ignore_eos=True,
+            detokenize=False,
         )
 
     def _judge(self, ways: Sequence[Way], fixed: Sequence[Way]) -> dict[str, Any]:
         by_name = {way.name: way for way in ways}
         plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
-        every, even, odd = range(self.num_batches), range(0, self.num_batches, 2), range(1, self.num_batches, 2)
+        every, even, odd = (
+            range(self.num_batches),
+            range(0, self.num_batches, 2),
+            range(1, self.num_batches, 2),
+        )
         best = max([plain, *fixed], key=lambda way: way.speed(even))
         bounds = {
             "auto/plain": (auto, plain, every, PLAIN_BOUND),
@@ -164,7 +174,11 @@ def real_prompts(llm: LLM, file: Path | None) -> Ids:
 def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, Ids]:
     """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
     shape = Shape(given.shape, given.device, given.small)
-    settings = {"max_num_seqs": max(batches), "max_model_len": 1024, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {
+        "max_num_seqs": max(batches),
+        "max_model_len": 1024,
+        "enable_prefix_caching": False,
+    }
     plain = LLM(**shape.target(), **settings)
     prompts = workload.random_prompts(max(batches) * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
     params = [
@@ -177,16 +191,23 @@ def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, 
     head = {"model": shape.drafter()["model"]}
     config = {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
     drafting = LLM(**shape.target(), **settings, speculative_config=config)
-    return Bench(plain, drafting, given.tokens, given.num_batches, 0.0), prompts
+    start = copy.deepcopy(drafting.engine.policy)
+    return Bench(plain, drafting, given.tokens, given.num_batches, 0.0, start), prompts
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="[default: the one that comes with draftproof]")
-    parser.add_argument("--drafter", type=json.loads, action="append", default=[], help="a speculative_config")
+    parser.add_argument(
+        "--drafter", type=json.loads, action="append", default=[], help="a speculative_config"
+    )
     parser.add_argument("--prompts", type=Path, help="as for generate")
     parser.add_argument("--shape", help="random weights of this shape instead, with replayed drafts")
-    parser.add_argument("--small", type=Path, help="a folder to make a small model of that shape in: a smoke test")
+    parser.add_argument(
+        "--small", type=Path, help="a folder to make a small model of that shape in: a smoke test"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rates", default="0.3,0.6,0.8,0.9", help="how often a replayed draft is right")
     parser.add_argument("--batches", default="1,4")
@@ -211,15 +232,25 @@ def main() -> int:
     if given.shape:
         bench, prompts = replayed(given, batches)
         for rate in map(float, given.rates.split(",")):
-            drafter = bench.drafting.engine.runner.sandbox.drafter
+            drafter = internals.drafter_of(bench.drafting)
+            assert isinstance(drafter, ReplayDrafter)
             drafter.set_acceptance([rate])
             run(bench, f"right at {rate:g}", prompts)
     for config in given.drafter:
-        settings = {"max_num_seqs": max(batches), "enable_prefix_caching": False, "device": given.device}
+        settings: dict[str, Any] = {
+            "max_num_seqs": max(batches),
+            "enable_prefix_caching": False,
+            "device": given.device,
+        }
         plain = LLM(given.model, **settings)
         drafting = LLM(given.model, **settings, speculative_config=config)
-        bench = Bench(plain, drafting, given.tokens, given.num_batches, given.temperature)
-        run(bench, Path(config.get("model", config.get("method", ""))).name, real_prompts(plain, given.prompts))
+        start = copy.deepcopy(drafting.engine.policy)
+        bench = Bench(plain, drafting, given.tokens, given.num_batches, given.temperature, start)
+        run(
+            bench,
+            Path(config.get("model", config.get("method", ""))).name,
+            real_prompts(plain, given.prompts),
+        )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     failed = [row for row in rows if not row["same"] or not all(r["ok"] for r in row["ratios"].values())]

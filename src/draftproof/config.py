@@ -53,8 +53,8 @@ class SpeculativeConfig:
     `num_speculative_tokens`: an integer always asks for that many drafts; "auto" (left out, None) asks for the number
     that measured costs and acceptance make fastest, and for none where drafting does not pay, up to the checkpoint's
     own number, else the method's (5 for most; n-gram and suffix 16); a chain's members have each their own, and the
-    chain's is the most that any may propose. `policy` is the old way to say so, for one version: "fixed" and "adaptive"
-    hold for the number beside them, or the checkpoint's. `quantization` "fp8" rounds
+    chain's is the most that any may propose. `policy`, for one version: "fixed" and "adaptive" hold for the number
+    beside them, or the checkpoint's own. `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
     capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
     config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint

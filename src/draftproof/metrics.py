@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -71,11 +72,21 @@ class SpeculationStats:
         )
 
 
+class Prediction(NamedTuple):
+    """What speculation is expected to bring with so many requests at once: the number of drafts that is best (0: none),
+    and tokens a second over those of plain decoding."""
+
+    num_requests: int
+    num_drafts: int
+    speedup: float
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Sums over the engine's life. Times in seconds of wall clock, as the host saw them: a step is planning, launch (on
     a CPU the computation too: target and draft), waiting for a device, and taking results in. What of a CPU's steps is
-    neither target nor draft is time of the host that no pass hides."""
+    neither target nor draft is time of the host that no pass hides. `predictions`: of the start, where the number of
+    drafts is chosen as it pays."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -92,3 +103,4 @@ class EngineStats:
     waiting_seconds: float = 0.0
     results_seconds: float = 0.0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    predictions: tuple[Prediction, ...] = ()

@@ -14,14 +14,20 @@ TOKENIZER = Tokenizer(assets.path(assets.TARGET))
 TEXT = " return a + b # done"
 
 
+class Settings(dict[str, Any]):
+    """What an engine was made with; commands may say how many drafts it asks for."""
+
+    policy: Any = None
+
+
 class FakeLLM:
     """Says TEXT to everything. `change` alters outputs of engines that draft; `drafts` are proposed a round."""
 
     def __init__(self, engine: dict[str, Any], change: str = "", drafts: int = 3) -> None:
-        self.engine, self.tokenizer = engine, TOKENIZER
+        self.engine, self.tokenizer = Settings(engine), TOKENIZER
         self.drafting = "speculative_config" in engine
         self.change = change if self.drafting else ""
-        self.num_drafts = drafts if self.drafting else 0
+        self.num_speculative_tokens = self.num_drafts = drafts if self.drafting else 0
         self.seen: list[Any] = []
         self.stats = EngineStats()
 

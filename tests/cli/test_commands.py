@@ -179,7 +179,7 @@ class TestDemo:
         out = capsys.readouterr().out
         assert TEXT in out
         assert "plain tok/s" in out and "tau" in out
-        assert out.splitlines()[-1].startswith("identical: yes (160 tokens of 32 outputs;")
+        assert out.splitlines()[-1].startswith("identical: yes (180 tokens of 36 outputs;")
         assert [e.drafting for e in engines] == [True, False]
 
     def test_fails_when_not_identical(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:

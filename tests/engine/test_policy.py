@@ -67,7 +67,9 @@ def test_the_choice_is_the_best_there_is() -> None:
                 tokens = num_requests * (1 + sum(its.acceptance.survival()[:k]))
                 speeds[k] = tokens / its.costs.step(num_requests, num_requests * (1 + k), k)
             assert chosen(its, {0: num_requests})[0] == max(speeds, key=lambda k: speeds[k])
-            assert its.speedup(num_requests)[0] == pytest.approx(max(speeds.values()) / plain, rel=0.0101)
+            assert its.predict(num_requests).speedup == pytest.approx(
+                max(speeds.values()) / plain, rel=0.0101
+            )
 
 
 def test_each_class_of_requests_gets_its_own_number() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
 from draftproof.engine.interface import RequestSpec
@@ -123,10 +125,12 @@ def test_a_finished_request_gives_everything_back() -> None:
     s.pages.check_integrity()
 
 
-def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such() -> None:
-    """Who finds them can do without a drafter, and nothing is drafted for him."""
+@pytest.mark.parametrize("will_draft", [False, True])
+def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bool) -> None:
+    """Who finds them can do without a drafter, and nothing is drafted for him, or takes those before the hole."""
     for hole, found in ((None, None), (0, 0), (4, 4), (5, 4), (8, None)):
         s = scheduler()
+        s.will_draft = will_draft
         one = request(9, 0)
         s.add(one)
         finish_pass(s.schedule())
@@ -137,7 +141,8 @@ def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such() -> None:
         other = request(9, 1)
         s.add(other)
         s.schedule()
-        assert other.num_cached == 8 and other.draft_hole == found
+        assert other.num_cached == (8 if found is None or not will_draft else found)
+        assert other.draft_hole == (None if will_draft else found)
 
 
 def test_the_isolated_run_alone_and_the_others_come_back_in_order() -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import Drafter, Verified
 from draftproof.engine.interface import ScheduledRequest
+from draftproof.engine.policy import AutoPolicy, FixedPolicy
+from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
 from draftproof.frontend.llm import LLM
@@ -207,6 +209,17 @@ def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
 
 
 @contextlib.contextmanager
+def asking_for(llm: LLM, num_drafts: int) -> Iterator[None]:
+    """Inside `with`, always so many drafts; 0: plain decoding, in which the drafter sees nothing."""
+    engine = llm.engine
+    before, engine.policy = engine.policy, FixedPolicy(num_drafts)
+    try:
+        yield
+    finally:
+        engine.policy = before
+
+
+@contextlib.contextmanager
 def captured_step(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Iterator[tuple[Call, Call] | None]:
@@ -253,3 +266,25 @@ def _runner(llm: LLM) -> ModelRunner:
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
     return runner
+
+
+class AskingAnyway(AutoPolicy):
+    """Always the most drafts, while costs and acceptance are measured."""
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        return [self.costs.levels[-1]] * len(asked)
+
+    def will_draft(self, num_others: int) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def measuring(llm: LLM) -> Iterator[AutoPolicy]:
+    """Inside `with`, as many drafts as there may be; the policy that is given learns from them."""
+    engine, auto = llm.engine, llm.engine.policy
+    assert isinstance(auto, AutoPolicy)
+    engine.policy = AskingAnyway(auto.costs, auto.acceptance)
+    try:
+        yield auto
+    finally:
+        engine.policy = auto

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.bench.figures import title
+from draftproof.metrics import Prediction
 
 Record = Mapping[str, Any]
 PARTS = ("verify", "draft", "host")
@@ -46,6 +47,20 @@ def draw_sweep(folder: Path, runs: Sequence[Record]) -> list[str]:
             (folder / name).unlink(missing_ok=True)
         pyplot.close(figure)
     return written
+
+
+def draw_predictions(file: Path, predictions: Sequence[Prediction]) -> None:
+    """Predicted speed-up over the number of requests, and the number of drafts beside each point."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.plot([p.num_requests for p in predictions], [p.speedup for p in predictions], marker="o")
+    for p in predictions:
+        axes.annotate(f"K={p.num_drafts}", (p.num_requests, p.speedup), (0, 6), textcoords="offset points")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(xlabel="requests at once", ylabel="speed-up, predicted", ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
 
 
 def _by_batch(axes: Any, runs: Sequence[Record], key: str) -> bool:

@@ -72,15 +72,16 @@ class PageAllocator:
                 if block not in self._key_of:
                     self._free.move_to_end(block, last=False)
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix that leaves at least one token to compute. Takes a reference to each page."""
+    def match(self, tokens: Sequence[int], *, with_drafts: bool = False) -> PrefixMatch:
+        """The longest cached prefix that leaves at least one token to compute; `with_drafts`: of pages that hold the
+        drafter's keys and values, too. Takes a reference to each page."""
         found = PrefixMatch([], ROOT)
         node = ROOT
         if not self._sharing:
             return found
         for page in range((len(tokens) - 1) // self.block_size):
             block = self._block_of.get((node, self._content(tokens, page)))
-            if block is None:
+            if block is None or (with_drafts and block in self._without_drafts):
                 break
             node = self._node_of[block]
             if found.draft_hole is None and block in self._without_drafts:

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "Complete one prompt, streaming, or a file of them.",
     "verify": "Prove that output is the same with and without a drafter, on your model and prompts.",
     "certify": "Show which operators and products are exact on this machine, and which are used.",
+    "doctor": "Check a model and its drafter, measure both here, and predict the speed-up.",
     "bench": "Measure plain decoding beside speculation: latency, throughput, requests at a rate, methods.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }

@@ -102,6 +102,11 @@ def command(
         prompts = read_file(assets.path(assets.PROMPTS))[:limit]
     else:
         prompts = read_prompts(prompt, prompt_file, limit)
+    speculative = engine["speculative_config"]
+    if (
+        not {"policy", "num_speculative_tokens"} & speculative.keys()
+    ):  # drafts prove something whether they pay or not
+        engine = {**engine, "speculative_config": {**speculative, "policy": "fixed"}}
     sampling = {**DEFAULTS, **sampling}
     rows = []
     for row in run_all(engine, sampling, prompts, chat, batch_sizes, chunk_sizes, temperatures):

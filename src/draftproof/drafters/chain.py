@@ -1,9 +1,13 @@
-"""Several drafters as one: per request, the first that has a proposal wins."""
+"""Several drafters as one: per request, the one whose drafts are accepted most, by its own record.
+
+Shapes: R requests, K drafts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -23,16 +27,47 @@ from draftproof.drafters.base import (
 )
 from draftproof.models.cost import Cost
 
+EXPECTED = 1.0  # accepted drafts of a round by a member that nothing is known of
+POOL_MEMORY, OWN_MEMORY = 0.99, 0.9  # what the past weighs after a round of any request, and of one
+POOL_WEIGHT, OWN_WEIGHT = 8.0, 4.0  # rounds that an expectation is worth
+
+
+@dataclass(slots=True)
+class Record:
+    """Accepted drafts of late by one member's proposals, over all requests and of the request in each slot."""
+
+    accepted: float = 0.0
+    rounds: float = 0.0
+    of_slot: dict[int, tuple[float, float]] = field(default_factory=dict)  # slot -> accepted, rounds
+
+    def expected(self, slot: int) -> float:
+        """Drafts of the member's next proposal that this request will accept."""
+        pool = (self.accepted + POOL_WEIGHT * EXPECTED) / (self.rounds + POOL_WEIGHT)
+        accepted, rounds = self.of_slot.get(slot, (0.0, 0.0))
+        return (accepted + OWN_WEIGHT * pool) / (rounds + OWN_WEIGHT)
+
+    def count(self, slot: int, num_accepted: int) -> None:
+        self.accepted = POOL_MEMORY * self.accepted + num_accepted
+        self.rounds = POOL_MEMORY * self.rounds + 1
+        accepted, rounds = self.of_slot.get(slot, (0.0, 0.0))
+        self.of_slot[slot] = OWN_MEMORY * accepted + num_accepted, OWN_MEMORY * rounds + 1
+
 
 class ChainDrafter(Drafter):
     """A drafter made of several. Each sees every round, so that all keep their state in step. `most[i]`: tokens that
-    member i proposes at most."""
+    member i proposes at most.
+
+    Members are asked in order, each for the requests whose proposal so far is expected to be accepted less than its
+    own. Where the host would have to wait for the device to know, the first that has a proposal wins.
+    """
 
     def __init__(self, drafters: Sequence[Drafter], most: Sequence[int]) -> None:
         self._drafters = list(drafters)
         self._most = list(most)
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
         self._host_looks = False
+        self.records = [Record() for _ in drafters]
+        self._proposed_by: dict[int, int] = {}  # slot -> the member whose drafts are being verified
         specs = [d.spec for d in drafters]
         layers = sorted({i for s in specs for i in s.taps.layers})
         self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
@@ -46,7 +81,7 @@ class ChainDrafter(Drafter):
         )
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self._host_looks = runtime.host_looks
+        self._host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
         own = iter(runtime.cache.layers)
         lent = iter(runtime.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
@@ -57,6 +92,9 @@ class ChainDrafter(Drafter):
             drafter.bind(dataclasses.replace(runtime, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        self._proposed_by.pop(slot, None)
+        for record in self.records:
+            record.of_slot.pop(slot, None)
         for drafter in self._drafters:
             drafter.admit(slot, tokens, num_cached)
 
@@ -67,16 +105,20 @@ class ChainDrafter(Drafter):
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
         count_R = torch.zeros_like(verified.k_R)
+        slots = verified.slots_R.tolist() if self._host_looks else []
+        if slots:
+            self._look_back(verified, slots)
+        held = [0.0] * len(slots)  # what each request's proposal so far is expected to bring
         open_R = verified.k_R
-        for drafter, most in zip(self._drafters, self._most, strict=True):
+        for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
+            if slots and number:
+                better = [self.records[number].expected(s) > h for s, h in zip(slots, held, strict=True)]
+                open_R = verified.k_R * torch.tensor(better, device=count_R.device)
             # a member without open requests still ingests the rows, but does not draft
-            idle = self._host_looks and not bool(open_R.any())
-            num = 0 if idle else min(num_drafts, most)
+            num = 0 if slots and not bool(open_R.any()) else min(num_drafts, most)
             k_R = open_R.clamp(max=most)
-            given = dataclasses.replace(
-                verified, k_R=k_R, taps=self._taps_for(drafter.spec.taps, verified.taps)
-            )
-            proposal = drafter.propose(given, num)
+            taps = self._taps_for(drafter.spec.taps, verified.taps)
+            proposal = drafter.propose(dataclasses.replace(verified, k_R=k_R, taps=taps), num)
             width = min(proposal.tokens_RK.shape[1], num)
             given_R = proposal.count_R.clamp(max=width)
             take_R = (open_R > 0) & (given_R > 0)
@@ -84,8 +126,26 @@ class ChainDrafter(Drafter):
                 take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width]
             )
             count_R = torch.where(take_R, given_R, count_R)
-            open_R = open_R.masked_fill(take_R, 0)
+            if slots:
+                self._hold(number, slots, take_R.tolist(), held)
+            else:
+                open_R = open_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R)
+
+    def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
+        """Count how the proposals of the round before did: rows that stand beyond the first are accepted drafts. Where
+        there is one row, drafts were dropped for want of room."""
+        rows_R = verified.query_start_loc_R1.diff()
+        for slot, live, rows in zip(slots, verified.live_R.tolist(), rows_R.tolist(), strict=True):
+            number = self._proposed_by.pop(slot, None)
+            if number is not None and live > 0 and rows > 1:
+                self.records[number].count(slot, live - 1)
+
+    def _hold(self, number: int, slots: Sequence[int], taken: Sequence[bool], held: list[float]) -> None:
+        for index, (slot, is_taken) in enumerate(zip(slots, taken, strict=True)):
+            if is_taken:
+                self._proposed_by[slot] = number
+                held[index] = self.records[number].expected(slot)
 
     def cost(self, size: RoundSize) -> Cost | None:
         """Where the host looks, the first member may have drafts for everybody, and the others none to make."""

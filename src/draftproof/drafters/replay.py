@@ -78,7 +78,7 @@ class ReplayDrafter(Drafter):
         self._span_S3 = torch.zeros((num_slots, 3), dtype=torch.int64, device=device)
 
     def set_acceptance(self, rates: Sequence[float]) -> None:
-        """From now on draft j is right with probability `rates[j]`, in recorded steps too; the last holds for the rest."""
+        """From now on draft j is right with probability `rates[j]`, in recorded steps too; the last holds beyond."""
         steps_W = self._steps_W.clamp(max=len(rates) - 1)
         self._acceptance_W.copy_(torch.tensor(rates, dtype=torch.float32, device=steps_W.device)[steps_W])
 

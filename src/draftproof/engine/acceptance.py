@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, field
 
 EXPECTED = 0.6  # of a drafter that nothing is known of
-POOL_MEMORY = 0.998  # weight that the past keeps with each trial at a position, over all requests
+POOL_MEMORY = 0.995  # weight that the past keeps with each round, over all requests
 POOL_RATE = 0.05  # weight of a round in the share of those that had drafts
-OWN_MEMORY = 0.9  # with each of a request's rounds
+OWN_MEMORY = 0.95  # with each of a request's rounds
 POOL_WEIGHT = 4.0  # trials that an expectation is worth
-OWN_WEIGHT = 4.0
+OWN_WEIGHT = 2.0
 # What a step without drafts leaves of what is known of all requests, so that they are asked for again, and of one.
 POOL_FADING = 0.99
 OWN_FADING = 0.98
@@ -94,6 +94,9 @@ class Acceptance:
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
         """One request's round, of which the first `num_accepted` drafts were accepted."""
         pool = self.pool
+        self._forget(
+            POOL_MEMORY
+        )  # at all positions: what was seen behind rounds of long ago says no more than they
         record.hits *= OWN_MEMORY
         record.misses *= OWN_MEMORY
         record.expected_hits *= OWN_MEMORY
@@ -104,15 +107,16 @@ class Acceptance:
             record.misses += 1.0 - hit
             record.expected_hits += pool[position]
             record.expected_misses += 1.0 - pool[position]
-            self._hits[position] = POOL_MEMORY * self._hits[position] + hit
-            self._trials[position] = POOL_MEMORY * self._trials[position] + 1.0
-        self._pool = None
+            self._hits[position] += hit
+            self._trials[position] += 1.0
 
     def fade(self) -> None:
         """A step without drafts."""
-        for position in range(self.num_drafts):
-            self._hits[position] *= POOL_FADING
-            self._trials[position] *= POOL_FADING
+        self._forget(POOL_FADING)
+
+    def _forget(self, left: float) -> None:
+        self._hits = [left * n for n in self._hits]
+        self._trials = [left * n for n in self._trials]
         self._pool = None
 
     def count_proposed(self, num_proposed: int) -> None:

@@ -41,6 +41,7 @@ from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.room import free_bytes, keep_freed_memory
+from draftproof.metrics import EngineStats
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.layers import LayerBuilder
@@ -51,6 +52,7 @@ from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import ExactVerifier, Verifier
 
 log = logging.getLogger(__name__)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # that speed-ups are predicted for
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -312,7 +314,13 @@ def _engine(
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
     scheduler = _scheduler(config, drafting, num_blocks)
-    return EngineCore(runner, scheduler, _policy(base, drafting, runner)), num_graph_bytes
+    policy = _policy(base, drafting, runner)
+    stats = EngineStats()
+    if isinstance(policy, AutoPolicy):
+        batches = [n for n in BATCHES if n < config.max_num_seqs] + [config.max_num_seqs]
+        stats.predictions = tuple(policy.predict(number) for number in batches)
+        log.info("%s", reporting.speculation_line(stats.predictions))
+    return EngineCore(runner, scheduler, policy, stats), num_graph_bytes
 
 
 def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Scheduler:

@@ -203,6 +203,8 @@ class EngineCore:
             self._tell_releases()
 
     def _schedule(self) -> SchedulerOutput:
+        if self.scheduler.waiting and self.runner.drafter_has_kv:
+            self.scheduler.will_draft = self.policy.will_draft(len(self.scheduler.running))
         output = self.scheduler.schedule()
         if output.stalled:
             self._take_in(0)

@@ -131,8 +131,9 @@ class StepCosts:
         """What a step of this size is filled up to."""
         if not self.buckets:
             return num_requests, num_rows, num_drafts
+        most = max(num_drafts, -(-num_rows // num_requests) - 1)
+        num_drafts = next((k for k in self.levels if k >= most), most)
         num_requests = next((b for b in self.buckets if b >= num_requests), num_requests)
-        num_drafts = next((k for k in self.levels if k >= num_drafts), num_drafts)
         return num_requests, num_requests * (1 + num_drafts), num_drafts
 
     def _passes(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:

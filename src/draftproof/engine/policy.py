@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import OUTLIER, StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
+from draftproof.metrics import Prediction
 
 WORTH_IT = 1.01  # predicted speed-up from which on drafting is preferred to plain decoding
 # What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
@@ -49,7 +50,7 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """Always K."""
+    """Always K; where that is 0, the drafter has nothing to do."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -58,7 +59,7 @@ class FixedPolicy:
         return [self._num_drafts] * len(asked)
 
     def will_draft(self, num_others: int) -> bool:
-        return True
+        return self._num_drafts > 0
 
     def proposed(self, num_drafts: int) -> None:
         pass
@@ -122,12 +123,11 @@ class AutoPolicy:
         best = max((c for c in candidates if c.seconds <= most), key=lambda c: c.speed, default=plain)
         return best if best.speed > WORTH_IT * plain.speed else plain
 
-    def speedup(self, num_requests: int, context: int = 0) -> tuple[float, int]:
-        """What is predicted for so many requests of whom nothing is known: (tokens per second over plain decoding's,
-        drafts of each)."""
+    def predict(self, num_requests: int, context: int = 0) -> Prediction:
+        """What to expect of so many requests of whom nothing is known, with `context` tokens in all."""
         choice = self.best({0: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
-        return choice.speed / plain, choice.num_drafts.get(0, 0)
+        return Prediction(num_requests, choice.num_drafts.get(0, 0), choice.speed / plain)
 
     def _alike(self, counts: Mapping[int, int], num_requests: int, context: int) -> Iterable[Choice]:
         """Each level for everybody."""

@@ -79,8 +79,8 @@ def costs_of(
 
 
 def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them; of
-    each the fastest run counts, and what is larger takes no less."""
+    """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them;
+    of each the fastest run counts, and what is larger takes no less."""
     found: dict[Size, tuple[float, float]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
     for number in range(1 + RUNS):

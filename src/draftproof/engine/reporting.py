@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from draftproof.drafters import registry
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.context import DraftContext
 from draftproof.engine.plans import DraftPlan
-from draftproof.metrics import SpeculationStats
+from draftproof.metrics import Prediction, SpeculationStats
 
 INTERVAL = 10.0  # seconds
 TARGETS = "the target's"
@@ -38,6 +40,20 @@ def _whose_number(plan: DraftPlan) -> str:
 def _taps(spec: DraftSpec, notes: dict[str, str]) -> str:
     names = [str(layer) for layer in spec.taps.layers] + ["final"] * spec.taps.final
     return f"taps: {' '.join(names)} ({notes.get('taps', 'the method sets them')})" if names else "taps: none"
+
+
+def speculation_line(predictions: Sequence[Prediction]) -> str:
+    """What an engine that chooses the number of drafts expects, by number of requests, ascending."""
+    on = [p for p in predictions if p.num_drafts]
+    if not on:
+        return (
+            "speculation off: plain decoding is predicted to be faster; drafts are tried again now and then"
+        )
+    best = max(on, key=lambda p: p.speedup)
+    at = [on[0]] if best is on[0] else [on[0], best]
+    told = ", ".join(f"{p.speedup:.1f}x at batch {p.num_requests} with K={p.num_drafts}" for p in at)
+    off = [p.num_requests for p in predictions if p.num_requests > on[-1].num_requests]
+    return f"speculation on: predicted {told}{f', off above {on[-1].num_requests}' if off else ''}"
 
 
 class AcceptanceReport:

@@ -367,8 +367,8 @@ class ModelRunner:
 
     @_as_certified
     def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]:
-        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass with one row and as many as
-        drafts for each request, draft pass). Where a step is one graph, all of it counts as the target's. A drafter
+        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass with a row more for each
+        request than it has drafts, draft pass). Where a step is one graph, all of it counts as the target's. A drafter
         that thinks on the host is not measured. context: tokens before the rows."""
         with_drafter = num_drafts > 0 and self.on_device
         shape = self._decoding(num_requests, num_drafts, with_drafter=with_drafter)

@@ -56,6 +56,9 @@ class Scheduler:
         self.waiting: deque[Progress] = deque()
         self.running: list[Progress] = []
         self.held: list[Progress] | None = None  # all others, while `isolate` is in force
+        self.will_draft = (
+            False  # new requests are to have drafts: prefixes that the drafter has not seen do not serve
+        )
         self.fresh_blocks: list[int] = []
         self.released: list[int] = []
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -135,7 +138,8 @@ class Scheduler:
     def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
         assert not request.blocks
-        found = self.pages.match(request.tokens if request.spec.reads_prefix_cache else [])
+        tokens = request.tokens if request.spec.reads_prefix_cache else []
+        found = self.pages.match(tokens, with_drafts=self.will_draft)
         num_cached = len(found.blocks) * self.pages.block_size
         num_rows = min(budget, len(request.tokens) - num_cached)
         missing = self._blocks_for(request, num_cached + num_rows) - len(found.blocks)
