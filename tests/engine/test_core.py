@@ -14,6 +14,7 @@ import pytest
 from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
 from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,
@@ -25,6 +26,7 @@ from draftproof.engine.interface import (
     StepInput,
 )
 from draftproof.engine.policy import FixedPolicy
+from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import Scheduler
 from tests.engine.poison import poison
 
@@ -444,3 +446,72 @@ def test_a_fault_while_slots_are_taken_back_hurts_nobody() -> None:
     runner.before = lambda step: None
     engine.add_request("b", spec(6))
     assert ids(finish(engine)["b"]) == list(range(6, 14)) and nothing_left(engine)
+
+
+class Chosen(FixedPolicy):
+    """So many drafts by the number of requests' outputs: `by_length(num_outputs)`."""
+
+    def __init__(self, by_length: Callable[[int], int], drafts_at_start: bool = True) -> None:
+        super().__init__(0)
+        self.by_length, self.drafts_at_start = by_length, drafts_at_start
+
+    def choose(self, asked: list[Progress], num_others: int) -> list[int]:
+        return [self.by_length(request.num_outputs) for request in asked]
+
+    def will_draft(self, num_others: int) -> bool:
+        return self.drafts_at_start
+
+
+def test_at_no_drafts_the_drafter_has_nothing_to_do() -> None:
+    """Drafts stop after six tokens: one more step verifies the last, then the drafter sees nothing any more."""
+    runner = FakeRunner(3)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3 if num_outputs < 6 else 0)
+    engine.add_request("a", spec(5, 20))
+    (found,) = finish(engine).values()
+    assert ids(found) == list(range(5, 25))
+    steps = [s for s in runner.steps if s.scheduled]
+    without = [s.without_drafter for s in steps]
+    assert without == sorted(without) and without.count(True) > 5
+    assert all(
+        s.num_rows == 1 and not s.num_drafts for step in steps if step.without_drafter for s in step.scheduled
+    )
+    last = [step for step in steps if not step.without_drafter][-1]
+    assert last.scheduled[0].num_rows == 4, "drafts that there are are verified first"
+
+
+def test_who_missed_the_drafter_is_not_asked_again() -> None:
+    runner = FakeRunner(3)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 0 if num_outputs < 4 else 3)
+    engine.add_request("a", spec(5, 20))
+    finish(engine)
+    assert not any(s.num_drafts for step in runner.steps for s in step.scheduled)
+    runner.steps.clear()
+    runner.drafter_has_kv = False  # nothing is missed by who keeps nothing
+    engine.add_request("b", spec(6, 20))
+    finish(engine)
+    assert any(s.num_drafts for step in runner.steps for s in step.scheduled)
+
+
+@pytest.mark.parametrize("will_draft", [False, True])
+def test_a_prompt_is_shown_to_the_drafter_if_drafts_are_to_follow(will_draft: bool) -> None:
+    runner = FakeRunner(3)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3 if will_draft else 0, drafts_at_start=will_draft)
+    engine.add_request("a", spec(40, 6))  # two chunks
+    finish(engine)
+    assert [s.without_drafter for s in runner.steps[:2]] == [not will_draft] * 2
+
+
+def test_the_policy_hears_of_decoding_steps() -> None:
+    heard: list[StepOutcome] = []
+    runner = FakeRunner(3)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    for number in range(2):
+        engine.add_request(str(number), spec(40 + number, 12))
+    finish(engine)
+    assert heard and all(step.num_rows <= 8 and step.seconds >= step.host_seconds >= 0 for step in heard)
+    assert max(step.num_requests for step in heard) == 2 and max(step.num_tokens for step in heard) == 4

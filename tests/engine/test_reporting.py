@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, SamplingParams
-from draftproof.engine.reporting import INTERVAL, AcceptanceReport
-from draftproof.metrics import SpeculationStats
+from draftproof.engine.reporting import INTERVAL, AcceptanceReport, speculation_line
+from draftproof.metrics import Prediction, SpeculationStats
 from tests.conformance.cases import CASES, REPEATS, Case
 from tests.made.shared import DFLASH, EAGLE3, fewer_tokens
 
@@ -26,7 +26,7 @@ def lines(caplog: pytest.LogCaptureFixture, config: dict[str, Any], **settings: 
 EXPECTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no checkpoint": (
         {"method": "ngram"},
-        [r"drafter ngram: K=4 \(the method's\); taps: none"],
+        [r"drafter ngram: K=16 \(the method's\); taps: none"],
     ),
     "a head": (
         {"model": EAGLE3, "num_speculative_tokens": 3},
@@ -80,6 +80,32 @@ def test_a_head_that_borrows_says_so(caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["gemma4_mtp"]
     (line,) = lines(caplog, case.config, model=case.target)
     assert "taps: final (the method sets them); embedding: the target's; lm_head: own" in line
+
+
+@pytest.mark.parametrize(
+    ("speedups", "line"),
+    [
+        ([(1, 3, 1.9), (8, 2, 1.4), (48, 1, 1.02), (64, 0, 1.0)],
+         "speculation on: predicted 1.9x at batch 1 with K=3, off above 48"),
+        ([(1, 5, 2.0), (4, 5, 2.25)],
+         "speculation on: predicted 2.0x at batch 1 with K=5, 2.2x at batch 4 with K=5"),
+        ([(1, 0, 1.0)], "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"),
+    ],
+)  # fmt: skip
+def test_what_is_expected_of_speculation_is_one_line(speedups: list[Any], line: str) -> None:
+    assert speculation_line([Prediction(*numbers) for numbers in speedups]) == line
+
+
+def test_an_engine_says_what_it_expects(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "draftproof"):
+        llm = LLM(**SETTINGS, speculative_config={"model": EAGLE3})
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("speculation o")]
+    assert said == [speculation_line(llm.stats.predictions)]
+    assert llm.stats.predictions[0].num_requests == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "draftproof"):
+        fixed = LLM(**SETTINGS, speculative_config={"model": EAGLE3, "num_speculative_tokens": 2})
+    assert not fixed.stats.predictions and "speculation o" not in caplog.text
 
 
 def test_acceptance_is_reported_at_intervals() -> None:

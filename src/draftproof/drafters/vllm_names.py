@@ -112,7 +112,7 @@ TABLE: tuple[Row, ...] = (
         effect="read",
         why="a folder or hub id; a dotted name that is no folder names a class, as method='module.Class' does",
     ),
-    Row(key="num_speculative_tokens", effect="read", why="at most 64"),
+    Row(key="num_speculative_tokens", effect="read", why="at most 64; 'auto', or left out: as many as pay"),
     Row(key="parallel_drafting", effect="read", default=False, why="the checkpoint must be of such a kind"),
     Row(key="quantization", effect="read", why="None or 'fp8'"),
     Row(key="max_model_len", effect="read", why="no drafts beyond it; the engine's own stays as it is"),
@@ -145,10 +145,10 @@ TABLE: tuple[Row, ...] = (
         default=False,
     ),
     _accepted(
-        "num_speculative_tokens_per_batch_size", (list, tuple), "policy='adaptive' chooses by measured costs"
+        "num_speculative_tokens_per_batch_size", (list, tuple), "'auto' chooses by measured costs"
     ),
     _accepted(
-        "enable_adaptive_verification", bool, "policy='adaptive' chooses by measured costs", default=False
+        "enable_adaptive_verification", bool, "'auto' chooses by measured costs", default=False
     ),
     _accepted("dspark_draft_topk", int, "all candidates are weighed"),
     _accepted("xpress_topc", int, "all tokens are weighed"),

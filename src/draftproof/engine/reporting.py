@@ -47,7 +47,7 @@ def speculation_line(predictions: Sequence[Prediction]) -> str:
     on = [p for p in predictions if p.num_drafts]
     if not on:
         return (
-            "speculation off: plain decoding is predicted to be faster; drafts are tried again now and then"
+            "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"
         )
     best = max(on, key=lambda p: p.speedup)
     at = [on[0]] if best is on[0] else [on[0], best]

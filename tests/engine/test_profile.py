@@ -1,0 +1,112 @@
+"""The profile at the start: what is measured, in which order, and what is kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftproof.engine import profile
+from draftproof.engine.costs import StepCosts
+
+LEVELS = (0, 1, 3, 5)
+
+
+class FakeRunner:
+    """A step of 1 ms and 0.1 ms a row, which drafts in 0.2 ms a draft; `seconds` of a clock that each run moves on."""
+
+    on_device, max_model_len = True, 1000
+
+    def __init__(self, buckets: tuple[int, ...] = (), max_num_seqs: int = 16, slowness: float = 1.0) -> None:
+        self.buckets, self.max_num_seqs, self.slowness = buckets, max_num_seqs, slowness
+        self.runs: list[tuple[int, int, int]] = []
+        self.now = 0.0
+
+    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]:
+        self.runs.append((num_requests, num_drafts, context))
+        is_first = self.runs.count(self.runs[-1]) == 1
+        target = 1e-3 + 1e-4 * num_requests * (1 + num_drafts) + 1e-6 * context * num_requests
+        draft = 2e-4 * num_drafts if self.on_device else 0.0
+        target, draft = (target * self.slowness, draft * self.slowness) if not is_first else (9.0, 9.0)
+        self.now += 0.001
+        return (target + draft, 0.0) if self.buckets else (target, draft)
+
+
+@pytest.mark.parametrize("buckets", [(), (1, 2, 4, 8, 16)])
+def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None:
+    runner = FakeRunner(buckets)
+    costs = StepCosts(LEVELS, buckets)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    for num_requests in (1, 4, 16):
+        for k in (0, 1, 5):
+            seconds = 1e-3 + 1e-4 * num_requests * (1 + k) + 2e-4 * k
+            assert costs.step(num_requests, num_requests * (1 + k), k) == pytest.approx(seconds)
+    assert costs.step(1, 1, 0, context=700) == pytest.approx(1.1e-3 + 0.7e-3)
+
+
+def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
+    runner = FakeRunner()
+    clock = iter(range(1000))
+    profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
+    assert {requests for requests, _, _ in runner.runs[3:]} == {1}
+    assert {k for _, k, _ in runner.runs} == set(LEVELS)
+
+
+def test_what_thinks_on_the_host_is_not_measured() -> None:
+    runner = FakeRunner()
+    runner.on_device = False
+    costs = StepCosts(LEVELS)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    assert not costs.draft and costs.step(1, 4, 3) < 1.5e-3
+
+
+def test_more_rows_never_seem_to_take_less() -> None:
+    runner = FakeRunner()
+    measure = runner.measure
+    runner.measure = lambda r, k, c=0: (5e-3, 0.0) if (r, k) == (1, 0) else measure(r, k, c)  # type: ignore[method-assign]
+    costs = StepCosts(LEVELS)
+    profile.measure(runner, costs, clock=lambda: runner.now)
+    assert costs.target.at(1) == costs.target.at(2)
+
+
+def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
+    first = FakeRunner()
+    costs = profile.costs_of(first, LEVELS, {"pair": 1}, tmp_path)
+    again = FakeRunner(slowness=3)
+    assert profile.costs_of(again, LEVELS, {"pair": 1}, tmp_path).as_json() == costs.as_json()
+    assert len(again.runs) == len(LEVELS) + 1 < len(first.runs), "what is run first is run once"
+    for other in (lambda: ({"pair": 2}, LEVELS), lambda: ({"pair": 1}, (0, 5))):
+        identity, levels = other()
+        found = profile.costs_of(FakeRunner(slowness=3), levels, identity, tmp_path)
+        assert found.step(1, 1, 0) == pytest.approx(3 * costs.step(1, 1, 0))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', "\x00"])
+def test_a_broken_file_is_measured_again(tmp_path: Path, content: str) -> None:
+    (tmp_path / "step-costs.json").write_text(content)
+    assert profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).target.points
+
+
+def test_levels_are_close_together_where_one_more_makes_a_difference() -> None:
+    assert profile.levels_up_to(1) == (0, 1)
+    assert profile.levels_up_to(7) == (0, 1, 2, 3, 5, 7)
+    assert profile.levels_up_to(16) == (0, 1, 2, 3, 5, 8, 12, 16)
+    assert profile.levels_up_to(7, "cuda") == (0, 1, 3, 5, 7)
+
+
+def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftproof import LLM, assets
+    from draftproof.engine.policy import AutoPolicy
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}
+    with LLM(speculative_config={"model": str(assets.path("tiny-eagle3"))}, **settings) as llm:
+        policy = llm.engine.policy
+        assert isinstance(policy, AutoPolicy)
+        assert {1, 2, 6} <= policy.costs.target.points.keys() and set(policy.costs.draft) == {1, 2, 3, 5}
+        assert [p.num_requests for p in llm.stats.predictions] == [1, 2]
+        before = llm.generate("def f(", use_tqdm=False)[0].outputs[0].token_ids
+    assert (tmp_path / "draftproof" / "step-costs.json").is_file()
+    with LLM(**settings) as plain:
+        assert plain.generate("def f(", use_tqdm=False)[0].outputs[0].token_ids == before
