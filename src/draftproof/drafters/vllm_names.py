@@ -144,12 +144,8 @@ TABLE: tuple[Row, ...] = (
         "vocabularies are mapped where they differ; see token_map",
         default=False,
     ),
-    _accepted(
-        "num_speculative_tokens_per_batch_size", (list, tuple), "'auto' chooses by measured costs"
-    ),
-    _accepted(
-        "enable_adaptive_verification", bool, "'auto' chooses by measured costs", default=False
-    ),
+    _accepted("num_speculative_tokens_per_batch_size", (list, tuple), "'auto' chooses by measured costs"),
+    _accepted("enable_adaptive_verification", bool, "'auto' chooses by measured costs", default=False),
     _accepted("dspark_draft_topk", int, "all candidates are weighed"),
     _accepted("xpress_topc", int, "all tokens are weighed"),
     Row(

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from draftproof.engine.costs import Curve, StepCosts
+from draftproof.kernels.graphs import OFTEN
 from draftproof.kernels.plan_cache import Store
 
 SECONDS = 2.0  # that a profile may take, beyond one run of the sizes without which nothing is known
-RUNS = 7  # of each size at most, after one that prepares it
+RUNS = 7  # of each size at most, after those that prepare it
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
@@ -71,10 +72,9 @@ def costs_of(
         measure(runner, costs)
         store.add({key: costs.as_json()})
     else:
-        for size in _indispensable(
-            list(_sizes(runner, levels))
-        ):  # so that the first that counts is no first run
-            runner.measure(size.num_requests, size.num_drafts, size.context)
+        for size in _indispensable(list(_sizes(runner, levels))):
+            for _ in range(OFTEN):  # so that they are recorded before they count
+                runner.measure(size.num_requests, size.num_drafts, size.context)
     return costs
 
 
@@ -83,12 +83,12 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     of each the fastest run counts, and what is larger takes no less."""
     found: dict[Size, tuple[float, float]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
-    for number in range(1 + RUNS):
+    for number in range(OFTEN + RUNS):
         for size in sizes:
-            if clock() > end and (number > 1 or size not in _indispensable(sizes)):
+            if clock() > end and (number > OFTEN or size not in _indispensable(sizes)):
                 continue
             times = runner.measure(size.num_requests, size.num_drafts, size.context)
-            if number:  # the first run of a size prepares it
+            if number >= OFTEN:  # the first runs of a size prepare it
                 found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
     _take(found, runner.on_device, costs)
 

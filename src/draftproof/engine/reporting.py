@@ -46,9 +46,7 @@ def speculation_line(predictions: Sequence[Prediction]) -> str:
     """What an engine that chooses the number of drafts expects, by number of requests, ascending."""
     on = [p for p in predictions if p.num_drafts]
     if not on:
-        return (
-            "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"
-        )
+        return "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"
     best = max(on, key=lambda p: p.speedup)
     at = [on[0]] if best is on[0] else [on[0], best]
     told = ", ".join(f"{p.speedup:.1f}x at batch {p.num_requests} with K={p.num_drafts}" for p in at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -217,6 +217,7 @@ class ModelRunner:
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
+            shape = self._widened(shape) if step.all_decode else shape
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
@@ -371,7 +372,7 @@ class ModelRunner:
         request than it has drafts, draft pass). Where a step is one graph, all of it counts as the target's. A drafter
         that thinks on the host is not measured. context: tokens before the rows."""
         with_drafter = num_drafts > 0 and self.on_device
-        shape = self._decoding(num_requests, num_drafts, with_drafter=with_drafter)
+        shape = self._widened(self._decoding(num_requests, num_drafts, with_drafter=with_drafter))
         rows = ScheduledRequest(
             self.state.scratch_slot, context, 1 + num_drafts, 1 + num_drafts, shape.num_drafts
         )
@@ -388,6 +389,12 @@ class ModelRunner:
             seconds = (launched.target_seconds, launched.draft_seconds)
         self.state.slots.computed_S[self.state.scratch_slot] = 0
         return seconds
+
+    def _widened(self, shape: BatchShape) -> BatchShape:
+        """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
+        if self.buckets or self.sandbox is None or not shape.with_drafter:
+            return shape
+        return replace(shape, most_rows=1 + self.num_drafts, most_sampled=1 + self.num_drafts)
 
     def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:
         return BatchShape.decoding(num_requests, 1 + num_drafts, num_drafts, with_drafter=with_drafter)

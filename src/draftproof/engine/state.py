@@ -28,9 +28,9 @@ class BatchShape:
 
     num_requests: int
     num_rows: int
-    most_rows: int  # one request's, at most
+    most_rows: int  # one request's, at most; a bound
     num_sampled: int
-    most_sampled: int  # one request's, at most; at least 1
+    most_sampled: int  # one request's, at most; a bound of at least 1
     num_drafts: int  # the most that any request wants after it
     repeats: bool  # passes of this size come again and again: worth running them as graphs
     with_drafter: bool = True

@@ -21,7 +21,7 @@ from draftproof.kernels.native import Library, Program
 T = TypeVar("T")  # what a function gives: tensors, or an object that holds them
 Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
-OFTEN = 3  # runs after which a GPU captures what nobody prepared; passes with prompts are hardly ever alike
+OFTEN = 3  # runs after which what nobody prepared is recorded: that takes longer than a few runs
 MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
 # What may stand between recorded operators: making room, and looking at it otherwise.
 _HARMLESS = {
@@ -87,8 +87,9 @@ class _Entry:
 class Recorded:
     """The service of a CPU with the compiled operators: their calls are recorded once, and later run without Python.
 
-    A function that computes anything by other means than those operators is found out while it is recorded, and runs
-    as it is from then on. What a function runs through this service becomes part of its program.
+    A function is recorded when it has come often. One that computes anything by other means than those operators is
+    found out then, and runs as it is from then on. What a function runs through this service becomes part of its
+    program.
     """
 
     calls_once = True
@@ -96,10 +97,11 @@ class Recorded:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._entries: dict[Key, _Entry] = {}
+        self._num_met: Counter[Key] = Counter()
         self._num_bytes = 0
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
-        return False  # the first run costs no more than any call
+        return False
 
     def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         if self._library.is_recording:
@@ -107,7 +109,9 @@ class Recorded:
         key = (*key, torch.get_num_threads())
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= MOST_PROGRAMS or self._num_bytes >= MOST_BYTES:
+            self._num_met[key] += 1
+            full = len(self._entries) >= MOST_PROGRAMS or self._num_bytes >= MOST_BYTES
+            if full or self._num_met[key] < OFTEN:
                 return function(*inputs)
             entry = self._entries[key] = self._record(function, inputs)
             return cast(T, entry.outputs)
