@@ -458,7 +458,7 @@ class Chosen(FixedPolicy):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.by_length(request.num_outputs) for request in asked]
 
-    def will_draft(self, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int) -> bool:
         return self.drafts_at_start
 
 

@@ -146,13 +146,24 @@ def test_a_text_that_becomes_predictable_again_is_noticed() -> None:
 def test_savings_limit_what_a_step_may_lose() -> None:
     its = policy(0.95)
     its.savings = 0.0
-    assert its.choose([request(4)], 0) == [0] and not its.will_draft(0)
+    assert its.choose([request(4)], 0) == [0] and not its.will_draft(request(4), 0)
     its.savings = 10.0
-    assert its.choose([request(4)], 0) == [8] and its.will_draft(0)
+    assert its.choose([request(4)], 0) == [8] and its.will_draft(request(4), 0)
+
+
+def test_a_prompt_that_takes_the_drafter_longer_than_drafts_save_is_not_shown() -> None:
+    its = policy(0.9)
+    assert its.will_draft(request(20, limit=40), 0)
+    its.prompted(10, 0.1)
+    assert its.will_draft(request(20, limit=40), 0) and not its.will_draft(request(2000, limit=2020), 0)
+    its.prompted(10, 100.0)
+    assert not its.will_draft(request(20, limit=40), 0)
 
 
 def test_a_fixed_policy_is_fixed() -> None:
-    assert FixedPolicy(3).choose([request(4), request(4, 1)], 0) == [3, 3] and FixedPolicy(3).will_draft(5)
+    assert FixedPolicy(3).choose([request(4), request(4, 1)], 0) == [3, 3] and FixedPolicy(3).will_draft(
+        request(4), 5
+    )
 
 
 def test_rounds_beyond_the_first_miss_were_not_observed() -> None:
@@ -206,7 +217,7 @@ def test_steps_are_charged_for_what_they_are_filled_up_to() -> None:
 def test_a_machine_that_becomes_slower_and_a_size_that_was_measured_wrong_are_told_apart() -> None:
     its = costs()
     plain, drafting = its.plain(1), its.step(1, 4, 3)
-    for _ in range(200):
+    for _ in range(400):
         its.observe(StepOutcome(1, 1, 0, 1, 0, 2 * plain, 0.0))
         its.observe(StepOutcome(1, 4, 3, 2, 0, 3 * drafting, 0.0))
     assert its.plain(1) == pytest.approx(2 * plain, rel=0.1)

@@ -204,7 +204,8 @@ class EngineCore:
 
     def _schedule(self) -> SchedulerOutput:
         if self.scheduler.waiting and self.runner.drafter_has_kv:
-            self.scheduler.will_draft = self.policy.will_draft(len(self.scheduler.running))
+            request, num_others = self.scheduler.waiting[0], len(self.scheduler.running)
+            self.scheduler.will_draft = self.policy.will_draft(request, num_others)
         output = self.scheduler.schedule()
         if output.stalled:
             self._take_in(0)
@@ -267,7 +268,7 @@ class EngineCore:
         if not self.runner.drafter_has_kv:
             return True
         prompts = [r for r in rows if r.num_rows > r.num_sampled and r.request.draft_hole is None]
-        return not prompts or not self.policy.will_draft(len(rows) - 1)
+        return not any(self.policy.will_draft(r.request, len(rows) - 1) for r in prompts)
 
     def _take_in(self, async_depth: int) -> None:
         """Process finished steps until at most `async_depth` remain in flight."""
@@ -355,6 +356,7 @@ class EngineCore:
         num_rows = num_drafts = num_tokens = context = 0
         for scheduled, result in zip(flight.scheduled, results, strict=True):
             if scheduled.num_rows != scheduled.num_sampled:
+                self._tell_of_prompts(flight)
                 return
             num_rows += scheduled.num_rows
             num_drafts = max(num_drafts, scheduled.num_drafts)
@@ -367,6 +369,12 @@ class EngineCore:
         self.policy.finished(
             StepOutcome(len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds)
         )
+
+    def _tell_of_prompts(self, flight: InFlightStep) -> None:
+        """What the drafter took for a step with prompts, where the host's clock says so."""
+        if not self.runner.async_depth and not flight.without_drafter:
+            num_rows = sum(s.num_rows for s in flight.scheduled)
+            self.policy.prompted(num_rows, flight.pending.draft_seconds)
 
     # Requests that come and go.
 

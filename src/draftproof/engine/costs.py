@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-OWN_RATE = 0.1  # weight of a step in the pace of steps with as many drafts, once there were some
+# Weight of a step in the pace of steps with as many drafts, once there were some. Noise only slows a step, so that one
+# that is faster than expected says more than one that is slower.
+FASTER_RATE, SLOWER_RATE = 0.25, 0.07
+UNSETTLED = 4  # steps of a size that are compiled, recorded or find nothing in the caches: they do not count
 COMMON_RATE = 0.05  # in the pace of all steps
 SHARED = 0.5  # how much of a change of the latter steps take part in that are not met
 OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
@@ -61,8 +65,8 @@ class Curve:
 
 @dataclass(slots=True)
 class Pace:
-    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of all when they were
-    last met."""
+    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of all steps of as many
+    requests, when these were last met."""
 
     value: float = 0.0
     common: float = 0.0
@@ -80,6 +84,7 @@ class StepCosts:
     ascending from 0. `buckets`: on a device that runs captured steps, the numbers of requests that steps are filled up
     to; each of them then has as many rows as the largest level among them asks for. `context_seconds`: of each token
     that a request has, in the target's pass. `host_seconds`: of what a step is beside both passes.
+    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known.
     """
 
     levels: tuple[int, ...]
@@ -88,8 +93,10 @@ class StepCosts:
     draft: dict[int, Curve] = field(default_factory=dict)
     context_seconds: float = 0.0
     host_seconds: float = 0.0
-    _paces: dict[int, Pace] = field(default_factory=dict)  # number of drafts -> pace
-    _common: Pace = field(default_factory=Pace)
+    prompt_row_seconds: float = 0.0
+    _paces: dict[tuple[int, int], Pace] = field(default_factory=dict)  # (R, drafts) -> pace
+    _common: dict[int, Pace] = field(default_factory=dict)  # R -> pace of all steps of so many requests
+    _num_met: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (R, rows, drafts) -> steps
     _draft_passes: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
@@ -100,7 +107,7 @@ class StepCosts:
         """Seconds of a step of R requests with so many rows in all, which then drafts up to `num_drafts`; `context`:
         tokens of all requests."""
         size = self._filled(num_requests, num_rows, num_drafts)
-        return self.host_seconds + math.exp(self._pace(size[2])) * self._passes(*size, context)
+        return self.host_seconds + math.exp(self._pace(size[0], size[2])) * self._passes(*size, context)
 
     def plain(self, num_requests: int, context: int = 0) -> float:
         return self.step(num_requests, num_requests, 0, context)
@@ -108,24 +115,36 @@ class StepCosts:
     def observe(self, step: StepOutcome) -> None:
         """Correct what is known by a step that was run."""
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
-        expected, common = self._pace(size[2]), self._common
+        self._num_met[size] += 1
+        if self._num_met[size] <= UNSETTLED:
+            return
+        num_requests, _, num_drafts = size
+        expected = self._pace(num_requests, num_drafts)
+        common = self._common.setdefault(num_requests, Pace())
         found = math.log(max(1e-9, step.seconds - step.host_seconds) / self._passes(*size, step.context))
         if common.num_steps:
             found = min(expected + math.log(OUTLIER), max(expected - math.log(OUTLIER), found))
         common.num_steps += 1
         common.value += max(COMMON_RATE, 1 / common.num_steps) * (found - common.value)
-        own = self._paces.setdefault(size[2], Pace())
+        own = self._paces.setdefault((num_requests, num_drafts), Pace())
         own.num_steps += 1
-        own.value = expected + max(OWN_RATE, 1 / (1 + own.num_steps)) * (found - expected)
+        rate = FASTER_RATE if found < expected else SLOWER_RATE
+        own.value = expected + max(rate, 1 / (2 + own.num_steps)) * (found - expected)
         own.common = common.value
         host = min(step.host_seconds, OUTLIER * self.host_seconds) if self.host_seconds else step.host_seconds
         self.host_seconds += max(COMMON_RATE, 1 / common.num_steps) * (host - self.host_seconds)
 
-    def _pace(self, num_drafts: int) -> float:
-        """The pace of steps with so many drafts. One that has not been met for long follows the others' halfway: a step
-        that only seems fast is met, and then known."""
-        own = self._paces.get(num_drafts, _NOT_MET)
-        return own.value + SHARED * (self._common.value - own.common)
+    def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
+        """The drafter took so long for rows of which most were of prompts."""
+        found, known = draft_seconds / num_rows, self.prompt_row_seconds
+        self.prompt_row_seconds = known + (FASTER_RATE if known else 1.0) * (found - known)
+
+    def _pace(self, num_requests: int, num_drafts: int) -> float:
+        """The pace of steps of R requests with so many drafts. One that has not been met for long follows the others'
+        halfway: a step that only seems fast is met, and then known."""
+        own = self._paces.get((num_requests, num_drafts), _NOT_MET)
+        common = self._common.get(num_requests, _NOT_MET)
+        return own.value + SHARED * (common.value - own.common)
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
         """What a step of this size is filled up to."""

@@ -23,6 +23,7 @@ ALLOWANCE = 2.5
 INCOME = 0.04
 MOST_SAVED = 30.0
 STAKE = 0.4
+MOST_TOKENS = 256  # that a request is expected to have: more are allowed than come
 
 
 class Policy(Protocol):
@@ -31,9 +32,8 @@ class Policy(Protocol):
         that cannot draft. All 0: the drafter has nothing to do."""
         ...
 
-    def will_draft(self, num_others: int) -> bool:
-        """Whether drafts would be asked for, for a new request beside so many others: else the drafter need not see its
-        prompt."""
+    def will_draft(self, request: Progress, num_others: int) -> bool:
+        """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt."""
         ...
 
     def proposed(self, num_drafts: int) -> None:
@@ -48,6 +48,10 @@ class Policy(Protocol):
         """One step's outcome."""
         ...
 
+    def prompted(self, num_rows: int, draft_seconds: float) -> None:
+        """The drafter saw so many rows, most of them of prompts."""
+        ...
+
 
 class FixedPolicy:
     """Always K; where that is 0, the drafter has nothing to do."""
@@ -58,7 +62,7 @@ class FixedPolicy:
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self._num_drafts] * len(asked)
 
-    def will_draft(self, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int) -> bool:
         return self._num_drafts > 0
 
     def proposed(self, num_drafts: int) -> None:
@@ -68,6 +72,9 @@ class FixedPolicy:
         pass
 
     def finished(self, step: StepOutcome) -> None:
+        pass
+
+    def prompted(self, num_rows: int, draft_seconds: float) -> None:
         pass
 
 
@@ -108,8 +115,14 @@ class AutoPolicy:
                 request.record.fade()
         return [choice.num_drafts.get(odds_class, 0) for odds_class in classes]
 
-    def will_draft(self, num_others: int) -> bool:
-        return bool(self.best({0: 1}, num_others, self._context, STAKE * self.savings).num_drafts)
+    def will_draft(self, request: Progress, num_others: int) -> bool:
+        choice = self.best({0: 1}, num_others, self._context, STAKE * self.savings)
+        if not choice.num_drafts:
+            return False
+        plain = self.costs.plain(1 + num_others, self._context) / (1 + num_others)
+        num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
+        saved = num_tokens * (plain - choice.seconds / choice.tokens)
+        return saved > len(request.tokens) * self.costs.prompt_row_seconds
 
     def best(
         self, counts: Mapping[int, int], num_others: int = 0, context: int = 0, stake: float = float("inf")
@@ -161,6 +174,9 @@ class AutoPolicy:
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self.acceptance.count(request.record, num_drafted, num_accepted)
+
+    def prompted(self, num_rows: int, draft_seconds: float) -> None:
+        self.costs.observe_prompt(num_rows, draft_seconds)
 
     def finished(self, step: StepOutcome) -> None:
         self._context = step.context
