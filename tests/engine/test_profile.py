@@ -9,6 +9,7 @@ import pytest
 
 from draftproof.engine import profile
 from draftproof.engine.costs import StepCosts
+from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 
 LEVELS = (0, 1, 3, 5)
@@ -21,13 +22,14 @@ class FakeRunner:
 
     def __init__(self, buckets: tuple[int, ...] = (), max_num_seqs: int = 16, slowness: float = 1.0) -> None:
         self.buckets, self.max_num_seqs, self.slowness = buckets, max_num_seqs, slowness
-        self.runs: list[tuple[int, int, int]] = []
+        self.runs: list[StepSize] = []
         self.now = 0.0
 
-    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]:
-        self.runs.append((num_requests, num_drafts, context))
+    def measure(self, size: StepSize) -> tuple[float, float]:
+        num_requests, num_verified, num_drafts, context = size
+        self.runs.append(size)
         is_first = self.runs.count(self.runs[-1]) < OFTEN
-        target = 1e-3 + 1e-4 * num_requests * (1 + num_drafts) + 1e-6 * context * num_requests
+        target = 1e-3 + 1e-4 * num_requests * (1 + num_verified) + 1e-6 * context * num_requests
         draft = 2e-4 * num_drafts if self.on_device else 0.0
         target, draft = (target * self.slowness, draft * self.slowness) if not is_first else (9.0, 9.0)
         self.now += 0.001
@@ -50,8 +52,8 @@ def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner()
     clock = iter(range(1000))
     profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
-    assert {requests for requests, _, _ in runner.runs[3:]} == {1} and len(runner.runs) < 40
-    assert {k for _, k, _ in runner.runs} == set(LEVELS)
+    assert {size.num_requests for size in runner.runs[3:]} == {1} and len(runner.runs) < 40
+    assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
 def test_what_thinks_on_the_host_is_not_measured() -> None:
@@ -65,7 +67,7 @@ def test_what_thinks_on_the_host_is_not_measured() -> None:
 def test_more_rows_never_seem_to_take_less() -> None:
     runner = FakeRunner()
     measure = runner.measure
-    runner.measure = lambda r, k, c=0: (5e-3, 0.0) if (r, k) == (1, 0) else measure(r, k, c)  # type: ignore[method-assign]
+    runner.measure = lambda size: (5e-3, 0.0) if size == (1, 0, 0, 0) else measure(size)  # type: ignore[method-assign]
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
     assert costs.target.at(1) == costs.target.at(2)
@@ -76,7 +78,8 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
     costs = profile.costs_of(first, LEVELS, {"pair": 1}, tmp_path)
     again = FakeRunner(slowness=3)
     assert profile.costs_of(again, LEVELS, {"pair": 1}, tmp_path).as_json() == costs.as_json()
-    assert len(again.runs) == OFTEN * (len(LEVELS) + 1) < len(first.runs), "steps of one request are recorded"
+    assert len(again.runs) == OFTEN * 6 * len(LEVELS) < len(first.runs), "steps of one request are recorded"
+    assert {size.num_requests for size in again.runs} == {1}
     for other in (lambda: ({"pair": 2}, LEVELS), lambda: ({"pair": 1}, (0, 5))):
         identity, levels = other()
         found = profile.costs_of(FakeRunner(slowness=3), levels, identity, tmp_path)

@@ -14,8 +14,8 @@ EXPECTED = 0.6  # of a drafter that nothing is known of
 POOL_MEMORY = 0.995  # weight that the past keeps with each round, over all requests
 POOL_RATE = 0.05  # weight of a round in the share of those that had drafts
 OWN_MEMORY = 0.95  # with each of a request's rounds
-POOL_WEIGHT = 4.0  # trials that an expectation is worth
-OWN_WEIGHT = 2.0
+POOL_WEIGHT = 8.0  # trials that an expectation is worth
+OWN_WEIGHT = 8.0
 # What a step without drafts leaves of what is known of all requests, so that they are asked for again, and of one.
 POOL_FADING = 0.99
 OWN_FADING = 0.98

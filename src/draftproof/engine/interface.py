@@ -13,6 +13,16 @@ from typing import NamedTuple, Protocol
 from draftproof.types import SamplingParams
 
 
+class StepSize(NamedTuple):
+    """How much a step of decoding computes: R requests of `context` tokens each verify so many drafts each, and then
+    make so many; none of either: plain decoding."""
+
+    num_requests: int
+    num_verified: int
+    num_drafts: int
+    context: int = 0
+
+
 class DeviceFaultError(RuntimeError):
     """The device failed and takes no more work from this process."""
 

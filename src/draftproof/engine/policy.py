@@ -20,9 +20,9 @@ WORTH_IT = 1.01  # predicted speed-up from which on drafting is preferred to pla
 # What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
 # of adds (one in eight), the most that is kept, and the part of it that one step may put at risk.
 ALLOWANCE = 2.5
-INCOME = 0.04
+INCOME = 0.08
 MOST_SAVED = 30.0
-STAKE = 0.4
+STAKE = 0.6
 MOST_TOKENS = 256  # that a request is expected to have: more are allowed than come
 
 

@@ -10,9 +10,10 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from draftproof.engine.costs import Curve, StepCosts
+from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 from draftproof.kernels.plan_cache import Store
 
@@ -22,14 +23,6 @@ REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
-
-
-class Size(NamedTuple):
-    """A step that is measured: R requests of so many tokens each, with k drafts to verify and to make."""
-
-    num_requests: int
-    num_drafts: int
-    context: int = 0
 
 
 class Measured(Protocol):
@@ -43,7 +36,7 @@ class Measured(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]: ...
+    def measure(self, size: StepSize) -> tuple[float, float]: ...
 
 
 def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
@@ -71,29 +64,40 @@ def costs_of(
     except (KeyError, TypeError, ValueError, AttributeError):
         measure(runner, costs)
         store.add({key: costs.as_json()})
-    else:
-        for size in _indispensable(list(_sizes(runner, levels))):
-            for _ in range(OFTEN):  # so that they are recorded before they count
-                runner.measure(size.num_requests, size.num_drafts, size.context)
+    _prepare(runner, levels)
     return costs
+
+
+def _prepare(
+    runner: Measured, levels: tuple[int, ...], clock: Callable[[], float] = time.perf_counter
+) -> None:
+    """Run the steps of one request, whatever it verifies and drafts next, until they are recorded: so that nobody's
+    first tokens pay for it."""
+    end = clock() + SECONDS
+    for num_verified in range(levels[-1] + 1):
+        for num_drafts in levels if runner.on_device else levels[-1:]:
+            for _ in range(OFTEN):
+                if runner.buckets or clock() > end:
+                    return
+                runner.measure(StepSize(1, num_verified, num_drafts))
 
 
 def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
     """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them;
     of each the fastest run counts, and what is larger takes no less."""
-    found: dict[Size, tuple[float, float]] = {}
+    found: dict[StepSize, tuple[float, float]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
     for number in range(OFTEN + RUNS):
         for size in sizes:
             if clock() > end and (number > OFTEN or size not in _indispensable(sizes)):
                 continue
-            times = runner.measure(size.num_requests, size.num_drafts, size.context)
+            times = runner.measure(size)
             if number >= OFTEN:  # the first runs of a size prepare it
                 found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
     _take(found, runner.on_device, costs)
 
 
-def _take(found: Mapping[Size, tuple[float, float]], has_drafts: bool, costs: StepCosts) -> None:
+def _take(found: Mapping[StepSize, tuple[float, float]], has_drafts: bool, costs: StepCosts) -> None:
     plain = {s.num_requests: t for s, (t, _) in found.items() if not s.num_drafts and not s.context}
     verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in found.items() if s.num_drafts}
     costs.target = Curve(_growing(plain if costs.is_padded else {**verifies, **plain}))
@@ -119,16 +123,16 @@ def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
     return found
 
 
-def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[Size]:
+def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
     """What matters most first."""
     numbers = [r for r in runner.buckets or REQUESTS if r <= min(MOST_REQUESTS, runner.max_num_seqs)]
     few = levels if runner.buckets else tuple(dict.fromkeys((0, levels[1], levels[-1])))
-    yield from (Size(numbers[0], k) for k in levels)
-    yield Size(numbers[0], 0, runner.max_model_len // 2)
+    yield from (StepSize(numbers[0], k, k) for k in levels)
+    yield StepSize(numbers[0], 0, 0, runner.max_model_len // 2)
     for num_requests in numbers[1:]:
-        yield from (Size(num_requests, k) for k in few)
+        yield from (StepSize(num_requests, k, k) for k in few)
 
 
-def _indispensable(sizes: Sequence[Size]) -> list[Size]:
+def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:
     """Those of the fewest requests."""
     return [size for size in sizes if size.num_requests == sizes[0].num_requests]

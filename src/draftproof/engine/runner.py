@@ -30,11 +30,12 @@ from draftproof.engine.interface import (
     RowResult,
     ScheduledRequest,
     StepInput,
+    StepSize,
 )
 from draftproof.engine.logprobs import LogprobScorer, Scores
 from draftproof.engine.state import BatchShape, State
 from draftproof.kernels.certify import is_undisturbed, own_precision, threads
-from draftproof.kernels.graphs import EAGER, Graphs
+from draftproof.kernels.graphs import EAGER, Graphs, Key
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.transfer import ArrivingRows, IntegerRows, device_seconds, upload
 from draftproof.models.decoder import Decoder
@@ -101,6 +102,10 @@ class LaunchedStep:
         if self.prompt_scores is not None:
             result.prompt_logprobs = self.prompt_scores.rows_of(index, None)
         return result
+
+
+def _verify_key(shape: BatchShape) -> Key:
+    return "verify", shape.num_requests, shape.num_rows, shape.most_rows
 
 
 def _device_fault(error: torch.AcceleratorError) -> DeviceFaultError:
@@ -265,15 +270,20 @@ class ModelRunner:
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
             return closed
-        key = ("verify", shape.num_requests, shape.num_rows, shape.most_rows)
-        checked = graphs.run(key, partial(self.verify_rows, shape, slots, scheduled_4R), ())
+        checked = self._checked(shape, slots, scheduled_4R, graphs)
         middle = time.perf_counter()
         draft = partial(self._draft, sandbox, checked, shape.num_drafts)
-        stays = self.on_device and not sandbox.must_watch and graphs.holds(key)
+        stays = self.on_device and not sandbox.must_watch and graphs.holds(_verify_key(shape))
         closed, raised = (graphs if stays else EAGER).run(("draft", shape), draft, ())
         launched.draft_state_lost = raised and self.drafter_has_kv
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
+
+    def _checked(
+        self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor, graphs: Graphs
+    ) -> VerifiedPass:
+        """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
+        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, slots_host, scheduled_4R), ())
 
     def _draft(
         self, sandbox: DrafterSandbox, checked: VerifiedPass, num_drafts: int
@@ -367,28 +377,32 @@ class ModelRunner:
             self.step_tensors(shape, [], self.state.idle(shape))
 
     @_as_certified
-    def measure(self, num_requests: int, num_drafts: int, context: int = 0) -> tuple[float, float]:
-        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass with a row more for each
-        request than it has drafts, draft pass). Where a step is one graph, all of it counts as the target's. A drafter
-        that thinks on the host is not measured. context: tokens before the rows."""
-        with_drafter = num_drafts > 0 and self.on_device
-        shape = self._widened(self._decoding(num_requests, num_drafts, with_drafter=with_drafter))
-        rows = ScheduledRequest(
-            self.state.scratch_slot, context, 1 + num_drafts, 1 + num_drafts, shape.num_drafts
-        )
-        self.state.slots.computed_S[self.state.scratch_slot] = context
-        scheduled_4R = self.state.load([rows] * num_requests, num_requests)
-        launched = LaunchedStep(runner=self, scheduled=[rows] * num_requests)
-        if shape in self.captured:
-            function = partial(self.step_tensors, shape, [])
-            run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
-            seconds = (device_seconds(run), 0.0)
-        else:
+    def measure(self, size: StepSize) -> tuple[float, float]:
+        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass, draft pass). Where a
+        step is one graph, all of it counts as the target's. A drafter that thinks on the host is not run."""
+        num_requests, each = size.num_requests, 1 + size.num_verified
+        with_drafter = self.sandbox is not None and size.num_verified + size.num_drafts > 0
+        shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
+        shape, slot = self._widened(shape), self.state.scratch_slot
+        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts)] * num_requests
+        self.state.slots.computed_S[slot] = size.context
+        scheduled_4R = self.state.load(scheduled, num_requests)
+        try:
+            if shape in self.captured:
+                function = partial(self.step_tensors, shape, [])
+                run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
+                return device_seconds(run), 0.0
             recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+            if with_drafter and not self.on_device:
+                start = time.perf_counter()
+                slots = [slot] * shape.num_sampled
+                self._checked(shape, slots, scheduled_4R, self.graphs if recorded else EAGER)
+                return time.perf_counter() - start, 0.0
+            launched = LaunchedStep(runner=self, scheduled=scheduled)
             self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
-            seconds = (launched.target_seconds, launched.draft_seconds)
-        self.state.slots.computed_S[self.state.scratch_slot] = 0
-        return seconds
+            return launched.target_seconds, launched.draft_seconds
+        finally:
+            self.state.slots.computed_S[slot] = 0
 
     def _widened(self, shape: BatchShape) -> BatchShape:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
