@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,11 +14,13 @@ from typing import Any, NamedTuple
 # Weight of a step in the pace of steps with as many drafts, once there were some. Noise only slows a step, so that one
 # that is faster than expected says more than one that is slower.
 FASTER_RATE, SLOWER_RATE = 0.25, 0.07
-UNSETTLED = 4  # steps of a size that are compiled, recorded or find nothing in the caches: they do not count
-COMMON_RATE = 0.05  # in the pace of all steps
-SHARED = 0.5  # how much of a change of the latter steps take part in that are not met
+UNSETTLED = (
+    3  # first steps of a kind, which compile or record something or find nothing in caches: they do not count
+)
+COMMON_RATE = 0.05  # in the pace of the machine, of what surprises about steps that are well known
+WELL_KNOWN = 5.0  # steps, after which half of a surprise is laid to the machine
 OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
-GUESSED_DRAFT = 2e-5  # seconds a request, of a drafter that was not measured
+GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
 GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
 
 
@@ -65,15 +66,20 @@ class Curve:
 
 @dataclass(slots=True)
 class Pace:
-    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of all steps of as many
-    requests, when these were last met."""
+    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of the machine, for about
+    as many requests, when these were last met."""
 
     value: float = 0.0
     common: float = 0.0
     num_steps: int = 0
+    num_met: int = 0  # with those that did not count
 
 
 _NOT_MET = Pace()
+
+
+def _rate(surprise: float) -> float:
+    return FASTER_RATE if surprise < 0 else SLOWER_RATE
 
 
 @dataclass(slots=True)
@@ -83,7 +89,7 @@ class StepCosts:
     target: by rows. draft: for a number of drafts, by requests. `levels`: numbers of drafts that may be asked for,
     ascending from 0. `buckets`: on a device that runs captured steps, the numbers of requests that steps are filled up
     to; each of them then has as many rows as the largest level among them asks for. `context_seconds`: of each token
-    that a request has, in the target's pass. `host_seconds`: of what a step is beside both passes.
+    that a request has, in the target's pass of one row for it. `host_seconds`: of what a step is beside both passes.
     `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known.
     """
 
@@ -94,9 +100,8 @@ class StepCosts:
     context_seconds: float = 0.0
     host_seconds: float = 0.0
     prompt_row_seconds: float = 0.0
-    _paces: dict[tuple[int, int], Pace] = field(default_factory=dict)  # (R, drafts) -> pace
-    _common: dict[int, Pace] = field(default_factory=dict)  # R -> pace of all steps of so many requests
-    _num_met: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (R, rows, drafts) -> steps
+    _paces: dict[tuple[int, int], Pace] = field(default_factory=dict)  # `_kind` -> pace
+    _common: dict[int, Pace] = field(default_factory=dict)  # its first number -> pace of all such steps
     _draft_passes: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
@@ -107,7 +112,8 @@ class StepCosts:
         """Seconds of a step of R requests with so many rows in all, which then drafts up to `num_drafts`; `context`:
         tokens of all requests."""
         size = self._filled(num_requests, num_rows, num_drafts)
-        return self.host_seconds + math.exp(self._pace(size[0], size[2])) * self._passes(*size, context)
+        pace = math.exp(self._pace(self._kind(size[0], size[2])))
+        return pace * (self.host_seconds + self._passes(*size, context))
 
     def plain(self, num_requests: int, context: int = 0) -> float:
         return self.step(num_requests, num_requests, 0, context)
@@ -115,21 +121,25 @@ class StepCosts:
     def observe(self, step: StepOutcome) -> None:
         """Correct what is known by a step that was run."""
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
-        self._num_met[size] += 1
-        if self._num_met[size] <= UNSETTLED:
+        kind = self._kind(size[0], size[2])
+        own = self._paces.setdefault(kind, Pace())
+        own.num_met += 1
+        if own.num_met <= UNSETTLED:
             return
-        num_requests, _, num_drafts = size
-        expected = self._pace(num_requests, num_drafts)
-        common = self._common.setdefault(num_requests, Pace())
-        found = math.log(max(1e-9, step.seconds - step.host_seconds) / self._passes(*size, step.context))
+        expected = self._pace(kind)
+        common = self._common.setdefault(kind[0], Pace())
+        found = math.log(step.seconds / (self.host_seconds + self._passes(*size, step.context)))
         if common.num_steps:
             found = min(expected + math.log(OUTLIER), max(expected - math.log(OUTLIER), found))
         common.num_steps += 1
-        common.value += max(COMMON_RATE, 1 / common.num_steps) * (found - common.value)
-        own = self._paces.setdefault((num_requests, num_drafts), Pace())
+        surprise = found - expected
+        is_only = own.num_steps + 1 == common.num_steps  # then others are expected to be as fast or slow
         own.num_steps += 1
-        rate = FASTER_RATE if found < expected else SLOWER_RATE
-        own.value = expected + max(rate, 1 / (2 + own.num_steps)) * (found - expected)
+        own.value = expected + max(_rate(surprise), 1 / (2 + own.num_steps)) * surprise
+        if is_only:
+            common.value = own.value
+        else:
+            common.value += COMMON_RATE * own.num_steps / (own.num_steps + WELL_KNOWN) * surprise
         own.common = common.value
         host = min(step.host_seconds, OUTLIER * self.host_seconds) if self.host_seconds else step.host_seconds
         self.host_seconds += max(COMMON_RATE, 1 / common.num_steps) * (host - self.host_seconds)
@@ -139,12 +149,18 @@ class StepCosts:
         found, known = draft_seconds / num_rows, self.prompt_row_seconds
         self.prompt_row_seconds = known + (FASTER_RATE if known else 1.0) * (found - known)
 
-    def _pace(self, num_requests: int, num_drafts: int) -> float:
-        """The pace of steps of R requests with so many drafts. One that has not been met for long follows the others'
-        halfway: a step that only seems fast is met, and then known."""
-        own = self._paces.get((num_requests, num_drafts), _NOT_MET)
-        common = self._common.get(num_requests, _NOT_MET)
-        return own.value + SHARED * (common.value - own.common)
+    def _kind(self, num_requests: int, num_drafts: int) -> tuple[int, int]:
+        """Which steps have a pace in common: where they are filled up, each captured size has one; else it differs with
+        and without drafts, and with the number of requests (1, 2 or 3, 4 to 7, and so on)."""
+        if self.is_padded:
+            return num_requests, num_drafts
+        return num_requests.bit_length(), min(num_drafts, 1)
+
+    def _pace(self, kind: tuple[int, int]) -> float:
+        """The pace of a kind of steps. One that was not met of late has changed as others have since."""
+        own = self._paces.get(kind, _NOT_MET)
+        common = self._common.get(kind[0], _NOT_MET)
+        return own.value + common.value - own.common
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
         """What a step of this size is filled up to."""
@@ -157,7 +173,10 @@ class StepCosts:
 
     def _passes(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
         target = self.target.at(num_rows) if self.target.points else GUESSED_TARGET
-        return target + self._draft_pass(num_requests, num_drafts) + self.context_seconds * context
+        # each row looks at its request's tokens; where steps are filled up, rows of a request look together
+        looks = 1.0 if self.is_padded else num_rows / num_requests
+        behind = self.context_seconds * context * looks
+        return target + self._draft_pass(num_requests, num_drafts) + behind
 
     def _draft_pass(self, num_requests: int, num_drafts: int) -> float:
         if not num_drafts:
