@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 # Weight of a step in the pace of steps with as many drafts, once there were some. Noise only slows a step, so that one
 # that is faster than expected says more than one that is slower.
 FASTER_RATE, SLOWER_RATE = 0.25, 0.07
-UNSETTLED = (
-    3  # first steps of a kind, which compile or record something or find nothing in caches: they do not count
-)
-COMMON_RATE = 0.05  # in the pace of the machine, of what surprises about steps that are well known
-WELL_KNOWN = 5.0  # steps, after which half of a surprise is laid to the machine
+UNSETTLED = 3  # first steps of a kind, which are compiled, recorded, or find no cache warm: they do not count
+SHARED = 0.5  # how much of what changes about steps that are well known is laid to the machine
+WELL_KNOWN = 5.0  # steps, after which half as much is
+HOST_RATE = 0.05  # weight of a step in what the host takes
+FORGOTTEN = 0.97  # what a step of another kind leaves of a kind's own pace: what seemed slow is tried again
 OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
 GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
 GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
@@ -66,13 +66,14 @@ class Curve:
 
 @dataclass(slots=True)
 class Pace:
-    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of the machine, for about
-    as many requests, when these were last met."""
+    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of the machine for
+    about as many requests, when these were last met; `last`: the number of steps then."""
 
     value: float = 0.0
     common: float = 0.0
     num_steps: int = 0
     num_met: int = 0  # with those that did not count
+    last: int = 0
 
 
 _NOT_MET = Pace()
@@ -139,10 +140,11 @@ class StepCosts:
         if is_only:
             common.value = own.value
         else:
-            common.value += COMMON_RATE * own.num_steps / (own.num_steps + WELL_KNOWN) * surprise
-        own.common = common.value
+            known = own.num_steps / (own.num_steps + WELL_KNOWN)
+            common.value += SHARED * known * (own.value - expected)
+        own.common, own.last = common.value, common.num_steps
         host = min(step.host_seconds, OUTLIER * self.host_seconds) if self.host_seconds else step.host_seconds
-        self.host_seconds += max(COMMON_RATE, 1 / common.num_steps) * (host - self.host_seconds)
+        self.host_seconds += max(HOST_RATE, 1 / common.num_steps) * (host - self.host_seconds)
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """The drafter took so long for rows of which most were of prompts."""
@@ -157,10 +159,12 @@ class StepCosts:
         return num_requests.bit_length(), min(num_drafts, 1)
 
     def _pace(self, kind: tuple[int, int]) -> float:
-        """The pace of a kind of steps. One that was not met of late has changed as others have since."""
+        """The pace of a kind of steps. One that was not met of late has changed as others have since, and with drafts
+        differs the less from them the longer ago it was."""
         own = self._paces.get(kind, _NOT_MET)
         common = self._common.get(kind[0], _NOT_MET)
-        return own.value + common.value - own.common
+        age = common.num_steps - own.last if kind[1] else 0  # plain steps are what others are compared with
+        return common.value + (own.value - own.common) * FORGOTTEN**age
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
         """What a step of this size is filled up to."""
