@@ -223,7 +223,7 @@ def test_a_size_that_was_measured_wrong_is_told_from_a_slow_machine(buckets: tup
         its.observe(StepOutcome(1, 4, 3, 2, 0, 2 * drafting, 0.0))
     for _ in range(300):
         its.observe(StepOutcome(1, 4, 3, 2, 0, 2 * drafting, 0.0))
-    assert its.plain(1) == pytest.approx(plain, rel=0.1), "which says nothing about those without"
+    assert its.plain(1) == pytest.approx(plain, rel=0.15), "which says little about those without"
     assert its.step(1, 4, 3) == pytest.approx(2 * drafting, rel=0.05)
     for _ in range(300):  # now the machine becomes slower
         its.observe(StepOutcome(1, 4, 3, 2, 0, 6 * drafting, 0.0))

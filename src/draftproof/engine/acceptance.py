@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-EXPECTED = 0.6  # of a drafter that nothing is known of
+EXPECTED = 0.6  # acceptance of a drafter that nothing is known of
 POOL_MEMORY = 0.995  # weight that the past keeps with each round, over all requests
 POOL_RATE = 0.05  # weight of a round in the share of those that had drafts
 OWN_MEMORY = 0.95  # with each of a request's rounds

@@ -52,7 +52,21 @@ from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import ExactVerifier, Verifier
 
 log = logging.getLogger(__name__)
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # that speed-ups are predicted for
+BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+)  # numbers of requests that speed-ups are predicted for
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 

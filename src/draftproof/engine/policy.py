@@ -23,7 +23,7 @@ ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
-MOST_TOKENS = 256  # that a request is expected to have: more are allowed than come
+MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
 
 
 class Policy(Protocol):

@@ -17,7 +17,7 @@ from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 from draftproof.kernels.plan_cache import Store
 
-SECONDS = 2.0  # that a profile may take, beyond one run of the sizes without which nothing is known
+SECONDS = 2.0  # time that a profile may take, beyond one run of the sizes without which nothing is known
 RUNS = 7  # of each size at most, after those that prepare it
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
