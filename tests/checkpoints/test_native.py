@@ -67,7 +67,7 @@ def test_modules_take_part_in_a_chain_that_asks_for_more_than_they_have() -> Non
 
 
 def test_random_weights_stand_in_for_the_files() -> None:
-    llm = engine(TWO, load_format="dummy")
+    llm = engine(TWO, load_format="dummy", speculative_config={"num_speculative_tokens": 2})
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     assert len(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids) == 12
     assert llm.stats.speculation.num_draft_tokens > 0
