@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, norm, rope, rows, sample
+from draftproof.kernels import activation, grouped, logits, lookup, norm, rope, rows, sample
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
 from draftproof.kernels.gpu import experts as gpu_experts
 from draftproof.kernels.gpu import grouped as gpu_grouped
 from draftproof.kernels.gpu import logits as gpu_logits
+from draftproof.kernels.gpu import lookup as gpu_lookup
 from draftproof.kernels.gpu import norm as gpu_norm
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import rows as gpu_rows
@@ -268,6 +269,20 @@ def check_step(device: torch.device, dtype: torch.dtype) -> None:
         step_cases.random_accept(TritonStep(), seed, device)
 
 
+def check_lookup(device: torch.device, dtype: torch.dtype) -> None:
+    """Texts shorter than a suffix, longer than a block of places, and slots of nobody."""
+    generator = torch.Generator().manual_seed(0)
+    for length, num_ids in ((1, 2), (2, 1), (40, 2), (40, 30), (gpu_lookup.BLOCK + 50, 9)):
+        tokens_SL = torch.randint(num_ids, (5, length + 20), generator=generator).int().to(device)
+        length_S = torch.tensor([length, length - 1, max(0, length - 7), 0, length], device=device)
+        slots_R = torch.tensor([4, 0, 3, 1, 2, 0], device=device)
+        k_R = torch.tensor([9, 3, 2, 0, 5, 1], device=device)
+        for shortest, longest, num_drafts in ((1, 1, 6), (2, 5, 9), (3, 64, 1)):
+            given = (tokens_SL, length_S, slots_R, k_R, num_drafts, shortest, longest)
+            for found, expected in zip(gpu_lookup.lookup(*given), lookup.lookup_torch(*given), strict=True):
+                assert torch.equal(found, expected)
+
+
 def check_draft_rows(device: torch.device, dtype: torch.dtype) -> None:
     for seed in range(27):
         step_cases.random_draft_rows(TritonStep(block=2 if seed % 2 else 512), seed, device)
@@ -341,7 +356,7 @@ CHECKS = (
     *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
     *(check_attention_of_prompts, check_attention_of_unlike_layers, check_attention_to_broken_values),
     check_attention_weighs_alike_whatever_kernel_adds,
-    *(check_products, check_step, check_draft_rows),
+    *(check_products, check_step, check_lookup, check_draft_rows),
     *(check_experts, check_grouped_products, check_shared_keys, check_quantized),
 )
 

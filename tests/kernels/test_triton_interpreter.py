@@ -18,7 +18,14 @@ pytestmark = slow
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("norm", "activation", "soft_cap", "rows", "rope", "log_normalizer", "sample", "products"),
-    *("attention", "attention_adds_up_many_chunks", "attention_is_not_poisoned", "step", "draft_rows"),
+    *(
+        "attention",
+        "attention_adds_up_many_chunks",
+        "attention_is_not_poisoned",
+        "step",
+        "lookup",
+        "draft_rows",
+    ),
     *("attention_of_prompts", "attention_of_unlike_layers", "attention_to_broken_values"),
     "attention_weighs_alike_whatever_kernel_adds",
     *("experts", "grouped_products", "shared_keys", "quantized"),

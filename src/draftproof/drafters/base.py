@@ -1,6 +1,7 @@
 """The interface between the engine and a draft method: declared needs, and `propose`.
 
-Shapes: R requests, T flat target rows, N draft rows, K draft slots, M rows that are sampled, V columns of logits.
+Shapes: S slots, L positions, R requests, T flat target rows, N draft rows, K draft slots, M rows that are sampled,
+V columns of logits.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,17 +135,27 @@ class RoundSize:
     itemsize: int = 2
 
 
+class KnownTokens(NamedTuple):
+    """Every slot's prompt and output, the token that the last pass gave included: int32 [S, L], and how many of a row
+    are known: int64 [S]."""
+
+    tokens_SL: Tensor
+    length_S: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRuntime:
     """What the engine lends a drafter at start: operators, and caches on the target's block table, the drafter's own
     layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
-    device to wait for."""
+    device to wait for. `known`: every slot's tokens, only to be read; None for
+    a user's class, and outside an engine."""
 
     ops: Ops
     backend: AttentionBackend
     cache: PagedCache
     graphs: Graphs
     host_looks: bool = False
+    known: KnownTokens | None = None
 
     def attention(self, rows: Rows) -> PagedAttention:
         return PagedAttention(self.ops, self.backend, self.cache, rows)

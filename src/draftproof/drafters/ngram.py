@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 from draftproof.config import parse_options
-from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
 from draftproof.schema import is_whole
 
@@ -43,50 +40,29 @@ class NgramOptions:
 
 
 class NgramDrafter(Drafter):
-    """Proposes what `lookup` finds; no match, no draft. It reads the history only, so it keeps no state."""
+    """Proposes what `Ops.lookup` finds; no match, no draft. It reads the known tokens only, so it keeps no state."""
 
-    spec = DraftSpec(host_tokens=True)
+    spec = DraftSpec()
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options
 
+    def bind(self, runtime: DraftRuntime) -> None:
+        assert runtime.known is not None
+        self._lookup = runtime.ops.lookup
+        self._known = runtime.known
+
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        wanted = verified.k_R.tolist()
-        tokens = np.zeros((len(wanted), num_drafts), dtype=np.int64)
-        counts = np.zeros(len(wanted), dtype=np.int64)
-        for r, k in enumerate(wanted):
-            if k > 0:
-                found = lookup(np.asarray(verified.history(r)), self._options, k)
-                tokens[r, : len(found)] = found
-                counts[r] = len(found)
-        device = verified.k_R.device
-        return Proposal(torch.from_numpy(tokens).to(device), torch.from_numpy(counts).to(device))
+        found = self._lookup(
+            *self._known,
+            verified.slots_R,
+            verified.k_R,
+            num_drafts,
+            self._options.shortest,
+            self._options.longest,
+        )
+        return Proposal(*found)
 
 
 def build(ctx: DraftContext) -> NgramDrafter:
     return NgramDrafter(parse_options("speculative_config", ctx.options, NgramOptions))
-
-
-def lookup(history: np.ndarray, options: NgramOptions, num_drafts: int) -> np.ndarray:
-    """Up to `num_drafts` tokens that followed the longest suffix's most recent earlier occurrence.
-
-    Example: history a b c a b, longest 2: suffix (a b) occurred at 0, what followed is c a b.
-    """
-    num = len(history)
-    if num < 2:
-        return history[:0]
-    # candidates end (exclusive) where the token before the end equals the newest one
-    ends = np.flatnonzero(history[:-1] == history[-1]) + 1
-    length = 1
-    longest = ends
-    while len(ends) and length < min(options.longest, num - 1):
-        ends = ends[ends > length]
-        ends = ends[history[ends - 1 - length] == history[num - 1 - length]]
-        if not len(ends):
-            break
-        length += 1
-        longest = ends
-    if length < options.shortest or not len(longest):
-        return history[:0]
-    end = int(longest[-1])
-    return history[end : end + num_drafts]

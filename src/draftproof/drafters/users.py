@@ -30,9 +30,10 @@ class UsersDrafter(Drafter):
         self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
 
     def bind(self, runtime: DraftRuntime) -> None:
+        lent = dataclasses.replace(runtime, known=None)
         try:
             with contained():
-                self._call_if_there("bind", runtime)
+                self._call_if_there("bind", lent)
         except DrafterError as error:
             raise DrafterError(f"{self.name}.bind(runtime) raised {error}") from error
 

@@ -20,7 +20,7 @@ from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
-from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
 from draftproof.drafters.context import DraftContext
@@ -373,6 +373,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         cache=lent,
         graphs=own_graphs,
         host_looks=device.type == "cpu",
+        known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
     )
     _bind(drafting.drafter, memory_lent)
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)

@@ -17,7 +17,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftproof.kernels import activation, experts, gpu, logits, native, norm, rope, rows, sample, step
+from draftproof.kernels import (
+    activation,
+    experts,
+    gpu,
+    logits,
+    lookup,
+    native,
+    norm,
+    rope,
+    rows,
+    sample,
+    step,
+)
 from draftproof.kernels.experts import ExpertOps
 from draftproof.kernels.step import StepOps
 from draftproof.kernels.step_compiled import CompiledStep
@@ -116,6 +128,25 @@ class Sample(Protocol):
         ...
 
 
+class Lookup(Protocol):
+    def __call__(
+        self,
+        tokens_SL: Tensor,  # int32, of every slot
+        length_S: Tensor,  # int64: how many of them are known
+        slots_R: Tensor,  # int64
+        k_R: Tensor,  # int64: drafts wanted
+        num_drafts: int,
+        shortest: int,
+        longest: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What followed the longest suffix, of `shortest` to `longest` tokens, where it occurred last before: int64
+        tokens_RK, 0 beyond count_R, which is at most k_R and 0 where there was no match.
+
+        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, what followed is c a b.
+        """
+        ...
+
+
 class LogNormalizer(Protocol):
     def __call__(self, logits_MV: Tensor) -> Tensor:
         """log(sum(exp(logits))) per row, fp32 [M]."""
@@ -139,6 +170,7 @@ class Ops:
     sample: Sample
     log_normalizer: LogNormalizer
     soft_cap: SoftCap
+    lookup: Lookup
     step: StepOps
     experts: ExpertOps
 
@@ -157,6 +189,7 @@ TORCH = Ops(
     sample=sample.sample_torch,
     log_normalizer=logits.log_normalizer_torch,
     soft_cap=activation.soft_cap_torch,
+    lookup=lookup.lookup_torch,
     step=step.TORCH_STEP,
     experts=experts.TORCH_EXPERTS,
 )
@@ -194,6 +227,7 @@ def compiled_ops(library: native.Library) -> Ops:
         sample=sample.SampleCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
         soft_cap=activation.SoftCapCompiled(library),
+        lookup=lookup.LookupCompiled(library),
         step=CompiledStep(library),
         experts=experts.CompiledExperts(library),
     )
@@ -201,7 +235,7 @@ def compiled_ops(library: native.Library) -> Ops:
 
 def triton_ops() -> Ops:
     """The operators in Triton; needs triton. `swap`, which only copies and is rare, keeps to torch."""
-    from draftproof.kernels.gpu import activation, experts, logits, norm, rope, rows, sample, step
+    from draftproof.kernels.gpu import activation, experts, logits, lookup, norm, rope, rows, sample, step
 
     return replace(
         TORCH,
@@ -217,6 +251,7 @@ def triton_ops() -> Ops:
         sample=sample.sample,
         log_normalizer=logits.log_normalizer,
         soft_cap=activation.soft_cap,
+        lookup=lookup.lookup,
         step=step.TritonStep(),
         experts=experts.TritonExperts(),
     )
