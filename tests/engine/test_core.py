@@ -504,6 +504,37 @@ def test_a_prompt_is_shown_to_the_drafter_if_drafts_are_to_follow(will_draft: bo
     assert [s.without_drafter for s in runner.steps[:2]] == [not will_draft] * 2
 
 
+@pytest.mark.parametrize("has_kv", [False, True])
+def test_whose_prompt_is_not_shown_is_not_asked_for_drafts(has_kv: bool) -> None:
+    """A drafter that keeps nothing misses nothing, so that it may be asked whatever the prompt would have cost."""
+    runner = FakeRunner(3)
+    runner.drafter_has_kv = has_kv
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3, drafts_at_start=False)
+    engine.add_request("a", spec(5, 20))
+    finish(engine)
+    assert any(s.num_drafts for step in runner.steps for s in step.scheduled) != has_kv
+
+
+def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
+    engine, told = core(FakeRunner(3), slots=4), []
+
+    def will_draft(request: Progress, num_others: int) -> bool:
+        told.append(num_others)
+        return True
+
+    engine.policy.will_draft = will_draft  # type: ignore[method-assign]
+    for number in range(3):
+        engine.add_request(str(number), spec(30 + number))  # a pass has room for one
+    engine.step()
+    assert set(told) == {2}
+    for number in range(3, 9):
+        engine.add_request(str(number), spec(30 + number))
+    told.clear()
+    engine.step()
+    assert set(told) == {3}
+
+
 def test_the_policy_hears_of_decoding_steps() -> None:
     heard: list[StepOutcome] = []
     runner = FakeRunner(3)

@@ -144,11 +144,10 @@ def test_a_text_that_becomes_predictable_again_is_noticed() -> None:
 
 
 def test_savings_limit_what_a_step_may_lose() -> None:
-    its = policy(0.95)
-    its.savings = 0.0
-    assert its.choose([request(4)], 0) == [0] and not its.will_draft(request(4), 0)
-    its.savings = 10.0
-    assert its.choose([request(4)], 0) == [8] and its.will_draft(request(4), 0)
+    poor, rich = policy(0.95), policy(0.95)
+    poor.savings, rich.savings = 0.0, 10.0
+    assert poor.choose([request(4)], 0) == [0] and not poor.will_draft(request(4), 0)
+    assert rich.choose([request(4)], 0) == [8] and rich.will_draft(request(4), 0)
 
 
 def test_a_prompt_that_takes_the_drafter_longer_than_drafts_save_is_not_shown() -> None:

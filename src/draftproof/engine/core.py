@@ -204,8 +204,7 @@ class EngineCore:
 
     def _schedule(self) -> SchedulerOutput:
         if self.scheduler.waiting and self.runner.drafter_has_kv:
-            request, num_others = self.scheduler.waiting[0], len(self.scheduler.running)
-            self.scheduler.will_draft = self.policy.will_draft(request, num_others)
+            self.scheduler.will_draft = self._will_draft(self.scheduler.waiting[0])
         output = self.scheduler.schedule()
         if output.stalled:
             self._take_in(0)
@@ -216,7 +215,8 @@ class EngineCore:
         """Drafts to ask for after this step, per request; 0 where its prompt is not through."""
         if not self.runner.num_drafts or self.runner.drafter_health().off:
             return [0] * len(output.rows)
-        asked = [r.request for r in output.rows if r.num_sampled and r.request.draft_hole is None]
+        able = [r for r in output.rows if r.num_sampled and r.request.draft_hole is None]
+        asked = [r.request for r in able if not self._is_prompt(r) or self._will_draft(r.request)]
         num_others = len(output.rows) - len(asked)
         numbers = dict(zip(map(id, asked), self.policy.choose(asked, num_others), strict=True))
         return [numbers.get(id(r.request), 0) for r in output.rows]
@@ -267,8 +267,16 @@ class EngineCore:
             return False
         if not self.runner.drafter_has_kv:
             return True
-        prompts = [r for r in rows if r.num_rows > r.num_sampled and r.request.draft_hole is None]
-        return not any(self.policy.will_draft(r.request, len(rows) - 1) for r in prompts)
+        prompts = [r for r in rows if self._is_prompt(r) and r.request.draft_hole is None]
+        return not any(self._will_draft(r.request) for r in prompts)
+
+    def _is_prompt(self, rows: PlannedRows) -> bool:
+        """Whether the drafter could do without these rows if it is to draft nothing for their request."""
+        return self.runner.drafter_has_kv and rows.num_rows > rows.num_sampled
+
+    def _will_draft(self, request: Progress) -> bool:
+        """Whether a prompt is to be shown to the drafter, by how many will decode beside it before long."""
+        return self.policy.will_draft(request, self.scheduler.num_soon - 1)
 
     def _take_in(self, async_depth: int) -> None:
         """Process finished steps until at most `async_depth` remain in flight."""

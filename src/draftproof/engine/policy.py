@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -104,22 +104,30 @@ class AutoPolicy:
     acceptance: Acceptance
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
+    # by requests of each class and others: choices until more is known, since plain steps tell little
+    _choices: dict[tuple[frozenset[tuple[int, int]], int], Choice] = field(default_factory=dict)
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
         classes = [request.record.odds_class for request in asked]
-        choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
+        counts = Counter(classes)
+        key = frozenset(counts.items()), num_others
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self.best(counts, num_others, self._context, STAKE * self.savings)
+            self._choices[key] = choice
         for request, odds_class in zip(asked, classes, strict=True):
             if odds_class not in choice.num_drafts:
                 request.record.fade()
         return [choice.num_drafts.get(odds_class, 0) for odds_class in classes]
 
     def will_draft(self, request: Progress, num_others: int) -> bool:
-        choice = self.best({0: 1}, num_others, self._context, STAKE * self.savings)
+        num_requests = 1 + num_others  # all like this one
+        choice = self.best({0: num_requests}, context=self._context, stake=STAKE * self.savings)
         if not choice.num_drafts:
             return False
-        plain = self.costs.plain(1 + num_others, self._context) / (1 + num_others)
+        plain = self.costs.plain(num_requests, self._context) / num_requests
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain - choice.seconds / choice.tokens)
         return saved > len(request.tokens) * self.costs.prompt_row_seconds
@@ -173,6 +181,7 @@ class AutoPolicy:
         self.acceptance.count_proposed(num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self._choices.clear()
         self.acceptance.count(request.record, num_drafted, num_accepted)
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
@@ -180,6 +189,7 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         self._context = step.context
+        self._choices.clear()
         if step.num_rows > step.num_requests or step.num_drafts:
             plain = self.costs.plain(step.num_requests, step.context)
             expected = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)

@@ -73,6 +73,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self.running or self.waiting or self.held)
 
+    @property
+    def num_soon(self) -> int:
+        """Requests that have a slot, or will have as soon as their rows fit into a pass."""
+        return min(self._num_slots, len(self.running) + len(self.waiting))
+
     def schedule(self) -> SchedulerOutput:
         """The next pass; no rows only when nothing is waiting or running."""
         output = SchedulerOutput()
