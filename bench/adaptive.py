@@ -1,12 +1,18 @@
 """Adaptive speculation beside plain decoding, every fixed number of drafts and the rules that others ship.
 
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --batches 1,4,16
+    PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --rates 0 --batches 1,4
+    PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"method": "ngram"}' --changing --batches 1
     PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64
 
 All of them take turns, batch by batch. The best fixed number is chosen on the even batches and compared on the odd
 ones. `new` is adaptive with everything forgotten before each batch, as in a new engine. A cell fails where the upper
 end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit
 status 1 if a cell fails or an output differs.
+
+--rates: the drafter takes its time, and what it proposes are the target's own tokens, right as often as that.
+--changing: a third of the batches are the prompts, a third noise, the last third the prompts again. There every fixed
+number has to be beaten, by all batches.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -86,8 +92,8 @@ class Bench:
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def cell(self, name: str, prompts: Ids, batch: int) -> dict[str, Any]:
-        """All ways over the prompts, `batch` at once."""
+    def cell(self, name: str, prompts: Ids, batch: int, noise: Ids | None = None) -> dict[str, Any]:
+        """All ways over the prompts, `batch` at once; over `noise`, too, where the workload is to change."""
         engine = self.drafting.engine
         auto = engine.policy
         assert isinstance(auto, AutoPolicy)
@@ -105,13 +111,15 @@ class Bench:
             ours,
             Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
         ]
-        batches = [workload.cycled(prompts[i * batch :] + prompts, batch) for i in range(self.num_batches)]
-        for number, given in enumerate(batches):
+        for number in range(self.num_batches):
+            is_noise = noise is not None and number * 3 // self.num_batches == 1
+            source = noise if noise is not None and is_noise else prompts
+            given = workload.cycled(source[number * batch % len(source) :] + source, batch)
             params = [self._params(number * batch + i) for i in range(batch)]
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 way.run(given, params)
         engine.policy = auto
-        row = {"cell": name, "batch": batch, **self._judge(ways, fixed)}
+        row = {"cell": name, "batch": batch, **self._judge(ways, fixed, is_changing=noise is not None)}
         context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
         _, row["predicted_k"], row["predicted"] = auto.predict(batch, int(context))
         self.rows.append(row)
@@ -126,7 +134,7 @@ class Bench:
             detokenize=False,
         )
 
-    def _judge(self, ways: Sequence[Way], fixed: Sequence[Way]) -> dict[str, Any]:
+    def _judge(self, ways: Sequence[Way], fixed: Sequence[Way], *, is_changing: bool) -> dict[str, Any]:
         by_name = {way.name: way for way in ways}
         plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
         every, even, odd = (
@@ -134,11 +142,12 @@ class Bench:
             range(0, self.num_batches, 2),
             range(1, self.num_batches, 2),
         )
-        best = max([plain, *fixed], key=lambda way: way.speed(even))
+        chosen_on, compared_on = (every, every) if is_changing else (even, odd or every)
+        best = max([plain, *fixed], key=lambda way: way.speed(chosen_on))
         bounds = {
             "auto/plain": (auto, plain, every, PLAIN_BOUND),
             "new/plain": (new, plain, every, PLAIN_BOUND),
-            f"auto/best ({best.name})": (auto, best, odd or every, FIXED_BOUND),
+            f"auto/best ({best.name})": (auto, best, compared_on, 1.0 if is_changing else FIXED_BOUND),
             "auto/vLLM's": (auto, by_name["vLLM's"], every, RULES_BOUND),
             "auto/SGLang's": (auto, by_name["SGLang's"], every, RULES_BOUND),
         }
@@ -151,6 +160,14 @@ class Bench:
             "ratios": judged,
             "same": all(way.outputs == plain.outputs for way in ways),
         }
+
+
+def benches(given: argparse.Namespace, batches: Sequence[int]) -> Iterator[tuple[str, Bench, Ids]]:
+    """What is asked for, one after the other: name, engines, prompts."""
+    for config in given.drafter:
+        yield Path(config.get("model", config.get("method", ""))).name, *real(given, config, batches)
+    if given.shape:
+        yield given.shape, *replayed(given, batches)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -171,6 +188,34 @@ def real_prompts(llm: LLM, file: Path | None) -> Ids:
     return [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
 
 
+def real(given: argparse.Namespace, config: dict[str, Any], batches: Sequence[int]) -> tuple[Bench, Ids]:
+    """A model and a drafter as they are, or with the drafter's time and the target's own tokens."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": max(batches),
+        "enable_prefix_caching": False,
+        "device": given.device,
+    }
+    plain = LLM(given.model, **settings)
+    prompts = real_prompts(plain, given.prompts)
+    if given.rates:
+        config = recorded(plain, prompts, given, config)
+    drafting = LLM(given.model, **settings, speculative_config=config)
+    start = copy.deepcopy(drafting.engine.policy)
+    return Bench(plain, drafting, given.tokens, given.num_batches, given.temperature, start), prompts
+
+
+def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a drafter that proposes what `plain` answers, at the cost of another."""
+    params = [
+        SamplingParams(temperature=0, seed=i, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    outputs = plain.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    file = Path(tempfile.mkdtemp()) / "recordings.json"
+    recordings.save(file, outputs)
+    return {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
+
+
 def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, Ids]:
     """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
     shape = Shape(given.shape, given.device, given.small)
@@ -181,15 +226,7 @@ def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, 
     }
     plain = LLM(**shape.target(), **settings)
     prompts = workload.random_prompts(max(batches) * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
-    params = [
-        SamplingParams(temperature=0, seed=i, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
-        for i in range(len(prompts))
-    ]
-    outputs = plain.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    file = Path(tempfile.mkdtemp()) / "recordings.json"
-    recordings.save(file, outputs)
-    head = {"model": shape.drafter()["model"]}
-    config = {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
+    config = recorded(plain, prompts, given, {"model": shape.drafter()["model"]})
     drafting = LLM(**shape.target(), **settings, speculative_config=config)
     start = copy.deepcopy(drafting.engine.policy)
     return Bench(plain, drafting, given.tokens, given.num_batches, 0.0, start), prompts
@@ -209,7 +246,8 @@ def parse() -> argparse.Namespace:
         "--small", type=Path, help="a folder to make a small model of that shape in: a smoke test"
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rates", default="0.3,0.6,0.8,0.9", help="how often a replayed draft is right")
+    parser.add_argument("--rates", help="replay drafts that are right so often, one after the other")
+    parser.add_argument("--changing", action="store_true", help="prompts, noise, prompts again")
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--num-batches", type=int, default=12, help="of each cell")
     parser.add_argument("--tokens", type=int, default=100, help="of each request")
@@ -223,34 +261,21 @@ def main() -> int:
     batches = [int(n) for n in given.batches.split(",")]
     rows: list[dict[str, Any]] = []
 
-    def run(bench: Bench, name: str, prompts: Ids) -> None:
-        for batch in batches:
-            row = bench.cell(name, prompts, batch)
-            rows.append(row)
-            print(shown(row), flush=True)
-
-    if given.shape:
-        bench, prompts = replayed(given, batches)
-        for rate in map(float, given.rates.split(",")):
-            drafter = internals.drafter_of(bench.drafting)
-            assert isinstance(drafter, ReplayDrafter)
-            drafter.set_acceptance([rate])
-            run(bench, f"right at {rate:g}", prompts)
-    for config in given.drafter:
-        settings: dict[str, Any] = {
-            "max_num_seqs": max(batches),
-            "enable_prefix_caching": False,
-            "device": given.device,
-        }
-        plain = LLM(given.model, **settings)
-        drafting = LLM(given.model, **settings, speculative_config=config)
-        start = copy.deepcopy(drafting.engine.policy)
-        bench = Bench(plain, drafting, given.tokens, given.num_batches, given.temperature, start)
-        run(
-            bench,
-            Path(config.get("model", config.get("method", ""))).name,
-            real_prompts(plain, given.prompts),
-        )
+    for name, bench, prompts in benches(given, batches):
+        noise = None
+        if given.changing:
+            noise = workload.random_prompts(
+                len(prompts), 200, 0.2, bench.plain.model_config.vocab_size, seed=1
+            )
+        for rate in given.rates.split(",") if given.rates else [""]:
+            if rate:
+                drafter = internals.drafter_of(bench.drafting)
+                assert isinstance(drafter, ReplayDrafter)
+                drafter.set_acceptance([float(rate)])
+            for batch in batches:
+                row = bench.cell(f"{name}, right at {rate}" if rate else name, prompts, batch, noise)
+                rows.append(row)
+                print(shown(row), flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     failed = [row for row in rows if not row["same"] or not all(r["ok"] for r in row["ratios"].values())]
