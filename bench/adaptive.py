@@ -5,14 +5,15 @@
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"method": "ngram"}' --changing --batches 1
     PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64
 
-All of them take turns, batch by batch. The best fixed number is chosen on the even batches and compared on the odd
-ones. `new` is adaptive with everything forgotten before each batch, as in a new engine. A cell fails where the upper
-end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain decoding. Exit
-status 1 if a cell fails or an output differs.
+All of them take turns. A turn is as many requests as are decoded at once, times --waves: with one wave the slowest
+request of each turn ends alone, with several its place is taken, as in a server. The best fixed number is chosen on
+the even turns and compared on the odd ones. `new` is adaptive with everything forgotten before each turn, as in a new
+engine. A cell fails where the upper end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed
+number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output differs.
 
 --rates: the drafter takes its time, and what it proposes are the target's own tokens, right as often as that.
---changing: a third of the batches are the prompts, a third noise, the last third the prompts again. There every fixed
-number has to be beaten, by all batches.
+--changing: a third of the turns are the prompts, a third noise, the last third the prompts again. There every fixed
+number has to be beaten, by all turns.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ Ids = list[list[int]]
 
 @dataclass
 class Way:
-    """One way of choosing, and what it took: seconds and tokens of each batch."""
+    """One way of choosing, and what it took: seconds and tokens of each turn."""
 
     name: str
     llm: LLM
-    policy: Callable[[], Policy] | None = None  # made before each batch; None: the engine's own stays
+    policy: Callable[[], Policy] | None = None  # made before each turn; None: the engine's own stays
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
@@ -66,34 +67,36 @@ class Way:
         self.tokens.append(sum(map(len, ids)))
         self.outputs += ids
 
-    def speed(self, batches: Sequence[int]) -> float:
-        return sum(self.tokens[i] for i in batches) / sum(self.seconds[i] for i in batches)
+    def speed(self, turns: Sequence[int]) -> float:
+        return sum(self.tokens[i] for i in turns) / sum(self.seconds[i] for i in turns)
 
 
-def ratio(ours: Way, theirs: Way, batches: Sequence[int]) -> tuple[float, float, float]:
-    """Speed of `ours` over that of `theirs` in these batches, with its 90 % interval, by resampling batches."""
+def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, float]:
+    """Speed of `ours` over that of `theirs` in these turns, with its 90 % interval, by resampling turns."""
     generator, found = random.Random(0), []
     for _ in range(RESAMPLES):
-        some = generator.choices(batches, k=len(batches))
+        some = generator.choices(turns, k=len(turns))
         found.append(ours.speed(some) / theirs.speed(some))
     found.sort()
-    return ours.speed(batches) / theirs.speed(batches), found[RESAMPLES // 20], found[-RESAMPLES // 20]
+    return ours.speed(turns) / theirs.speed(turns), found[RESAMPLES // 20], found[-RESAMPLES // 20]
 
 
 @dataclass
 class Bench:
-    """One pair of engines. `prompts`: of each batch size, batch by batch."""
+    """One pair of engines, which decode `batch` requests at once; a turn has `waves` times as many."""
 
     plain: LLM
     drafting: LLM
+    batch: int
+    waves: int
     num_tokens: int
-    num_batches: int
+    num_turns: int
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def cell(self, name: str, prompts: Ids, batch: int, noise: Ids | None = None) -> dict[str, Any]:
-        """All ways over the prompts, `batch` at once; over `noise`, too, where the workload is to change."""
+    def cell(self, name: str, prompts: Ids, noise: Ids | None = None) -> dict[str, Any]:
+        """All ways over the prompts; over `noise`, too, where the workload is to change."""
         engine = self.drafting.engine
         auto = engine.policy
         assert isinstance(auto, AutoPolicy)
@@ -111,17 +114,18 @@ class Bench:
             ours,
             Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
         ]
-        for number in range(self.num_batches):
-            is_noise = noise is not None and number * 3 // self.num_batches == 1
+        num = self.batch * self.waves
+        for number in range(self.num_turns):
+            is_noise = noise is not None and number * 3 // self.num_turns == 1
             source = noise if noise is not None and is_noise else prompts
-            given = workload.cycled(source[number * batch % len(source) :] + source, batch)
-            params = [self._params(number * batch + i) for i in range(batch)]
+            given = workload.cycled(source[number * num % len(source) :] + source, num)
+            params = [self._params(number * num + i) for i in range(num)]
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 way.run(given, params)
         engine.policy = auto
-        row = {"cell": name, "batch": batch, **self._judge(ways, fixed, is_changing=noise is not None)}
-        context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        _, row["predicted_k"], row["predicted"] = auto.predict(batch, int(context))
+        row = {"cell": name, "batch": self.batch, **self._judge(ways, fixed, is_changing=noise is not None)}
+        context = self.batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
+        _, row["predicted_k"], row["predicted"] = auto.predict(self.batch, int(context))
         self.rows.append(row)
         return row
 
@@ -138,9 +142,9 @@ class Bench:
         by_name = {way.name: way for way in ways}
         plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
         every, even, odd = (
-            range(self.num_batches),
-            range(0, self.num_batches, 2),
-            range(1, self.num_batches, 2),
+            range(self.num_turns),
+            range(0, self.num_turns, 2),
+            range(1, self.num_turns, 2),
         )
         chosen_on, compared_on = (every, every) if is_changing else (even, odd or every)
         best = max([plain, *fixed], key=lambda way: way.speed(chosen_on))
@@ -152,8 +156,8 @@ class Bench:
             "auto/SGLang's": (auto, by_name["SGLang's"], every, RULES_BOUND),
         }
         judged = {}
-        for name, (ours, theirs, batches, bound) in bounds.items():
-            middle, low, high = ratio(ours, theirs, batches)
+        for name, (ours, theirs, turns, bound) in bounds.items():
+            middle, low, high = ratio(ours, theirs, turns)
             judged[name] = {"ratio": middle, "low": low, "high": high, "bound": bound, "ok": high >= bound}
         return {
             "speed": {way.name: way.speed(every) for way in ways},
@@ -162,12 +166,13 @@ class Bench:
         }
 
 
-def benches(given: argparse.Namespace, batches: Sequence[int]) -> Iterator[tuple[str, Bench, Ids]]:
+def benches(given: argparse.Namespace) -> Iterator[tuple[str, Bench, Ids]]:
     """What is asked for, one after the other: name, engines, prompts."""
-    for config in given.drafter:
-        yield Path(config.get("model", config.get("method", ""))).name, *real(given, config, batches)
-    if given.shape:
-        yield given.shape, *replayed(given, batches)
+    for batch in map(int, given.batches.split(",")):
+        for config in given.drafter:
+            yield Path(config.get("model", config.get("method", ""))).name, *real(given, config, batch)
+        if given.shape:
+            yield given.shape, *replayed(given, batch)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -188,10 +193,23 @@ def real_prompts(llm: LLM, file: Path | None) -> Ids:
     return [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
 
 
-def real(given: argparse.Namespace, config: dict[str, Any], batches: Sequence[int]) -> tuple[Bench, Ids]:
+def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batch: int) -> Bench:
+    return Bench(
+        plain=plain,
+        drafting=drafting,
+        batch=batch,
+        waves=given.waves,
+        num_tokens=given.tokens,
+        num_turns=given.num_turns,
+        temperature=given.temperature,
+        new=copy.deepcopy(drafting.engine.policy),
+    )
+
+
+def real(given: argparse.Namespace, config: dict[str, Any], batch: int) -> tuple[Bench, Ids]:
     """A model and a drafter as they are, or with the drafter's time and the target's own tokens."""
     settings: dict[str, Any] = {
-        "max_num_seqs": max(batches),
+        "max_num_seqs": batch,
         "enable_prefix_caching": False,
         "device": given.device,
     }
@@ -200,8 +218,7 @@ def real(given: argparse.Namespace, config: dict[str, Any], batches: Sequence[in
     if given.rates:
         config = recorded(plain, prompts, given, config)
     drafting = LLM(given.model, **settings, speculative_config=config)
-    start = copy.deepcopy(drafting.engine.policy)
-    return Bench(plain, drafting, given.tokens, given.num_batches, given.temperature, start), prompts
+    return bench_of(given, plain, drafting, batch), prompts
 
 
 def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
@@ -216,20 +233,19 @@ def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str
     return {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
 
 
-def replayed(given: argparse.Namespace, batches: Sequence[int]) -> tuple[Bench, Ids]:
+def replayed(given: argparse.Namespace, batch: int) -> tuple[Bench, Ids]:
     """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
     shape = Shape(given.shape, given.device, given.small)
     settings: dict[str, Any] = {
-        "max_num_seqs": max(batches),
+        "max_num_seqs": batch,
         "max_model_len": 1024,
         "enable_prefix_caching": False,
     }
     plain = LLM(**shape.target(), **settings)
-    prompts = workload.random_prompts(max(batches) * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
+    prompts = workload.random_prompts(batch * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
     config = recorded(plain, prompts, given, {"model": shape.drafter()["model"]})
     drafting = LLM(**shape.target(), **settings, speculative_config=config)
-    start = copy.deepcopy(drafting.engine.policy)
-    return Bench(plain, drafting, given.tokens, given.num_batches, 0.0, start), prompts
+    return bench_of(given, plain, drafting, batch), prompts
 
 
 def parse() -> argparse.Namespace:
@@ -249,7 +265,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", help="replay drafts that are right so often, one after the other")
     parser.add_argument("--changing", action="store_true", help="prompts, noise, prompts again")
     parser.add_argument("--batches", default="1,4")
-    parser.add_argument("--num-batches", type=int, default=12, help="of each cell")
+    parser.add_argument("--num-turns", type=int, default=12, help="of each cell")
+    parser.add_argument(
+        "--waves", type=int, default=3, help="requests of a turn for each that is decoded at once"
+    )
     parser.add_argument("--tokens", type=int, default=100, help="of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
@@ -258,10 +277,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     given = parse()
-    batches = [int(n) for n in given.batches.split(",")]
     rows: list[dict[str, Any]] = []
 
-    for name, bench, prompts in benches(given, batches):
+    for name, bench, prompts in benches(given):
         noise = None
         if given.changing:
             noise = workload.random_prompts(
@@ -272,10 +290,9 @@ def main() -> int:
                 drafter = internals.drafter_of(bench.drafting)
                 assert isinstance(drafter, ReplayDrafter)
                 drafter.set_acceptance([float(rate)])
-            for batch in batches:
-                row = bench.cell(f"{name}, right at {rate}" if rate else name, prompts, batch, noise)
-                rows.append(row)
-                print(shown(row), flush=True)
+            row = bench.cell(f"{name}, right at {rate}" if rate else name, prompts, noise)
+            rows.append(row)
+            print(shown(row), flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     failed = [row for row in rows if not row["same"] or not all(r["ok"] for r in row["ratios"].values())]

@@ -58,7 +58,7 @@ def test_the_comparison_runs(
         "--batches",
         "1,2",
     ]
-    monkeypatch.setattr("sys.argv", ["adaptive", *flags, "--num-batches", "2", "--tokens", "12"])
+    monkeypatch.setattr("sys.argv", ["adaptive", *flags, "--num-turns", "2", "--tokens", "12"])
     adaptive.main()
     out = capsys.readouterr().out
     assert out.count("same: True") == 2 and "K=5" in out and "SGLang's" in out and "of 2 cells hold" in out

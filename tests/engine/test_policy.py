@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from draftproof.engine.acceptance import POOL_WEIGHT, Acceptance, AcceptanceRecord
+from draftproof.engine.acceptance import (
+    POOL_WEIGHT,
+    SHARES,
+    Acceptance,
+    AcceptanceRecord,
+    RequestClass,
+)
 from draftproof.engine.core import PLAIN_EVERY
 from draftproof.engine.costs import Curve, StepCosts, StepOutcome
 from draftproof.engine.policy import AutoPolicy, FixedPolicy
@@ -34,8 +40,9 @@ def policy(rate: float = 0.6, **given: float) -> AutoPolicy:
 
 
 def chosen(policy: AutoPolicy, counts: Mapping[int, int]) -> dict[int, int]:
-    choice = policy.best(counts)
-    return {c: choice.num_drafts.get(c, 0) for c in counts}
+    """Drafts for each class of odds."""
+    choice = policy.best({RequestClass(odds, SHARES): number for odds, number in counts.items()})
+    return {odds: choice.num_drafts.get(RequestClass(odds, SHARES), 0) for odds in counts}
 
 
 def test_good_and_cheap_drafts_are_asked_for_in_full() -> None:
@@ -84,10 +91,8 @@ def test_each_class_of_requests_gets_its_own_number() -> None:
 
 def test_requests_that_cannot_draft_count_as_rows() -> None:
     its = policy(0.6, row=0.2, step=0.01)
-    assert (
-        its.best({0: 1}, num_others=0).num_drafts
-        and its.best({0: 1}, num_others=0).seconds < its.best({0: 1}, num_others=20).seconds
-    )
+    alone, beside = (its.best({its.acceptance.unknown: 1}, num_others=n) for n in (0, 20))
+    assert alone.num_drafts and alone.seconds < beside.seconds
 
 
 def run(policy: AutoPolicy, rate: float, num_tokens: int, slower: float = 1.0, seed: int = 0) -> float:
@@ -107,7 +112,7 @@ def run(policy: AutoPolicy, rate: float, num_tokens: int, slower: float = 1.0, s
         if verifying or k or num_plain % PLAIN_EVERY == 0:
             policy.finished(StepOutcome(1, 1 + verifying, k, 1 + accepted, 100, took, 0.0))
         if k:
-            policy.proposed(k)
+            policy.proposed(one, k)
         seconds, tokens, verifying = seconds + took, tokens + 1 + accepted, k
     return seconds / tokens
 
@@ -185,15 +190,15 @@ def test_what_is_not_known_of_a_position_is_taken_from_the_one_before() -> None:
 
 def test_a_request_differs_from_the_pool_by_its_odds() -> None:
     acceptance, good, bad = Acceptance(1), AcceptanceRecord(), AcceptanceRecord()
-    assert good.odds_class == 0 and acceptance.survival(0) == pytest.approx(acceptance.pool)
+    assert good.odds == 0 and acceptance.survival(0) == pytest.approx(acceptance.pool)
     for _ in range(50):
         acceptance.count(good, 1, 1)
         acceptance.count(bad, 1, 0)
-    assert good.odds_class > 1 and bad.odds_class < -1
-    assert acceptance.survival(good.odds_class)[0] > 0.7 > 0.3 > acceptance.survival(bad.odds_class)[0]
+    assert good.odds > 1 and bad.odds < -1
+    assert acceptance.survival(good.odds)[0] > 0.7 > 0.3 > acceptance.survival(bad.odds)[0]
     for _ in range(300):
         good.fade()
-    assert good.odds_class == 0, "what was long ago says nothing"
+    assert good.odds == 0, "what was long ago says nothing"
 
 
 def test_one_trial_moves_an_expectation_by_its_share() -> None:

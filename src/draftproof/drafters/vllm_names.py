@@ -83,7 +83,7 @@ _INTERNAL = "vLLM fills it in by itself; leave it out"
 
 TABLE: tuple[Row, ...] = (
     _method("ngram", "ngram"),
-    _method("ngram_gpu", "ngram", why="the search runs on the host, and takes microseconds"),
+    _method("ngram_gpu", "ngram", why="the search runs where the model does"),
     _method("draft_model", "draft_model", "pard", why="by the checkpoint's content"),
     _method("suffix", "suffix"),
     Row(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 EXPECTED = 0.6  # acceptance of a drafter that nothing is known of
 POOL_MEMORY = 0.995  # weight that the past keeps with each round, over all requests
@@ -20,19 +21,31 @@ OWN_WEIGHT = 8.0
 POOL_FADING = 0.99
 OWN_FADING = 0.98
 ODDS_STEP = 2**0.5  # requests whose odds differ by less are treated alike
+SHARES = 8  # as are those whose shares of rounds with drafts differ by less than one part of so many
+
+
+class RequestClass(NamedTuple):
+    """Requests that are treated alike: `odds`, how much better than the pool's theirs are, as a power of `ODDS_STEP`;
+    `share` of their rounds that have drafts if asked, in parts of `SHARES`."""
+
+    odds: int
+    share: int
 
 
 @dataclass(slots=True)
 class AcceptanceRecord:
-    """One request's rounds of late: hits and misses, and how many of each the pool's estimates led to expect."""
+    """One request's rounds of late: hits and misses, and how many of each the pool's estimates led to expect; how often
+    the drafter was asked, and had drafts."""
 
     hits: float = 0.0
     misses: float = 0.0
     expected_hits: float = 0.0
     expected_misses: float = 0.0
+    asked: float = 0.0
+    proposed: float = 0.0
 
     @property
-    def odds_class(self) -> int:
+    def odds(self) -> int:
         """How much better than the pool's this request's odds are, as a power of `ODDS_STEP`; 0 without rounds."""
         better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
         ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
@@ -44,6 +57,8 @@ class AcceptanceRecord:
         self.misses *= OWN_FADING
         self.expected_hits *= OWN_FADING
         self.expected_misses *= OWN_FADING
+        self.asked *= OWN_FADING
+        self.proposed *= OWN_FADING
 
 
 @dataclass(slots=True)
@@ -78,13 +93,22 @@ class Acceptance:
                 self._pool.append(chance)
         return self._pool
 
-    def survival(self, odds_class: int = 0) -> list[float]:
-        """The chance that draft 1, 2, ... is accepted together with all before it, for requests of a class of odds."""
+    @property
+    def unknown(self) -> RequestClass:
+        """Requests of which nothing is known."""
+        return RequestClass(0, max(1, round(SHARES * self.proposed)))
+
+    def class_of(self, record: AcceptanceRecord) -> RequestClass:
+        share = (record.proposed + OWN_WEIGHT * self.proposed) / (record.asked + OWN_WEIGHT)
+        return RequestClass(record.odds, max(1, round(SHARES * share)))
+
+    def survival(self, odds: int = 0) -> list[float]:
+        """The chance that draft 1, 2, ... is accepted together with all before it, for requests with these odds."""
         pool = self.pool
-        found = self._survivals.get(odds_class)
+        found = self._survivals.get(odds)
         if found is None:
-            found = self._survivals[odds_class] = []
-            ratio = ODDS_STEP**odds_class
+            found = self._survivals[odds] = []
+            ratio = ODDS_STEP**odds
             alive = 1.0
             for chance in pool:
                 alive *= ratio * chance / (1.0 - chance + ratio * chance)
@@ -113,12 +137,16 @@ class Acceptance:
     def fade(self) -> None:
         """A step without drafts."""
         self._forget(POOL_FADING)
+        self.proposed += (1.0 - POOL_FADING) * (1.0 - self.proposed)
 
     def _forget(self, left: float) -> None:
         self._hits = [left * n for n in self._hits]
         self._trials = [left * n for n in self._trials]
         self._pool = None
 
-    def count_proposed(self, num_proposed: int) -> None:
+    def count_proposed(self, record: AcceptanceRecord, num_proposed: int) -> None:
         """The drafter was asked for a request and had so many drafts."""
-        self.proposed += POOL_RATE * (float(num_proposed > 0) - self.proposed)
+        has_some = float(num_proposed > 0)
+        self.proposed += POOL_RATE * (has_some - self.proposed)
+        record.asked = OWN_MEMORY * record.asked + 1.0
+        record.proposed = OWN_MEMORY * record.proposed + has_some

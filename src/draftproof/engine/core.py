@@ -319,7 +319,7 @@ class EngineCore:
         if result.draft_state_lost:
             request.miss_drafter(scheduled.start)
         if scheduled.num_drafts:
-            self.policy.proposed(result.num_proposed)
+            self.policy.proposed(request, result.num_proposed)
         if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
             delta.num_cached_tokens = request.num_cached
             delta.num_preemptions = request.num_preemptions

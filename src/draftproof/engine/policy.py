@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
 from draftproof.engine.costs import OUTLIER, StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 from draftproof.metrics import Prediction
@@ -23,6 +23,7 @@ ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
+NOISE_RATE = 0.1  # weight of a plain step in how much other programs slow steps
 MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
 
 
@@ -36,8 +37,8 @@ class Policy(Protocol):
         """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt."""
         ...
 
-    def proposed(self, num_drafts: int) -> None:
-        """The drafter was asked for a request, and had so many drafts."""
+    def proposed(self, request: Progress, num_drafts: int) -> None:
+        """The drafter was asked for this request, and had so many drafts."""
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -65,7 +66,7 @@ class FixedPolicy:
     def will_draft(self, request: Progress, num_others: int) -> bool:
         return self._num_drafts > 0
 
-    def proposed(self, num_drafts: int) -> None:
+    def proposed(self, request: Progress, num_drafts: int) -> None:
         pass
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -81,7 +82,7 @@ class FixedPolicy:
 class Choice(NamedTuple):
     """Drafts for each class of requests, and what is expected of them: tokens of a step, and the seconds it takes."""
 
-    num_drafts: Mapping[int, int]
+    num_drafts: Mapping[RequestClass, int]
     tokens: float
     seconds: float
 
@@ -104,27 +105,31 @@ class AutoPolicy:
     acceptance: Acceptance
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
+    # Times as long as expected that plain steps take of late: costs are what a step takes that nothing disturbs.
+    _noise: float = 1.0
     # by requests of each class and others: choices until more is known, since plain steps tell little
-    _choices: dict[tuple[frozenset[tuple[int, int]], int], Choice] = field(default_factory=dict)
+    _choices: dict[tuple[frozenset[tuple[RequestClass, int]], int], Choice] = field(default_factory=dict)
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
-        classes = [request.record.odds_class for request in asked]
+        classes = [self.acceptance.class_of(request.record) for request in asked]
         counts = Counter(classes)
         key = frozenset(counts.items()), num_others
         choice = self._choices.get(key)
         if choice is None:
             choice = self.best(counts, num_others, self._context, STAKE * self.savings)
             self._choices[key] = choice
-        for request, odds_class in zip(asked, classes, strict=True):
-            if odds_class not in choice.num_drafts:
+        for request, its_class in zip(asked, classes, strict=True):
+            if its_class not in choice.num_drafts:
                 request.record.fade()
-        return [choice.num_drafts.get(odds_class, 0) for odds_class in classes]
+        return [choice.num_drafts.get(its_class, 0) for its_class in classes]
 
     def will_draft(self, request: Progress, num_others: int) -> bool:
         num_requests = 1 + num_others  # all like this one
-        choice = self.best({0: num_requests}, context=self._context, stake=STAKE * self.savings)
+        choice = self.best(
+            {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
+        )
         if not choice.num_drafts:
             return False
         plain = self.costs.plain(num_requests, self._context) / num_requests
@@ -133,9 +138,13 @@ class AutoPolicy:
         return saved > len(request.tokens) * self.costs.prompt_row_seconds
 
     def best(
-        self, counts: Mapping[int, int], num_others: int = 0, context: int = 0, stake: float = float("inf")
+        self,
+        counts: Mapping[RequestClass, int],
+        num_others: int = 0,
+        context: int = 0,
+        stake: float = float("inf"),
     ) -> Choice:
-        """The best choice for so many requests of each class of odds, where a step may lose at most `stake` plain ones.
+        """The best choice for so many requests of each class, where a step may lose at most `stake` plain ones.
         `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
@@ -146,39 +155,42 @@ class AutoPolicy:
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """What to expect of so many requests of whom nothing is known, with `context` tokens in all."""
-        choice = self.best({0: num_requests}, context=context)
+        unknown = self.acceptance.unknown
+        choice = self.best({unknown: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
-        return Prediction(num_requests, choice.num_drafts.get(0, 0), choice.speed / plain)
+        return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
 
-    def _alike(self, counts: Mapping[int, int], num_requests: int, context: int) -> Iterable[Choice]:
+    def _alike(self, counts: Mapping[RequestClass, int], num_requests: int, context: int) -> Iterable[Choice]:
         """Each level for everybody."""
-        survivals = {odds_class: self.acceptance.survival(odds_class) for odds_class in counts}
         for level in self.costs.levels[1:]:
-            accepted = sum(number * sum(survivals[c][:level]) for c, number in counts.items())
+            tokens = float(num_requests)
+            for its_class, number in counts.items():
+                accepted = sum(self.acceptance.survival(its_class.odds)[:level])
+                tokens += number * its_class.share / SHARES * accepted
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            tokens = num_requests + self.acceptance.proposed * accepted
             yield Choice(dict.fromkeys(counts, level), tokens, seconds)
 
-    def _ragged(self, counts: Mapping[int, int], num_requests: int, context: int) -> Iterable[Choice]:
+    def _ragged(
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int
+    ) -> Iterable[Choice]:
         """Level by level, that of the class first whose drafts there are likeliest to survive."""
-        levels, proposed = self.costs.levels, self.acceptance.proposed
         parts = []
-        for odds_class in counts:
-            survival = self.acceptance.survival(odds_class)
-            for low, high in pairwise(levels):
-                parts.append((-sum(survival[low:high]) / (high - low), low, high, odds_class))
-        chosen: dict[int, int] = {}
+        for its_class in counts:
+            survival = self.acceptance.survival(its_class.odds)
+            for low, high in pairwise(self.costs.levels):
+                parts.append((-sum(survival[low:high]) / (high - low), low, high, its_class))
+        chosen: dict[RequestClass, int] = {}
         tokens = rows = float(num_requests)
-        for chance, low, high, odds_class in sorted(parts):
-            chosen[odds_class] = high
-            num_drafts = proposed * (high - low) * counts[odds_class]
+        for chance, low, high, its_class in sorted(parts):
+            chosen[its_class] = high
+            num_drafts = its_class.share / SHARES * (high - low) * counts[its_class]
             tokens -= chance * num_drafts
             rows += num_drafts
             most = max(chosen.values())
             yield Choice(dict(chosen), tokens, self.costs.step(num_requests, round(rows), most, context))
 
-    def proposed(self, num_drafts: int) -> None:
-        self.acceptance.count_proposed(num_drafts)
+    def proposed(self, request: Progress, num_drafts: int) -> None:
+        self.acceptance.count_proposed(request.record, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self._choices.clear()
@@ -190,13 +202,15 @@ class AutoPolicy:
     def finished(self, step: StepOutcome) -> None:
         self._context = step.context
         self._choices.clear()
+        plain = self.costs.plain(step.num_requests, step.context)
         if step.num_rows > step.num_requests or step.num_drafts:
-            plain = self.costs.plain(step.num_requests, step.context)
             expected = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
-            seconds = min(step.seconds, OUTLIER * expected)
+            seconds = min(step.seconds / self._noise, OUTLIER * expected)
             gained = step.num_tokens / step.num_requests - seconds / plain
         else:
             gained = INCOME
             self.acceptance.fade()
+            found = min(OUTLIER, step.seconds / plain)
+            self._noise += NOISE_RATE * (max(1.0, found) - self._noise)
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
         self.costs.observe(step)
