@@ -11,6 +11,9 @@ the even turns and compared on the odd ones. `new` is adaptive with everything f
 engine. A cell fails where the upper end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed
 number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output differs.
 
+Predictions are of steps in which all decode, after every prompt was decoded once with the most drafts; they are
+compared with the same steps, with as many drafts as predicted (or none) and with `auto`.
+
 --rates: the drafter takes its time, and what it proposes are the target's own tokens, right as often as that.
 --changing: a third of the turns are the prompts, a third noise, the last third the prompts again. There every fixed
 number has to be beaten, by all turns.
@@ -39,11 +42,27 @@ from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
 from draftproof.drafters.replay import ReplayDrafter
+from draftproof.engine.costs import StepOutcome
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
 Ids = list[list[int]]
+
+
+@dataclass
+class Watched:
+    """A policy, and the decoding steps that it hears of."""
+
+    policy: Policy
+    steps: list[StepOutcome]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def finished(self, step: StepOutcome) -> None:
+        self.steps.append(step)
+        self.policy.finished(step)
 
 
 @dataclass
@@ -56,16 +75,22 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
+    steps: list[StepOutcome] = field(default_factory=list)
 
     def run(self, prompts: Ids, params: list[SamplingParams]) -> None:
         if self.policy is not None:
-            self.llm.engine.policy = self.policy()
+            self.llm.engine.policy = Watched(self.policy(), self.steps)
         start = time.perf_counter()
         found = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         self.seconds.append(time.perf_counter() - start)
         ids = [tuple(choice.token_ids) for output in found for choice in output.outputs]
         self.tokens.append(sum(map(len, ids)))
         self.outputs += ids
+
+    def decoding_speed(self, batch: int) -> float:
+        """Tokens per second of steps in which so many requests decode, and nobody's prompt is computed."""
+        steps = [step for step in self.steps if step.num_requests == batch]
+        return sum(step.num_tokens for step in steps) / sum(step.seconds for step in steps)
 
     def speed(self, turns: Sequence[int]) -> float:
         return sum(self.tokens[i] for i in turns) / sum(self.seconds[i] for i in turns)
@@ -106,8 +131,14 @@ class Bench:
         table = [(8, most), (32, max(1, most // 2)), (64, 1)]
         sglang = AverageAcceptance(most)
         ours = Way("auto", self.drafting, lambda: auto)
+        asker = internals.asking_anyway(self.drafting)
+        off = Way("off", self.drafting, partial(FixedPolicy, 0))
+        Way("asking", self.drafting, lambda: asker).run(
+            prompts, [self._params(i) for i in range(len(prompts))]
+        )
         ways = [
             Way("plain", self.plain),
+            off,
             *fixed,
             Way("vLLM's", self.drafting, lambda: BatchTable(table)),
             Way("SGLang's", self.drafting, lambda: sglang),
@@ -125,7 +156,11 @@ class Bench:
         engine.policy = auto
         row = {"cell": name, "batch": self.batch, **self._judge(ways, fixed, is_changing=noise is not None)}
         context = self.batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        _, row["predicted_k"], row["predicted"] = auto.predict(self.batch, int(context))
+        prediction = asker.predict(self.batch, int(context))
+        meant = dict(zip(levels, [off, *fixed], strict=True))[prediction.num_drafts]
+        row["predicted_k"], row["predicted"] = prediction.num_drafts, prediction.speedup
+        row["measured"] = meant.decoding_speed(self.batch) / off.decoding_speed(self.batch)
+        row["auto_measured"] = ours.decoding_speed(self.batch) / off.decoding_speed(self.batch)
         self.rows.append(row)
         return row
 
@@ -184,7 +219,8 @@ def shown(row: dict[str, Any]) -> str:
     )
     return (
         f"{row['cell']}, batch {row['batch']}: plain {plain:.0f} tok/s; {speeds}\n    {judged}\n"
-        f"    predicted {row['predicted']:.2f}x with K={row['predicted_k']}; same: {row['same']}"
+        f"    decoding alone: predicted {row['predicted']:.2f}x with K={row['predicted_k']}, measured "
+        f"{row['measured']:.2f}x, auto {row['auto_measured']:.2f}x; same: {row['same']}"
     )
 
 

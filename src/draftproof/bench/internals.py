@@ -15,8 +15,9 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import Drafter, Verified
+from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.interface import ScheduledRequest
-from draftproof.engine.policy import AutoPolicy, FixedPolicy
+from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
@@ -209,14 +210,19 @@ def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
 
 
 @contextlib.contextmanager
-def asking_for(llm: LLM, num_drafts: int) -> Iterator[None]:
-    """Inside `with`, always so many drafts; 0: plain decoding, in which the drafter sees nothing."""
-    engine = llm.engine
-    before, engine.policy = engine.policy, FixedPolicy(num_drafts)
+def using(llm: LLM, policy: Policy) -> Iterator[None]:
+    """Inside `with`, the engine's policy is another."""
+    engine, before = llm.engine, llm.engine.policy
+    engine.policy = policy
     try:
         yield
     finally:
         engine.policy = before
+
+
+def asking_for(llm: LLM, num_drafts: int) -> contextlib.AbstractContextManager[None]:
+    """Inside `with`, always so many drafts; 0: plain decoding, in which the drafter sees nothing."""
+    return using(llm, FixedPolicy(num_drafts))
 
 
 @contextlib.contextmanager
@@ -278,13 +284,8 @@ class AskingAnyway(AutoPolicy):
         return True
 
 
-@contextlib.contextmanager
-def measuring(llm: LLM) -> Iterator[AutoPolicy]:
-    """Inside `with`, as many drafts as there may be; the policy that is given learns from them."""
-    engine, auto = llm.engine, llm.engine.policy
+def asking_anyway(llm: LLM) -> AskingAnyway:
+    """A policy for measuring, which learns about acceptance from nothing and forgets nothing."""
+    auto = llm.engine.policy
     assert isinstance(auto, AutoPolicy)
-    engine.policy = AskingAnyway(auto.costs, auto.acceptance)
-    try:
-        yield auto
-    finally:
-        engine.policy = auto
+    return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0))

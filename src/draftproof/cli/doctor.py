@@ -18,6 +18,7 @@ from draftproof.cli.prompts import Prompt, read_file
 from draftproof.metrics import Prediction, SpeculationStats
 
 if TYPE_CHECKING:
+    from draftproof.engine.policy import AutoPolicy
     from draftproof.frontend.llm import LLM
     from draftproof.types import RequestOutput
 
@@ -34,8 +35,10 @@ BAR = 10  # characters of a speed-up of 1
 
 @dataclass(slots=True)
 class Examined:
-    """What was measured: outputs and seconds of plain decoding and of as many drafts as there may be."""
+    """What was measured: outputs and seconds of plain decoding and of as many drafts as there may be. `policy` has
+    learnt from the latter."""
 
+    policy: AutoPolicy
     plain: list[RequestOutput] = dataclasses.field(default_factory=list)
     drafted: list[RequestOutput] = dataclasses.field(default_factory=list)
     plain_seconds: float = 0.0
@@ -120,9 +123,10 @@ def examine(
     llm: LLM, prompts: Sequence[Prompt], seconds: float, chat: bool, max_tokens: int, temperature: float
 ) -> Examined:
     """Decode prompts both ways, in turns, until the time is over."""
-    from draftproof.bench.internals import asking_for, measuring
+    from draftproof.bench.internals import asking_anyway, asking_for, using
 
-    found, inputs = Examined(), [prompt.for_llm(llm.tokenizer, chat) for prompt in prompts]
+    asker = asking_anyway(llm)
+    found, inputs = Examined(asker), [prompt.for_llm(llm.tokenizer, chat) for prompt in prompts]
     base = dataclasses.replace(
         llm.default_sampling_params(), temperature=temperature, max_tokens=max_tokens, ignore_eos=True
     )
@@ -133,7 +137,7 @@ def examine(
         asked = inputs[number % len(inputs)]
         for is_plain in (True, False):
             start = time.perf_counter()
-            with asking_for(llm, 0) if is_plain else measuring(llm):
+            with asking_for(llm, 0) if is_plain else using(llm, asker):
                 output = llm.generate(asked, params, use_tqdm=False)[0]
             took = time.perf_counter() - start if number else 0.0  # the first prepares what is run later
             if is_plain:
@@ -149,12 +153,10 @@ def examine(
 
 def predict(llm: LLM, found: Examined) -> list[Prediction]:
     """For each number of requests, of as many tokens as those that were asked."""
-    from draftproof.bench.internals import measuring
-
     lengths = [len(o.prompt_token_ids or ()) + len(o.outputs[0].token_ids) / 2 for o in found.plain]
     context = sum(lengths) / len(lengths)
-    with measuring(llm) as auto:
-        return [auto.predict(p.num_requests, int(context * p.num_requests)) for p in llm.stats.predictions]
+    numbers = [prediction.num_requests for prediction in llm.stats.predictions]
+    return [found.policy.predict(number, int(context * number)) for number in numbers]
 
 
 def print_predictions(predictions: Sequence[Prediction]) -> None:

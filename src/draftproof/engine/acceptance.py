@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 EXPECTED = 0.6  # acceptance of a drafter that nothing is known of
-POOL_MEMORY = 0.995  # weight that the past keeps with each round, over all requests
-POOL_RATE = 0.05  # weight of a round in the share of those that had drafts
+POOL_MEMORY = 0.995
 OWN_MEMORY = 0.95  # with each of a request's rounds
 POOL_WEIGHT = 8.0  # trials that an expectation is worth
 OWN_WEIGHT = 8.0
@@ -66,12 +65,14 @@ class Acceptance:
     """Estimates for up to `num_drafts` positions.
 
     The pool's estimate at a position is shrunk towards the one before it, the first towards `expected`; a request's are
-    the pool's with other odds. `proposed`: share of the rounds that were asked for drafts and had some.
+    the pool's with other odds. `memory`: weight that the past keeps with each round, over all requests.
     """
 
     num_drafts: int
     expected: float = EXPECTED
-    proposed: float = 1.0
+    memory: float = POOL_MEMORY
+    _asked: float = 0.0
+    _proposed: float = 0.0
     _hits: list[float] = field(default_factory=list)
     _trials: list[float] = field(default_factory=list)
     _pool: list[float] | None = None  # `pool`, until something is counted
@@ -92,6 +93,11 @@ class Acceptance:
                 chance = (hits + POOL_WEIGHT * chance) / (trials + POOL_WEIGHT)
                 self._pool.append(chance)
         return self._pool
+
+    @property
+    def proposed(self) -> float:
+        """Share of the rounds that were asked for drafts and had some; all, as long as nothing is known."""
+        return (self._proposed + POOL_WEIGHT) / (self._asked + POOL_WEIGHT)
 
     @property
     def unknown(self) -> RequestClass:
@@ -118,9 +124,8 @@ class Acceptance:
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
         """One request's round, of which the first `num_accepted` drafts were accepted."""
         pool = self.pool
-        self._forget(
-            POOL_MEMORY
-        )  # at all positions: what was seen behind rounds of long ago says no more than they
+        # at all positions: what was seen behind rounds of long ago says no more than they
+        self._forget(self.memory)
         record.hits *= OWN_MEMORY
         record.misses *= OWN_MEMORY
         record.expected_hits *= OWN_MEMORY
@@ -137,7 +142,8 @@ class Acceptance:
     def fade(self) -> None:
         """A step without drafts."""
         self._forget(POOL_FADING)
-        self.proposed += (1.0 - POOL_FADING) * (1.0 - self.proposed)
+        self._asked *= POOL_FADING
+        self._proposed *= POOL_FADING
 
     def _forget(self, left: float) -> None:
         self._hits = [left * n for n in self._hits]
@@ -147,6 +153,7 @@ class Acceptance:
     def count_proposed(self, record: AcceptanceRecord, num_proposed: int) -> None:
         """The drafter was asked for a request and had so many drafts."""
         has_some = float(num_proposed > 0)
-        self.proposed += POOL_RATE * (has_some - self.proposed)
+        self._asked = self.memory * self._asked + 1.0
+        self._proposed = self.memory * self._proposed + has_some
         record.asked = OWN_MEMORY * record.asked + 1.0
         record.proposed = OWN_MEMORY * record.proposed + has_some
