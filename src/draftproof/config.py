@@ -83,6 +83,10 @@ class SpeculativeConfig:
         for name in ("drafters", "options", "hf_overrides"):
             object.__setattr__(self, name, _copied(getattr(self, name)))
         k: Any = self.num_speculative_tokens
+        if k == "auto" and self.policy == "fixed":
+            raise ValueError(
+                "speculative_config: policy='fixed' beside num_speculative_tokens='auto': leave one of them out"
+            )
         if k == "auto":
             object.__setattr__(self, "num_speculative_tokens", None)
         elif k is not None and not is_whole(k, 1, 64):

@@ -82,6 +82,15 @@ def test_the_member_with_the_better_record_wins() -> None:
     assert made.records[0].expected(0) < EXPECTED < made.records[1].expected(1)
 
 
+def test_a_member_that_was_never_asked_is_tried() -> None:
+    """The first always proposes and is right enough to look good; the second would be right in full."""
+    made = chain(Says(1, 3), Says(2, 3))
+    said = proposers(made, a_round([1], [1]))
+    for _ in range(20):
+        said = proposers(made, a_round([4], [3 if said == [1] else 4]))
+    assert said == [2]
+
+
 def test_each_request_has_a_record_of_its_own() -> None:
     made = chain(Says(1, 3), Says(2, 3))
     assert play(made, [2, 1], 30) == [2, 1]

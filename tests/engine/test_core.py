@@ -49,7 +49,7 @@ class FakeRunner:
     """Answers each known text with its length; half of the drafts are right. `before` sees each step first."""
 
     vocab_size = max_model_len = 1000
-    drafter_has_kv = True
+    drafter_has_kv = drafter_may_rest = True
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()
@@ -458,7 +458,7 @@ class Chosen(FixedPolicy):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.by_length(request.num_outputs) for request in asked]
 
-    def will_draft(self, request: Progress, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self.drafts_at_start
 
 
@@ -516,10 +516,86 @@ def test_whose_prompt_is_not_shown_is_not_asked_for_drafts(has_kv: bool) -> None
     assert any(s.num_drafts for step in runner.steps for s in step.scheduled) != has_kv
 
 
+def test_a_drafter_that_may_not_rest_sees_every_pass() -> None:
+    runner = FakeRunner(3)
+    runner.drafter_may_rest = False
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 0, drafts_at_start=False)
+    engine.add_request("a", spec(80, 6))
+    finish(engine)
+    assert not any(step.without_drafter for step in runner.steps)
+
+
+def test_what_would_be_drafted_follows_from_the_whole_prompt() -> None:
+    """Whether or not drafts are worth it: somebody wants to know."""
+    runner = FakeRunner(4)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 0, drafts_at_start=False)
+    engine.draft(spec(80), 4)
+    rows = [s.num_rows for step in runner.steps if not step.without_drafter for s in step.scheduled]
+    assert sum(rows) == 79
+
+
+def test_a_hole_begins_where_the_first_row_was_lost() -> None:
+    """A step that was launched ahead counted on more accepted drafts than there were."""
+    runner = FakeRunner(7, async_depth=1)
+    results = iter(range(100))
+    answer = runner.row
+
+    def row(s: ScheduledRequest) -> RowResult:
+        result = answer(s)
+        if s.num_sampled > 1:  # no draft is right
+            runner.known[s.slot] = result.token_ids[0] + 1
+            result.token_ids = result.token_ids[:1]
+        result.draft_state_lost = next(results) == 3
+        return result
+
+    runner.row = row  # type: ignore[method-assign]
+    engine = core(runner)
+    engine.add_request("a", spec(5, 60))
+    for _ in range(6):
+        engine.step()
+    (request,) = engine.scheduler.running
+    lost = [step.scheduled[0] for step in runner.steps if step.scheduled][3]
+    assert request.draft_hole == 5 + 3 - 1 < lost.start, "5 tokens, and one more with each step before"
+
+
+class Told(FixedPolicy):
+    """What the policy hears of rounds."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.rounds: list[tuple[int, int]] = []
+        self.given: list[tuple[int, int]] = []
+
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+        self.given.append((num_asked, num_drafts))
+
+    def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
+        self.rounds.append((num_drafted, num_accepted))
+
+
+def test_what_lies_behind_the_end_of_an_output_is_neither_hit_nor_miss() -> None:
+    """7 drafts, half of them right; the second token of the first round ends the output."""
+    engine = core(FakeRunner(7))
+    engine.policy = told = Told(7)
+    engine.add_request("a", spec(5, 60, stop_token_ids=[7]))
+    assert ids(finish(engine)["a"]) == [5, 6, 7]
+    assert told.rounds == [(2, 2)]
+
+
+def test_rounds_that_the_limit_leaves_no_drafts_say_nothing_of_the_drafter() -> None:
+    engine = core(FakeRunner(7))
+    engine.policy = told = Told(7)
+    engine.add_request("a", spec(5, 6))
+    finish(engine)
+    assert told.given == [(4, 7), (0, 7)][:1], "one token is out, one follows from the round itself"
+
+
 def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
     engine, told = core(FakeRunner(3), slots=4), []
 
-    def will_draft(request: Progress, num_others: int) -> bool:
+    def will_draft(request: Progress, num_others: int, num_lost: int = 0) -> bool:
         told.append(num_others)
         return True
 
@@ -531,7 +607,8 @@ def test_who_waits_counts_among_those_who_will_decode_soon() -> None:
     for number in range(3, 9):
         engine.add_request(str(number), spec(30 + number))
     told.clear()
-    engine.step()
+    while not told:
+        engine.step()
     assert set(told) == {3}
 
 

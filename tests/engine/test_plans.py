@@ -10,7 +10,7 @@ import torch
 
 from draftproof import LLM, Proposal, SamplingParams, Verified
 from draftproof.drafters.base import Drafter, DraftSpec
-from draftproof.drafters.chain import ChainDrafter
+from draftproof.drafters.chain import ChainDrafter, Record
 from draftproof.drafters.head import HeadDrafter
 from tests.conformance.cases import CASES, REPEATS
 from tests.made.shared import DRAFT, EAGLE3
@@ -38,8 +38,9 @@ class Counting:
         return getattr(self._head, name)
 
 
-def test_a_member_drafts_no_more_than_its_own_k() -> None:
-    """Neither are more drafts given out, nor is the head unrolled further."""
+def test_a_member_drafts_no_more_than_its_own_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are more drafts given out, nor is the head unrolled further. The first member is taken for the best."""
+    monkeypatch.setattr(Record, "expected", lambda record, slot: 1.0)
     llm = engine([{"model": EAGLE3, "num_speculative_tokens": 2}, SUFFIX])
     assert llm.num_speculative_tokens == 16
     sandbox = llm.engine.runner.sandbox

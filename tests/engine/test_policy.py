@@ -16,7 +16,7 @@ from draftproof.engine.acceptance import (
 )
 from draftproof.engine.core import PLAIN_EVERY
 from draftproof.engine.costs import Curve, StepCosts, StepOutcome
-from draftproof.engine.policy import AutoPolicy, FixedPolicy
+from draftproof.engine.policy import MOST_CHOICES, AutoPolicy, FixedPolicy
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
@@ -112,7 +112,7 @@ def run(policy: AutoPolicy, rate: float, num_tokens: int, slower: float = 1.0, s
         if verifying or k or num_plain % PLAIN_EVERY == 0:
             policy.finished(StepOutcome(1, 1 + verifying, k, 1 + accepted, 100, took, 0.0))
         if k:
-            policy.proposed(one, k)
+            policy.proposed(one, k, k)
         seconds, tokens, verifying = seconds + took, tokens + 1 + accepted, k
     return seconds / tokens
 
@@ -164,6 +164,45 @@ def test_a_prompt_that_takes_the_drafter_longer_than_drafts_save_is_not_shown() 
     assert not its.will_draft(request(20, limit=40), 0)
 
 
+def test_cached_tokens_that_are_computed_again_count() -> None:
+    its = policy(0.9)
+    assert its.will_draft(request(400, limit=440), 0, num_lost=0)
+    assert not its.will_draft(request(400, limit=440), 0, num_lost=4000)
+
+
+def test_short_proposals_are_not_taken_for_long_ones() -> None:
+    """There are always two drafts, which are always right."""
+    its, one = policy(0.6), request(4)
+    for _ in range(300):
+        its.proposed(one, 8, 2)
+        its.verified(one, 2, 2)
+    assert its.acceptance.longer[1] > 0.9 and its.acceptance.longer[2] < 0.05
+    choice = its.best({its.acceptance.unknown: 1})
+    assert 2.7 < choice.tokens < 3.1
+    assert choice.seconds < its.costs.step(1, 4, max(choice.num_drafts.values()))
+
+
+def test_the_share_of_rounds_with_drafts_is_each_requests_own() -> None:
+    its, often, seldom = policy(0.9, step=0.0), request(4), request(4, 1)
+    for number in range(100):
+        its.proposed(often, 4, 4)
+        its.proposed(seldom, 4, 4 if number % 10 == 0 else 0)
+    shares = [its.acceptance.class_of(r.record).share for r in (often, seldom)]
+    assert shares[0] >= SHARES - 1 and shares[1] <= 2
+    for _ in range(2000):
+        seldom.record.fade()
+        its.acceptance.fade()
+    assert its.acceptance.class_of(seldom.record).share == SHARES, "what was long ago says nothing"
+
+
+def test_choices_that_are_kept_are_few() -> None:
+    """A server whose every step has a prompt hears of none."""
+    its = policy(0.01, row=0.05, step=0.1)
+    for number in range(5000):
+        its.choose([request(4, i) for i in range(number % 700)], number)
+    assert len(its._choices) <= MOST_CHOICES
+
+
 def test_a_fixed_policy_is_fixed() -> None:
     assert FixedPolicy(3).choose([request(4), request(4, 1)], 0) == [3, 3] and FixedPolicy(3).will_draft(
         request(4), 5
@@ -176,7 +215,7 @@ def test_rounds_beyond_the_first_miss_were_not_observed() -> None:
     for _ in range(3000):
         first = rng.random() < 0.8
         acceptance.count(record, 2, int(first) + int(first and rng.random() < 0.3))
-    assert acceptance.pool == pytest.approx([0.8, 0.3], abs=0.08)
+    assert acceptance.accepted.estimates == pytest.approx([0.8, 0.3], abs=0.08)
     assert acceptance.survival() == pytest.approx([0.8, 0.24], abs=0.08)
 
 
@@ -184,13 +223,13 @@ def test_what_is_not_known_of_a_position_is_taken_from_the_one_before() -> None:
     acceptance = Acceptance(3, expected=0.5)
     for _ in range(400):
         acceptance.count(AcceptanceRecord(), 1, 1)
-    first, second, third = acceptance.pool
+    first, second, third = acceptance.accepted.estimates
     assert first > 0.97 and second == pytest.approx(first) == third
 
 
 def test_a_request_differs_from_the_pool_by_its_odds() -> None:
     acceptance, good, bad = Acceptance(1), AcceptanceRecord(), AcceptanceRecord()
-    assert good.odds == 0 and acceptance.survival(0) == pytest.approx(acceptance.pool)
+    assert good.odds == 0 and acceptance.survival(0) == pytest.approx(acceptance.accepted.estimates)
     for _ in range(50):
         acceptance.count(good, 1, 1)
         acceptance.count(bad, 1, 0)
@@ -204,7 +243,7 @@ def test_a_request_differs_from_the_pool_by_its_odds() -> None:
 def test_one_trial_moves_an_expectation_by_its_share() -> None:
     acceptance = Acceptance(1, expected=0.6)
     acceptance.count(AcceptanceRecord(), 1, 0)
-    assert acceptance.pool[0] == pytest.approx(0.6 * POOL_WEIGHT / (POOL_WEIGHT + 1))
+    assert acceptance.accepted.estimates[0] == pytest.approx(0.6 * POOL_WEIGHT / (POOL_WEIGHT + 1))
 
 
 def test_a_curve_goes_through_its_points_and_on_as_it_ended() -> None:

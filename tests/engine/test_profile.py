@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftproof.engine import profile
-from draftproof.engine.costs import GUESSED_DRAFT, StepCosts
+from draftproof.engine.costs import GUESSED_DRAFT, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 
@@ -86,6 +87,21 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
         assert found.step(1, 1, 0) == pytest.approx(3 * costs.step(1, 1, 0))
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("where", ["target", "draft", "context_seconds"])
+def test_impossible_numbers_are_measured_again(tmp_path: Path, where: str, number: float) -> None:
+    good = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
+    file = tmp_path / "step-costs.json"
+    content = json.loads(file.read_text())
+    (key,) = content
+    spoilt = {"target": {"1": number}, "draft": {"1": {"1": number}}, "context_seconds": number}
+    file.write_text(json.dumps({key: {**good, where: spoilt[where]}}))
+    found = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
+    assert found == good or (where, number) == ("draft", -1.0), (
+        "one graph may seem to take less than its parts"
+    )
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', "\x00"])
 def test_a_broken_file_is_measured_again(tmp_path: Path, content: str) -> None:
     (tmp_path / "step-costs.json").write_text(content)
@@ -97,6 +113,15 @@ def test_levels_are_close_together_where_one_more_makes_a_difference() -> None:
     assert profile.levels_up_to(7) == (0, 1, 2, 3, 5, 7)
     assert profile.levels_up_to(16) == (0, 1, 2, 3, 5, 8, 12, 16)
     assert profile.levels_up_to(7, "cuda") == (0, 1, 3, 5, 7)
+
+
+def test_large_steps_are_captured_for_few_drafts() -> None:
+    levels = profile.levels_up_to(16, "cuda")
+    assert levels_of(1, levels) == levels == (0, 1, 3, 5, 8, 16)
+    assert levels_of(64, levels) == (0, 1, 3) and levels_of(256, levels) == (0, 1)
+    assert levels_of(256, (7,)) == (7,), "a fixed number is the user's"
+    costs = StepCosts(levels, (8, 64))
+    assert costs.levels_for(3) == levels and costs.levels_for(9) == (0, 1, 3)
 
 
 def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

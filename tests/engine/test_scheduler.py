@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from draftproof import SamplingParams
@@ -125,12 +127,17 @@ def test_a_finished_request_gives_everything_back() -> None:
     s.pages.check_integrity()
 
 
+def _told(lost: list[int], answer: bool, request: Progress, num_lost: int) -> bool:
+    lost.append(num_lost)
+    return answer
+
+
 @pytest.mark.parametrize("will_draft", [False, True])
 def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bool) -> None:
     """Who finds them can do without a drafter, and nothing is drafted for him, or takes those before the hole."""
     for hole, found in ((None, None), (0, 0), (4, 4), (5, 4), (8, None)):
-        s = scheduler()
-        s.will_draft = will_draft
+        s, lost = scheduler(), list[int]()
+        s.will_draft = partial(_told, lost, will_draft)
         one = request(9, 0)
         s.add(one)
         finish_pass(s.schedule())
@@ -143,6 +150,20 @@ def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bo
         s.schedule()
         assert other.num_cached == (8 if found is None or not will_draft else found)
         assert other.draft_hole == (None if will_draft else found)
+        assert lost == ([] if found is None else [8 - found])
+
+
+def test_rows_before_a_hole_that_hold_guesses_are_not_shared_with_drafters() -> None:
+    """Three modules read three tokens ahead: what the last one knows ends two rows before the hole."""
+    pages = PageAllocator(65, 4, sharing=True, lookahead=3)
+    s = Scheduler(pages, num_slots=4, max_num_batched_tokens=32, num_lookahead=0)
+    one = request(16, 0)
+    s.add(one)
+    finish_pass(s.schedule())
+    one.miss_drafter(9)
+    finish_pass(s.schedule())
+    assert one.num_registered == 3
+    assert s.pages.num_unseen(one.tokens) == 8, "not page 4..7, which ends at the hole but for a row"
 
 
 def test_the_isolated_run_alone_and_the_others_come_back_in_order() -> None:

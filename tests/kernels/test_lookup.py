@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from draftproof import LLM
 from draftproof.kernels import native
 from draftproof.kernels.lookup import LookupCompiled, lookup_torch
 from draftproof.kernels.ops import Lookup
@@ -70,6 +71,12 @@ def test_it_agrees_with_the_plain_search(look: Lookup, seed: int) -> None:
     k, shortest = rng.randrange(7), rng.randrange(1, 4)
     longest = shortest + rng.randrange(4)
     assert find(look, text, k, shortest, longest) == naive(text, k, shortest, longest)
+
+
+def test_a_drafter_looks_for_no_suffix_that_cannot_be() -> None:
+    config = {"method": "ngram", "prompt_lookup_max": 10**12, "num_speculative_tokens": 3}
+    with LLM(native=False, dtype="float32", max_model_len=64, speculative_config=config) as llm:
+        assert llm.draft([7, 8, 9, 7, 8], 3, next_token=9) == [7, 8, 9]
 
 
 @pytest.mark.parametrize("look", VERSIONS)

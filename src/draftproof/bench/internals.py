@@ -280,7 +280,7 @@ class AskingAnyway(AutoPolicy):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.costs.levels[-1]] * len(asked)
 
-    def will_draft(self, request: Progress, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return True
 
 

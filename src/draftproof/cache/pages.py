@@ -92,6 +92,26 @@ class PageAllocator:
         found.node = node
         return found
 
+    def num_unseen(self, tokens: Sequence[int]) -> int:
+        """Cached tokens at the beginning of these that a drafter has not seen, or that follow such."""
+        if not self._without_drafts:
+            return 0
+        node, num_pages, num_seen = ROOT, 0, None
+        for page in range((len(tokens) - 1) // self.block_size):
+            block = self._block_of.get((node, self._content(tokens, page)))
+            if block is None:
+                break
+            node = self._node_of[block]
+            if num_seen is None and block in self._without_drafts:
+                num_seen = page
+            num_pages = page + 1
+        return 0 if num_seen is None else (num_pages - num_seen) * self.block_size
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a page's own that its key contains."""
+        return self._lookahead
+
     def register(
         self, block: int, node: int, tokens: Sequence[int], page: int, *, has_drafts: bool = True
     ) -> int:

@@ -6,6 +6,7 @@ Shapes: R requests, K drafts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,7 +28,8 @@ from draftproof.drafters.base import (
 )
 from draftproof.models.cost import Cost
 
-EXPECTED = 1.0  # accepted drafts of a round by a member that nothing is known of
+EXPECTED = 1.0  # accepted drafts of a round by a member of which little is known
+TRIED = 4  # rounds after which a member is judged by its record: before, whoever comes later is asked, too
 POOL_MEMORY, OWN_MEMORY = 0.99, 0.9  # what the past weighs after a round of any request, and of one
 POOL_WEIGHT, OWN_WEIGHT = 8.0, 4.0  # rounds that an expectation is worth
 
@@ -38,15 +40,19 @@ class Record:
 
     accepted: float = 0.0
     rounds: float = 0.0
+    num_rounds: int = 0  # ever
     of_slot: dict[int, tuple[float, float]] = field(default_factory=dict)  # slot -> accepted, rounds
 
     def expected(self, slot: int) -> float:
-        """Drafts of the member's next proposal that this request will accept."""
+        """Drafts of the member's next proposal that this request will accept; more than anybody's while it is new."""
+        if self.num_rounds < TRIED:
+            return math.inf
         pool = (self.accepted + POOL_WEIGHT * EXPECTED) / (self.rounds + POOL_WEIGHT)
         accepted, rounds = self.of_slot.get(slot, (0.0, 0.0))
         return (accepted + OWN_WEIGHT * pool) / (rounds + OWN_WEIGHT)
 
     def count(self, slot: int, num_accepted: int) -> None:
+        self.num_rounds += 1
         self.accepted = POOL_MEMORY * self.accepted + num_accepted
         self.rounds = POOL_MEMORY * self.rounds + 1
         accepted, rounds = self.of_slot.get(slot, (0.0, 0.0))

@@ -51,6 +51,7 @@ class NgramDrafter(Drafter):
         assert runtime.known is not None
         self._lookup = runtime.ops.lookup
         self._known = runtime.known
+        self._longest = min(self._options.longest, runtime.known.tokens_SL.shape[1])
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         found = self._lookup(
@@ -59,7 +60,7 @@ class NgramDrafter(Drafter):
             verified.k_R,
             num_drafts,
             self._options.shortest,
-            self._options.longest,
+            self._longest,
         )
         return Proposal(*found)
 

@@ -7,7 +7,9 @@ draft j is reached and accepted, its survival, is the product of the chances up 
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,7 +43,7 @@ class AcceptanceRecord:
     expected_hits: float = 0.0
     expected_misses: float = 0.0
     asked: float = 0.0
-    proposed: float = 0.0
+    given: float = 0.0
 
     @property
     def odds(self) -> int:
@@ -52,108 +54,132 @@ class AcceptanceRecord:
 
     def fade(self) -> None:
         """A round without drafts: what was seen before says less."""
-        self.hits *= OWN_FADING
-        self.misses *= OWN_FADING
-        self.expected_hits *= OWN_FADING
-        self.expected_misses *= OWN_FADING
+        self.remember(OWN_FADING)
         self.asked *= OWN_FADING
-        self.proposed *= OWN_FADING
+        self.given *= OWN_FADING
+
+    def remember(self, left: float) -> None:
+        """Keep so much of what was verified."""
+        self.hits *= left
+        self.misses *= left
+        self.expected_hits *= left
+        self.expected_misses *= left
+
+
+@dataclass(slots=True)
+class Chances:
+    """Chances of one thing after another, each given that those before it came about: counted, and shrunk towards
+    `first` at the first `num_alike` positions, at later ones towards the position before."""
+
+    num: int
+    first: float
+    num_alike: int = 1
+    _hits: list[float] = field(default_factory=list)
+    _trials: list[float] = field(default_factory=list)
+    _known: list[float] | None = None  # `estimates`, until something is counted
+
+    def __post_init__(self) -> None:
+        self._hits = [0.0] * self.num
+        self._trials = [0.0] * self.num
+
+    @property
+    def estimates(self) -> list[float]:
+        if self._known is None:
+            self._known = []
+            chance = self.first
+            for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
+                if position < self.num_alike:
+                    chance = self.first
+                chance = (hits + POOL_WEIGHT * chance) / (trials + POOL_WEIGHT)
+                self._known.append(chance)
+        return self._known
+
+    def count(self, num_hits: int, num_tried: int) -> None:
+        """The first `num_hits` came about, and the next did not, unless no more were tried."""
+        for position in range(min(num_hits + 1, num_tried, self.num)):
+            self._hits[position] += float(position < num_hits)
+            self._trials[position] += 1.0
+        self._known = None
+
+    def forget(self, left: float) -> None:
+        self._hits = [left * n for n in self._hits]
+        self._trials = [left * n for n in self._trials]
+        self._known = None
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Estimates for up to `num_drafts` positions.
+    """Estimates for up to `num_drafts` positions: of a draft's acceptance, and of there being one if asked. A request's
+    are the pool's with other odds, and with another share of rounds that have drafts.
 
-    The pool's estimate at a position is shrunk towards the one before it, the first towards `expected`; a request's are
-    the pool's with other odds. `memory`: weight that the past keeps with each round, over all requests.
+    `memory`: weight that the past keeps with each round, over all requests.
     """
 
     num_drafts: int
     expected: float = EXPECTED
     memory: float = POOL_MEMORY
-    _asked: float = 0.0
-    _proposed: float = 0.0
-    _hits: list[float] = field(default_factory=list)
-    _trials: list[float] = field(default_factory=list)
-    _pool: list[float] | None = None  # `pool`, until something is counted
-    _survivals: dict[int, list[float]] = field(default_factory=dict)  # likewise
+    accepted: Chances = field(init=False)
+    given: Chances = field(init=False)
+    _survivals: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._hits = [0.0] * self.num_drafts
-        self._trials = [0.0] * self.num_drafts
+        self.accepted = Chances(self.num_drafts, self.expected)
+        self.given = Chances(self.num_drafts, 1.0, num_alike=2)
 
     @property
-    def pool(self) -> list[float]:
-        """The chance of each position over all requests."""
-        if self._pool is None:
-            self._pool = []
-            self._survivals.clear()
-            chance = self.expected
-            for hits, trials in zip(self._hits, self._trials, strict=True):
-                chance = (hits + POOL_WEIGHT * chance) / (trials + POOL_WEIGHT)
-                self._pool.append(chance)
-        return self._pool
-
-    @property
-    def proposed(self) -> float:
+    def share(self) -> float:
         """Share of the rounds that were asked for drafts and had some; all, as long as nothing is known."""
-        return (self._proposed + POOL_WEIGHT) / (self._asked + POOL_WEIGHT)
+        return self.given.estimates[0]
+
+    @property
+    def longer(self) -> list[float]:
+        """The chance that there is a first, second, ... draft where there are any."""
+        return list(itertools.accumulate(self.given.estimates[1:], operator.mul, initial=1.0))
 
     @property
     def unknown(self) -> RequestClass:
         """Requests of which nothing is known."""
-        return RequestClass(0, max(1, round(SHARES * self.proposed)))
+        return RequestClass(0, max(1, round(SHARES * self.share)))
 
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
-        share = (record.proposed + OWN_WEIGHT * self.proposed) / (record.asked + OWN_WEIGHT)
+        share = (record.given + OWN_WEIGHT * self.share) / (record.asked + OWN_WEIGHT)
         return RequestClass(record.odds, max(1, round(SHARES * share)))
 
     def survival(self, odds: int = 0) -> list[float]:
         """The chance that draft 1, 2, ... is accepted together with all before it, for requests with these odds."""
-        pool = self.pool
         found = self._survivals.get(odds)
         if found is None:
             found = self._survivals[odds] = []
             ratio = ODDS_STEP**odds
             alive = 1.0
-            for chance in pool:
+            for chance in self.accepted.estimates:
                 alive *= ratio * chance / (1.0 - chance + ratio * chance)
                 found.append(alive)
         return found
 
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
         """One request's round, of which the first `num_accepted` drafts were accepted."""
-        pool = self.pool
+        pool = self.accepted.estimates
+        record.remember(OWN_MEMORY)
+        for chance in pool[: min(num_accepted + 1, num_drafted)]:
+            record.expected_hits += chance
+            record.expected_misses += 1.0 - chance
+        record.hits += num_accepted
+        record.misses += float(num_accepted < num_drafted)
         # at all positions: what was seen behind rounds of long ago says no more than they
-        self._forget(self.memory)
-        record.hits *= OWN_MEMORY
-        record.misses *= OWN_MEMORY
-        record.expected_hits *= OWN_MEMORY
-        record.expected_misses *= OWN_MEMORY
-        for position in range(min(num_accepted + 1, num_drafted, self.num_drafts)):
-            hit = float(position < num_accepted)
-            record.hits += hit
-            record.misses += 1.0 - hit
-            record.expected_hits += pool[position]
-            record.expected_misses += 1.0 - pool[position]
-            self._hits[position] += hit
-            self._trials[position] += 1.0
+        self.accepted.forget(self.memory)
+        self.accepted.count(num_accepted, num_drafted)
+        self._survivals.clear()
 
     def fade(self) -> None:
         """A step without drafts."""
-        self._forget(POOL_FADING)
-        self._asked *= POOL_FADING
-        self._proposed *= POOL_FADING
+        self.accepted.forget(POOL_FADING)
+        self.given.forget(POOL_FADING)
+        self._survivals.clear()
 
-    def _forget(self, left: float) -> None:
-        self._hits = [left * n for n in self._hits]
-        self._trials = [left * n for n in self._trials]
-        self._pool = None
-
-    def count_proposed(self, record: AcceptanceRecord, num_proposed: int) -> None:
-        """The drafter was asked for a request and had so many drafts."""
-        has_some = float(num_proposed > 0)
-        self._asked = self.memory * self._asked + 1.0
-        self._proposed = self.memory * self._proposed + has_some
+    def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
+        """The drafter was asked for so many drafts, and had so many."""
+        self.given.forget(self.memory)
+        self.given.count(num_given, num_asked)
         record.asked = OWN_MEMORY * record.asked + 1.0
-        record.proposed = OWN_MEMORY * record.proposed + has_some
+        record.given = OWN_MEMORY * record.given + float(num_given > 0)

@@ -29,6 +29,7 @@ from draftproof.drafters.short_texts import ShortTexts
 from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
+from draftproof.engine.costs import levels_of
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -132,7 +133,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         num_drafts,
         trusted=not any(map(registry.is_custom, methods)),
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
-        identity=repr([(p.method, p.num_drafts, p.checkpoint and p.checkpoint.settings) for p in plans]),
+        identity=repr([plan.identity for plan in plans]),
     )
     engine, num_graph_bytes = _engine(base, target, drafting, progress)
     used = memory.Memory(
@@ -319,7 +320,8 @@ def _engine(
         known = drafting if drafting.trusted else nothing
         runner = _runner(base, target, known, num_blocks=2)
         # each graph keeps logits of its own
-        num_logits = sum(runner.buckets) * sum(1 + k for k in known.levels) * base.model.vocab_size
+        num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
+        num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
     num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
     runner, num_graph_bytes = _runner(base, target, drafting, num_blocks), 0
@@ -398,6 +400,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
         on_device=on_device,
+        drafter_may_rest=drafting.trusted,
         async_depth=int(on_device and device.type == "cuda"),
         num_threads=torch.get_num_threads(),
     )
@@ -437,8 +440,10 @@ def _policy(base: _Base, drafting: _Drafting, runner: ModelRunner) -> Policy:
         "target": repr(base.model),
         "dtype": str(base.dtype),
         "drafter": drafting.identity,
-        "sizes": [runner.max_num_seqs, runner.max_model_len],
+        "sizes": [runner.max_num_seqs, runner.max_model_len, base.config.block_size],
         "eager": base.config.enforce_eager,
+        "verification": base.config.verification,
+        "exact": base.config.exact,
     }
     costs = profile.costs_of(runner, drafting.levels, identity, native.default_cache_dir())
     return AutoPolicy(costs, Acceptance(drafting.num_drafts))

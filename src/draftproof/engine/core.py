@@ -86,6 +86,7 @@ class EngineCore:
         self._is_result_lost = False  # a step's pages may be in the prefix cache, and its result never came
         self._is_shut_down = False
         self._num_arrived = 0
+        scheduler.will_draft = self._will_draft
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
@@ -182,7 +183,8 @@ class EngineCore:
             left = len(request.tokens) - 1 - request.num_computed
             is_last = rows.num_rows >= left
             chunk = PlannedRows(request, rows.start, min(rows.num_rows, left), 0)
-            self._launch(replace(output, rows=[chunk]), [num_drafts if is_last else 0], time.perf_counter())
+            output, wanted = replace(output, rows=[chunk]), [num_drafts if is_last else 0]
+            self._launch(output, wanted, time.perf_counter(), is_shown=True)
             self._take_in(0)
             if is_last:
                 return self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)
@@ -203,8 +205,6 @@ class EngineCore:
             self._tell_releases()
 
     def _schedule(self) -> SchedulerOutput:
-        if self.scheduler.waiting and self.runner.drafter_has_kv:
-            self.scheduler.will_draft = self._will_draft(self.scheduler.waiting[0])
         output = self.scheduler.schedule()
         if output.stalled:
             self._take_in(0)
@@ -221,10 +221,15 @@ class EngineCore:
         numbers = dict(zip(map(id, asked), self.policy.choose(asked, num_others), strict=True))
         return [numbers.get(id(r.request), 0) for r in output.rows]
 
-    def _launch(self, output: SchedulerOutput, wanted: Sequence[int], planned: float) -> None:
-        """Hand the step to the runner, and count on what it will have done. `planned`: when its planning began."""
+    def _launch(
+        self, output: SchedulerOutput, wanted: Sequence[int], planned: float, *, is_shown: bool = False
+    ) -> None:
+        """Hand the step to the runner, and count on what it will have done. `planned`: when its planning began;
+        `is_shown`: the drafter sees the rows whatever they are worth."""
         start = time.perf_counter()
-        step = self._step_input(output, wanted)
+        step = self._step_input(
+            output, wanted, without_drafter=not is_shown and self._can_do_without_drafter(output.rows, wanted)
+        )
         requests = self._step_requests = [rows.request for rows in output.rows]
         pending = self.runner.run(step)
         is_missed = pending.draft_state_lost or (step.without_drafter and self.runner.drafter_has_kv)
@@ -244,7 +249,9 @@ class EngineCore:
         self.stats.num_cached_tokens += sum(r.num_computed for r in step.admitted)
         self.stats.launch_seconds += time.perf_counter() - start
 
-    def _step_input(self, output: SchedulerOutput, wanted: Sequence[int]) -> StepInput:
+    def _step_input(
+        self, output: SchedulerOutput, wanted: Sequence[int], *, without_drafter: bool
+    ) -> StepInput:
         scheduler = self.scheduler
         scheduled = [
             _scheduled(rows, num_drafts) for rows, num_drafts in zip(output.rows, wanted, strict=True)
@@ -256,16 +263,19 @@ class EngineCore:
             fresh_blocks=scheduler.fresh_blocks,
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
-            without_drafter=self._can_do_without_drafter(output.rows, wanted),
+            without_drafter=without_drafter,
         )
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
 
     def _can_do_without_drafter(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
         """Whether the drafter has nothing to do: nobody has drafts or wants any, and prompts do without it."""
-        if not self.runner.num_drafts or any(wanted) or any(r.num_sampled > 1 for r in rows):
+        runner = self.runner
+        if not runner.num_drafts or not runner.drafter_may_rest:
             return False
-        if not self.runner.drafter_has_kv:
+        if any(wanted) or any(r.num_sampled > 1 for r in rows):
+            return False
+        if not runner.drafter_has_kv:
             return True
         prompts = [r for r in rows if self._is_prompt(r) and r.request.draft_hole is None]
         return not any(self._will_draft(r.request) for r in prompts)
@@ -274,9 +284,12 @@ class EngineCore:
         """Whether the drafter could do without these rows if it is to draft nothing for their request."""
         return self.runner.drafter_has_kv and rows.num_rows > rows.num_sampled
 
-    def _will_draft(self, request: Progress) -> bool:
-        """Whether a prompt is to be shown to the drafter, by how many will decode beside it before long."""
-        return self.policy.will_draft(request, self.scheduler.num_soon - 1)
+    def _will_draft(self, request: Progress, num_lost: int = 0) -> bool:
+        """Whether a prompt is to be shown to the drafter, by how many will decode beside it before long, and by how
+        many cached tokens the target would have to compute again for that."""
+        if not self.runner.num_drafts or self.runner.drafter_health().off:
+            return False
+        return self.policy.will_draft(request, self.scheduler.num_soon - 1, num_lost)
 
     def _take_in(self, async_depth: int) -> None:
         """Process finished steps until at most `async_depth` remain in flight."""
@@ -311,15 +324,17 @@ class EngineCore:
         """A pass's effect on one request that is still there."""
         delta = TokenDelta(request.id, prompt_logprobs=result.prompt_logprobs)
         request.num_scores_out += len(result.prompt_logprobs)
+        first = min(scheduled.start, request.num_computed)  # `start` is an upper bound where steps overlap
         if scheduled.num_sampled:
             request.num_pending -= scheduled.num_sampled
             self._emit(request, result, delta)
         if request.num_pending == 0:
             request.num_drafts = result.num_proposed
         if result.draft_state_lost:
-            request.miss_drafter(scheduled.start)
-        if scheduled.num_drafts:
-            self.policy.proposed(request, result.num_proposed)
+            request.miss_drafter(first)
+        num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
+        if num_asked > 0 and delta.finish_reason is None:
+            self.policy.proposed(request, num_asked, result.num_proposed)
         if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
             delta.num_cached_tokens = request.num_cached
             delta.num_preemptions = request.num_preemptions
@@ -345,8 +360,11 @@ class EngineCore:
         self.stats.num_generated_tokens += num_kept
         if delta.is_round:
             self.stats.speculation.record(delta.num_drafted, delta.num_accepted)
-        if delta.num_drafted:
-            self.policy.verified(request, delta.num_drafted, delta.num_accepted)
+        # what lies behind the end of the output was neither hit nor miss
+        is_whole = num_kept == len(result.token_ids) and not result.failure
+        num_observed = delta.num_drafted if is_whole else delta.num_accepted
+        if num_observed:
+            self.policy.verified(request, num_observed, delta.num_accepted)
 
     def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult]) -> None:
         """What a step took in which everybody decoded: prompts say nothing about decoding.

@@ -19,9 +19,18 @@ SHARED = 0.5  # how much of what changes about steps that are well known is laid
 WELL_KNOWN = 5.0  # steps, after which half as much is
 HOST_RATE = 0.05  # weight of a step in what the host takes
 FORGOTTEN = 0.97  # what a step of another kind leaves of a kind's own pace: what seemed slow is tried again
+MOST_CAPTURED_ROWS = 256  # of a captured step whose number of drafts is chosen
 OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
 GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
 GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
+
+
+def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of drafts for which steps of so many requests are captured: each graph has logits of its own, and the
+    more requests, the fewer drafts can pay. A number that is fixed is not for us to choose."""
+    if len(levels) == 1:
+        return levels
+    return tuple(k for k in levels if k <= levels[1] or num_requests * (1 + k) <= MOST_CAPTURED_ROWS)
 
 
 class StepOutcome(NamedTuple):
@@ -104,6 +113,18 @@ class StepCosts:
     _paces: dict[tuple[int, int], Pace] = field(default_factory=dict)  # `_kind` -> pace
     _common: dict[int, Pace] = field(default_factory=dict)  # its first number -> pace of all such steps
     _draft_passes: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def target_row_seconds(self) -> float:
+        """What one more row takes in a large pass."""
+        sizes = list(self.target.points)[-2:]
+        return self.target.at(sizes[-1] + 1) - self.target.at(sizes[-1]) if len(sizes) == 2 else 0.0
+
+    def levels_for(self, num_requests: int) -> tuple[int, ...]:
+        """Numbers of drafts that so many requests may be asked for."""
+        if not self.is_padded:
+            return self.levels
+        return levels_of(next((b for b in self.buckets if b >= num_requests), num_requests), self.levels)
 
     @property
     def is_padded(self) -> bool:
@@ -207,6 +228,9 @@ class StepCosts:
             int(k): Curve({int(r): float(s) for r, s in points.items()}) for k, points in raw["draft"].items()
         }
         context_seconds = float(raw["context_seconds"])
+        drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]
+        if not all(map(math.isfinite, [context_seconds, *target.values(), *drafts])):
+            raise ValueError("not a profile: numbers that are none")
         if not target or min(target.values()) <= 0 or context_seconds < 0:
             raise ValueError("not a profile")
         self.target, self.draft, self.context_seconds = Curve(target), draft, context_seconds

@@ -29,6 +29,12 @@ class DraftPlan:
     num_drafts: int
     inner: tuple[DraftPlan, ...] = ()
 
+    @property
+    def identity(self) -> str:
+        """What the time of drafting depends on."""
+        shape = self.checkpoint and self.checkpoint.settings
+        return repr((self.method, self.num_drafts, shape, self.settings, [p.identity for p in self.inner]))
+
 
 @dataclass(frozen=True, slots=True)
 class Files:

@@ -5,6 +5,7 @@ Letters: R requests that decode in a pass, k drafts of one, K the most that may 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
 NOISE_RATE = 0.1  # weight of a plain step in how much other programs slow steps
+MOST_CHOICES = 256  # that are kept: where every step has prompts, none is heard of, and requests differ
 MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
 
 
@@ -33,12 +35,13 @@ class Policy(Protocol):
         that cannot draft. All 0: the drafter has nothing to do."""
         ...
 
-    def will_draft(self, request: Progress, num_others: int) -> bool:
-        """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt."""
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
+        """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt, for
+        which the target computes `num_lost` tokens that it has in the cache."""
         ...
 
-    def proposed(self, request: Progress, num_drafts: int) -> None:
-        """The drafter was asked for this request, and had so many drafts."""
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+        """The drafter was asked for so many drafts for this request, and had so many."""
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -63,10 +66,10 @@ class FixedPolicy:
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self._num_drafts] * len(asked)
 
-    def will_draft(self, request: Progress, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self._num_drafts > 0
 
-    def proposed(self, request: Progress, num_drafts: int) -> None:
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
         pass
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
@@ -119,13 +122,15 @@ class AutoPolicy:
         choice = self._choices.get(key)
         if choice is None:
             choice = self.best(counts, num_others, self._context, STAKE * self.savings)
+            if len(self._choices) == MOST_CHOICES:
+                self._choices.clear()
             self._choices[key] = choice
         for request, its_class in zip(asked, classes, strict=True):
             if its_class not in choice.num_drafts:
                 request.record.fade()
         return [choice.num_drafts.get(its_class, 0) for its_class in classes]
 
-    def will_draft(self, request: Progress, num_others: int) -> bool:
+    def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         num_requests = 1 + num_others  # all like this one
         choice = self.best(
             {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
@@ -135,7 +140,8 @@ class AutoPolicy:
         plain = self.costs.plain(num_requests, self._context) / num_requests
         num_tokens = min(MOST_TOKENS, request.spec.limit - len(request.tokens))
         saved = num_tokens * (plain - choice.seconds / choice.tokens)
-        return saved > len(request.tokens) * self.costs.prompt_row_seconds
+        shown = len(request.tokens) * self.costs.prompt_row_seconds
+        return saved > shown + num_lost * self.costs.target_row_seconds
 
     def best(
         self,
@@ -162,10 +168,12 @@ class AutoPolicy:
 
     def _alike(self, counts: Mapping[RequestClass, int], num_requests: int, context: int) -> Iterable[Choice]:
         """Each level for everybody."""
-        for level in self.costs.levels[1:]:
+        longer = self.acceptance.longer
+        for level in self.costs.levels_for(num_requests)[1:]:
             tokens = float(num_requests)
             for its_class, number in counts.items():
-                accepted = sum(self.acceptance.survival(its_class.odds)[:level])
+                survival = self.acceptance.survival(its_class.odds)
+                accepted = sum(map(operator.mul, longer[:level], survival[:level]))
                 tokens += number * its_class.share / SHARES * accepted
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
             yield Choice(dict.fromkeys(counts, level), tokens, seconds)
@@ -174,23 +182,25 @@ class AutoPolicy:
         self, counts: Mapping[RequestClass, int], num_requests: int, context: int
     ) -> Iterable[Choice]:
         """Level by level, that of the class first whose drafts there are likeliest to survive."""
-        parts = []
+        longer, parts = self.acceptance.longer, []
         for its_class in counts:
             survival = self.acceptance.survival(its_class.odds)
             for low, high in pairwise(self.costs.levels):
-                parts.append((-sum(survival[low:high]) / (high - low), low, high, its_class))
+                num_given = sum(longer[low:high])
+                accepted = sum(map(operator.mul, longer[low:high], survival[low:high]))
+                parts.append((-accepted / num_given, num_given, high, its_class))
         chosen: dict[RequestClass, int] = {}
         tokens = rows = float(num_requests)
-        for chance, low, high, its_class in sorted(parts):
-            chosen[its_class] = high
-            num_drafts = its_class.share / SHARES * (high - low) * counts[its_class]
+        for chance, num_given, high, its_class in sorted(parts):
+            chosen[its_class] = max(high, chosen.get(its_class, 0))
+            num_drafts = its_class.share / SHARES * num_given * counts[its_class]
             tokens -= chance * num_drafts
             rows += num_drafts
             most = max(chosen.values())
             yield Choice(dict(chosen), tokens, self.costs.step(num_requests, round(rows), most, context))
 
-    def proposed(self, request: Progress, num_drafts: int) -> None:
-        self.acceptance.count_proposed(request.record, num_drafts)
+    def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
+        self.acceptance.count_given(request.record, num_asked, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
         self._choices.clear()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftproof.engine.costs import Curve, StepCosts
+from draftproof.engine.costs import Curve, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 from draftproof.kernels.plan_cache import Store
@@ -130,7 +130,8 @@ def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
     yield from (StepSize(numbers[0], k, k) for k in levels)
     yield StepSize(numbers[0], 0, 0, runner.max_model_len // 2)
     for num_requests in numbers[1:]:
-        yield from (StepSize(num_requests, k, k) for k in few)
+        captured = levels_of(num_requests, few) if runner.buckets else few
+        yield from (StepSize(num_requests, k, k) for k in captured)
 
 
 def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:

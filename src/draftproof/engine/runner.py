@@ -21,6 +21,7 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
+from draftproof.engine.costs import levels_of
 from draftproof.engine.interface import (
     HEALTHY,
     NO_NUMBER,
@@ -154,6 +155,7 @@ class ModelRunner:
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
+    drafter_may_rest: bool = True  # steps without drafts may be hidden from it
     async_depth: int = 0  # passes that may be in flight when a step ends
     num_threads: int = 1  # that certificates were made with: torch's setting around each pass
     captured: set[BatchShape] = field(default_factory=set)  # full steps
@@ -352,7 +354,7 @@ class ModelRunner:
         shapes = [
             self._decoding(R, level, with_drafter=level > 0)
             for R in reversed(self.buckets)
-            for level in reversed(self.levels)
+            for level in reversed(levels_of(R, self.levels))
             if self.async_depth
         ]
         for done, shape in enumerate(shapes):

@@ -7,7 +7,7 @@ of those fit; the pass takes as many as the token budget and the pages allow.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import PageAllocator
@@ -56,9 +56,9 @@ class Scheduler:
         self.waiting: deque[Progress] = deque()
         self.running: list[Progress] = []
         self.held: list[Progress] | None = None  # all others, while `isolate` is in force
-        self.will_draft = (
-            False  # new requests are to have drafts: prefixes that the drafter has not seen do not serve
-        )
+        # Whether a new request is to have drafts, for which so many of its tokens that are cached are computed again:
+        # a prefix that the drafter has not seen serves the target only.
+        self.will_draft: Callable[[Progress, int], bool] = lambda request, num_lost: False
         self.fresh_blocks: list[int] = []
         self.released: list[int] = []
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -144,7 +144,8 @@ class Scheduler:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
         assert not request.blocks
         tokens = request.tokens if request.spec.reads_prefix_cache else []
-        found = self.pages.match(tokens, with_drafts=self.will_draft)
+        num_lost = self.pages.num_unseen(tokens)
+        found = self.pages.match(tokens, with_drafts=num_lost > 0 and self.will_draft(request, num_lost))
         num_cached = len(found.blocks) * self.pages.block_size
         num_rows = min(budget, len(request.tokens) - num_cached)
         missing = self._blocks_for(request, num_cached + num_rows) - len(found.blocks)
@@ -218,6 +219,8 @@ class Scheduler:
         page_end = (request.num_registered + 1) * self.pages.block_size
         if page_end > request.num_computed:
             return
+        # rows just before a hole hold keys and values of tokens that were guessed, where a drafter reads ahead further
+        margin = max(0, self.pages.lookahead - 1)
         # a drafter knows one token more than was computed, not the whole prompt
         num_seen = min(len(request.tokens), request.num_computed + 1)
         while page_end <= request.num_computed and self.pages.can_register(num_seen, request.num_registered):
@@ -227,7 +230,7 @@ class Scheduler:
                 request.node,
                 request.tokens,
                 page,
-                has_drafts=request.draft_hole is None or page_end <= request.draft_hole,
+                has_drafts=request.draft_hole is None or page_end + margin <= request.draft_hole,
             )
             request.num_registered += 1
             page_end += self.pages.block_size

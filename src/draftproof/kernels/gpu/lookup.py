@@ -27,6 +27,7 @@ def _lookup_kernel(
     end = tl.load(length + slot) - 1
     text = tokens + slot * columns
     i = tl.arange(0, BLOCK)
+    longest = tl.minimum(longest, tl.maximum(end, 0))
     best_B = tl.zeros((BLOCK,), tl.int64)  # length of a match * columns + the place of its last token
     for start in range(0, end, BLOCK):
         place = start + i
