@@ -13,6 +13,7 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.peers import gguf_file
 from draftproof.bench.peers.engine import Spec
 from draftproof.models.config import ModelConfig, parse, read_config
+from draftproof.models.gguf.layout import CONTROL, NORMAL, UNUSED, USER_DEFINED, interleave, separate
 from draftproof.models.loading import RandomWeights, Weights
 
 SHAPE = {
@@ -34,8 +35,9 @@ def model(**changes: Any) -> ModelConfig:
 
 def test_pairs_that_rotate_together_lie_side_by_side() -> None:
     heads = torch.arange(8.0).repeat_interleave(3).view(8, 3)  # 2 heads of 4 rows
-    assert gguf_file.interleave(heads, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert gguf_file.interleave(heads[:, 0], 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7], "a bias"
+    assert interleave(heads, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert interleave(heads[:, 0], 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7], "a bias"
+    assert torch.equal(separate(interleave(heads, 2), 2), heads)
 
 
 def test_only_llama_is_interleaved() -> None:
@@ -91,11 +93,11 @@ def test_every_id_has_a_text_and_a_type() -> None:
     tokens, types = gguf_file.vocabulary({"a": 0, "b": 1}, added, 5)
     assert tokens == ["a", "<tab>", "[PAD2]", "<end>", "[PAD4]"]
     assert types == [
-        gguf_file.NORMAL,
-        gguf_file.USER_DEFINED,
-        gguf_file.UNUSED,
-        gguf_file.CONTROL,
-        gguf_file.UNUSED,
+        NORMAL,
+        USER_DEFINED,
+        UNUSED,
+        CONTROL,
+        UNUSED,
     ]
 
 

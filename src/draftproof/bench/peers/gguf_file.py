@@ -1,6 +1,6 @@
 """A GGUF file of a checkpoint, for engines that read nothing else: Llama, Mistral, Qwen 2 and Qwen 3.
 
-Shapes: D hidden size, F width of the MLP, H heads, K heads of keys, E head size, V vocabulary.
+Names of tensors and the order of their rows are in `models/gguf/layout.py`, which reads such files, too.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from torch import Tensor
 
 from draftproof.bench.peers.engine import Spec
 from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.gguf.layout import (
+    ARCHITECTURES,
+    CONTROL,
+    NORMAL,
+    ROPE_DIVISORS,
+    UNUSED,
+    USER_DEFINED,
+    interleave,
+    names,
+    rotated_heads,
+)
 from draftproof.models.loading import RandomWeights, Weights, WeightSource, root_of
 from draftproof.models.rope import inverse_frequencies
 from draftproof.models.tokenizer_file import NAME as TOKENIZER_FILE
 from draftproof.schema import read_json
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FILE_TYPES = {"BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16", "F32": "ALL_F32"}
 PRE_TOKENIZER = "qwen2"  # how text is cut; prompts are ids here, so that none is
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
-
-Shape = tuple[int, ...]
-Named = tuple[str, str, Shape]  # GGUF's name, ours, shape
 
 
 def of(spec: Spec, kind: str) -> Path:
@@ -69,8 +76,8 @@ def write(directory: Path, path: Path, kind: str, random: torch.dtype | None = N
 def check(config: ModelConfig) -> str:
     """The architecture in GGUF's words; ValueError for a model that this module cannot write."""
     here = f"model_type={config.model_type!r}"
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"{here}: no GGUF file is made of it; can be {', '.join(ARCHITECTURES)}")
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"{here}: no GGUF file is made of it; can be {', '.join(MODEL_TYPES)}")
     architecture = ARCHITECTURES[config.model_type]
     if any(0 < window < config.max_position_embeddings for window in config.windows):
         raise ValueError(
@@ -87,55 +94,15 @@ def check(config: ModelConfig) -> str:
     return architecture
 
 
-def names(config: ModelConfig, root: str) -> Iterator[Named]:
-    """Every tensor of the model; those of a layer in the order of its pass."""
-    D, F, E, V = config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size
-    heads, kv_heads = config.num_heads * E, config.num_kv_heads * E
-    yield "token_embd.weight", f"{root}embed_tokens.weight", (V, D)
-    for i in range(config.num_layers):
-        ours, theirs = f"{root}layers.{i}.", f"blk.{i}."
-        yield f"{theirs}attn_norm.weight", f"{ours}input_layernorm.weight", (D,)
-        if config.qk_norm:
-            for letter in "qk":
-                yield f"{theirs}attn_{letter}_norm.weight", f"{ours}self_attn.{letter}_norm.weight", (E,)
-        yield f"{theirs}ffn_norm.weight", f"{ours}post_attention_layernorm.weight", (D,)
-        for part, name, (rows, columns), has_bias in (
-            ("attn_q", "self_attn.q_proj", (heads, D), config.qkv_bias),
-            ("attn_k", "self_attn.k_proj", (kv_heads, D), config.qkv_bias),
-            ("attn_v", "self_attn.v_proj", (kv_heads, D), config.qkv_bias),
-            ("attn_output", "self_attn.o_proj", (D, heads), config.o_bias),
-            ("ffn_gate", "mlp.gate_proj", (F, D), config.mlp_bias),
-            ("ffn_up", "mlp.up_proj", (F, D), config.mlp_bias),
-            ("ffn_down", "mlp.down_proj", (D, F), config.mlp_bias),
-        ):
-            yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{theirs}{part}.bias", f"{ours}{name}.bias", (rows,)
-    yield "output_norm.weight", f"{root}norm.weight", (D,)
-    if not config.tie_word_embeddings:
-        yield "output.weight", "lm_head.weight", (V, D)
-
-
 def tensors(config: ModelConfig, weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """GGUF's name and content of every tensor, in the dtypes of the checkpoint."""
-    interleaved = ARCHITECTURES[config.model_type] == "llama"
     for name, ours, shape in names(config, root_of(weights)):
         tensor = weights.get(ours, shape)
-        if interleaved and ".attn_q." in name:
-            tensor = interleave(tensor, config.num_heads)
-        elif interleaved and ".attn_k." in name:
-            tensor = interleave(tensor, config.num_kv_heads)
-        yield name, tensor
+        num_heads = rotated_heads(name, config)
+        yield name, interleave(tensor, num_heads) if num_heads else tensor
     if config.rope.type != "default":  # what llama.cpp divides the plain frequencies by
         plain = dataclasses.replace(config.rope, type="default")
-        yield "rope_freqs.weight", inverse_frequencies(plain) / inverse_frequencies(config.rope)
-
-
-def interleave(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of q or k such that a pair that rotates together lies side by side, as llama.cpp wants Llama's: a head's
-    halves, (0, 1, ..., E/2, E/2 + 1, ...), become (0, E/2, 1, E/2 + 1, ...)."""
-    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+        yield ROPE_DIVISORS, inverse_frequencies(plain) / inverse_frequencies(config.rope)
 
 
 def _describe(writer: Any, config: ModelConfig, name: str, file_type: int) -> None:

@@ -1,0 +1,85 @@
+"""What GGUF files call a model's tensors, and how they differ from a checkpoint's; for reading and for writing them.
+
+Shapes: D hidden size, F width of the MLP, H heads, K heads of keys, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from draftproof.models.config import ModelConfig
+
+ARCHITECTURES: Mapping[str, str] = {  # what GGUF calls a model type
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
+INTERLEAVED = "llama"  # the architecture whose pairs of q and k that rotate together lie side by side
+ROPE_DIVISORS = "rope_freqs.weight"  # what the plain frequencies of a rotary embedding are divided by
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+
+Shape = tuple[int, ...]
+Named = tuple[str, str, Shape]  # GGUF's name, ours, shape
+_LLAMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def names(config: ModelConfig, root: str) -> Iterator[Named]:
+    """Every tensor of the model; those of a layer in the order of its pass."""
+    D, F, E, V = config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size
+    heads, kv_heads = config.num_heads * E, config.num_kv_heads * E
+    norms = _GEMMA_NORMS if config.gemma else _LLAMA_NORMS
+    yield "token_embd.weight", f"{root}embed_tokens.weight", (V, D)
+    for i in range(config.num_layers):
+        ours, theirs = f"{root}layers.{i}.", f"blk.{i}."
+        for part, name in norms.items():
+            yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (D,)
+        if config.qk_norm or config.gemma:
+            for letter in "qk":
+                yield f"{theirs}attn_{letter}_norm.weight", f"{ours}self_attn.{letter}_norm.weight", (E,)
+        for part, name, (rows, columns), has_bias in (
+            ("attn_q", "self_attn.q_proj", (heads, D), config.qkv_bias),
+            ("attn_k", "self_attn.k_proj", (kv_heads, D), config.qkv_bias),
+            ("attn_v", "self_attn.v_proj", (kv_heads, D), config.qkv_bias),
+            ("attn_output", "self_attn.o_proj", (D, heads), config.o_bias),
+            ("ffn_gate", "mlp.gate_proj", (F, D), config.mlp_bias),
+            ("ffn_up", "mlp.up_proj", (F, D), config.mlp_bias),
+            ("ffn_down", "mlp.down_proj", (D, F), config.mlp_bias),
+        ):
+            yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{theirs}{part}.bias", f"{ours}{name}.bias", (rows,)
+    yield "output_norm.weight", f"{root}norm.weight", (D,)
+    if not config.tie_word_embeddings:
+        yield "output.weight", "lm_head.weight", (V, D)
+
+
+def rotated_heads(name: str, config: ModelConfig) -> int:
+    """Heads of the tensor that GGUF calls `name`, where its rows are interleaved; else 0."""
+    if ARCHITECTURES[config.model_type] != INTERLEAVED:
+        return 0
+    if ".attn_q." in name:
+        return config.num_heads
+    return config.num_kv_heads if ".attn_k." in name else 0
+
+
+def interleave(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of q or k such that a pair that rotates together lies side by side, as llama.cpp wants Llama's: a head's
+    halves, (0, 1, ..., E/2, E/2 + 1, ...), become (0, E/2, 1, E/2 + 1, ...)."""
+    halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def separate(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of q or k in a checkpoint's order: what `interleave` made of them, undone."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
