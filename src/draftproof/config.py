@@ -68,7 +68,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None
     revision: str | None = None
-    load_format: Literal["auto", "dummy"] | None = None
+    load_format: Literal["auto", "gguf", "dummy"] | None = None
     max_model_len: int | None = None
     parallel_drafting: bool | None = None
     policy: Literal["adaptive", "fixed"] | None = None
@@ -97,7 +97,7 @@ class SpeculativeConfig:
         _check_mapping("speculative_config: hf_overrides", self.hf_overrides)
         check_choice("speculative_config: policy", self.policy, (None, "adaptive", "fixed"))
         check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
-        check_choice("speculative_config: load_format", self.load_format, (None, "auto", "dummy"))
+        check_choice("speculative_config: load_format", self.load_format, (None, "auto", "gguf", "dummy"))
         if self.parallel_drafting is not None:
             check_flag("speculative_config: parallel_drafting", self.parallel_drafting)
         check_whole("speculative_config: max_faults", self.max_faults, 1)
@@ -161,8 +161,10 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = documented(
         "auto", "Arithmetic of the target: auto, float32, bfloat16 or float16."
     )
-    load_format: Literal["auto", "dummy"] = documented(
-        "auto", "auto, or dummy: random weights, of the models' folders only config.json is read."
+    load_format: Literal["auto", "gguf", "dummy"] = documented(
+        "auto",
+        "auto (safetensors, or a .gguf file), gguf, or dummy: random weights, of the models' folders only config.json "
+        "is read.",
     )
     device: str = documented("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
     max_model_len: int | None = documented(None, "Longest prompt and output together, in tokens.")
@@ -195,7 +197,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "hf_overrides", _copied(self.hf_overrides))
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        check_choice("load_format", self.load_format, ("auto", "gguf", "dummy"))
         check_choice("bf16_arithmetic", self.bf16_arithmetic, ("auto", "widened"))
         check_choice("verification", self.verification, ("exact", "rejection", "block"))
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -108,7 +108,7 @@ class _Base:
 @own_precision()
 def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loaded:
     """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
-    config, directory = locate(config)
+    config, directory = locate(config, progress)
     base = _base(config, directory, progress)
     speculative = config.speculative_config
     random = RandomWeights(1, base.device, base.dtype)
@@ -156,11 +156,11 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     )
 
 
-def locate(config: EngineConfig) -> tuple[EngineConfig, Path]:
+def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:
     """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
     if config.model is None:
         return config, assets.path(assets.TARGET)
-    directory = resolve(config.model, config.revision)
+    directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
     given = vllm_names.named(config.speculative_config or SpeculativeConfig())
     is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
     if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):

@@ -44,7 +44,7 @@ class Files:
 
     target: Path
     random: WeightSource
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: Literal["auto", "gguf", "dummy"] = "auto"
     overrides: Mapping[str, Any] | None = None
 
     def weights(self, settings: SpeculativeConfig) -> WeightSource | None:
@@ -161,7 +161,12 @@ def _member(raw: Mapping[str, Any], num_drafts: int | None) -> SpeculativeConfig
 def _folder(settings: SpeculativeConfig) -> Path:
     """The folder of the draft checkpoint."""
     assert settings.model is not None
-    return resolve(settings.model, settings.revision, field="speculative_config: model")
+    return resolve(
+        settings.model,
+        settings.revision,
+        field="speculative_config: model",
+        load_format=settings.load_format or "auto",
+    )
 
 
 def _is_target(settings: SpeculativeConfig, target: Path) -> bool:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftproof.models.gguf import convert as gguf
 from draftproof.schema import number, read_json, section, shown, token_ids, whole
 from draftproof.types import SamplingParams
 
@@ -64,19 +65,25 @@ def resolve(
     *,
     field: str = "model",
     file: str = "config.json",
+    load_format: str = "auto",
+    progress: gguf.Progress | None = None,
 ) -> Path:
-    """The folder of `model`: a directory, or a hub id whose files are fetched (or found in the hub's cache). `field` is
-    what the user calls it, `file` what a directory must hold ("": anything).
+    """The folder of `model`: a directory, a .gguf file (or the folder of one), which is converted into the cache at
+    first, or a hub id whose files are fetched (or found in the hub's cache). `field` is what the user calls it, `file`
+    what a directory must hold ("": anything); load_format "gguf": a .gguf file or nothing.
 
     Raises ValueError for a missing directory, an unknown id, and a hub that cannot be reached.
     """
     path = Path(model).expanduser()
+    single = _gguf_file(path, field, file, load_format)
+    if single is not None:
+        return gguf.checkpoint_of(single, progress)
     if path.is_dir():
         if not (path / file).exists():
             raise ValueError(f"{field}={str(model)!r}: this folder has no {file}, so it holds no model")
         return path
     if path.exists():
-        raise ValueError(f"{field}={str(model)!r}: is a file; give the folder that holds it")
+        raise ValueError(f"{field}={str(model)!r}: is a file; give the folder that holds it, or a .gguf file")
     if not _HUB_ID.fullmatch(str(model)):
         raise ValueError(
             f"{field}={str(model)!r}: no such directory; check the path (a hub id reads 'owner/name')"
@@ -95,6 +102,24 @@ def resolve(
             f"{field}={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
             f"({type(error).__name__}: {reason}); check the name, or download it elsewhere and give the folder's path"
         ) from error
+
+
+def _gguf_file(path: Path, field: str, file: str, load_format: str) -> Path | None:
+    """The .gguf file that `path` means, by itself or as its folder's only one; None where it means something else."""
+    here = f"{field}={str(path)!r}"
+    if path.is_file() and path.suffix == gguf.SUFFIX:
+        return path
+    wanted = load_format == "gguf"
+    found = sorted(path.glob(f"*{gguf.SUFFIX}")) if path.is_dir() else []
+    if found and (wanted or not (path / file).exists()):
+        if len(found) > 1:
+            raise ValueError(
+                f"{here}: this folder has {len(found)} .gguf files: give one of them, such as {found[0]}"
+            )
+        return found[0]
+    if wanted:
+        raise ValueError(f"load_format='gguf': {here}: must be a .gguf file, or a folder that holds one")
+    return None
 
 
 def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
