@@ -15,7 +15,7 @@ from draftproof.models.families import FAMILIES
 from draftproof.models.gguf.file import GgufFile
 from draftproof.models.gguf.layout import ARCHITECTURES, ROPE_DIVISORS
 from draftproof.models.rope import RopeConfig, inverse_frequencies
-from draftproof.schema import did_you_mean, no_such_choice, shown, words
+from draftproof.schema import did_you_mean, shown, words
 
 _MODEL_TYPES = {architecture: name for name, architecture in ARCHITECTURES.items() if name != "mistral"}
 # Keys of config.json by what GGUF calls them, without the architecture before it.
@@ -136,7 +136,7 @@ def _architecture(file: GgufFile) -> str:
     if found is None:
         raise ValueError(f"{file.path}: general.architecture is missing; the file holds no model")
     if found not in _MODEL_TYPES:
-        raise no_such_choice(f"{file.path}: general.architecture", found, sorted(_MODEL_TYPES))
+        raise file.unsupported("general.architecture", _MODEL_TYPES)
     return str(found)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -86,6 +86,13 @@ class GgufFile:
                 f"{self.path}: {key}={shown(value)}: must be of type {expected}; download the file again"
             )
         return value
+
+    def unsupported(self, key: str, known: Iterable[str]) -> ValueError:
+        """The error for a value that is none of `known`: no near name is a hint here, since it means something else."""
+        return ValueError(
+            f"{self.path}: {key}={shown(self.fields.get(key))}: not supported, only {', '.join(sorted(known))}; take "
+            "the checkpoint that this file was made of"
+        )
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor's numbers, dequantised in fp32 and rounded to `dtype`; ValueError where it is missing or not of

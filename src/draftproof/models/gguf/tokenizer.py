@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from draftproof.models.gguf.file import GgufFile
 from draftproof.models.gguf.layout import CONTROL, NORMAL, USER_DEFINED
 from draftproof.models.tokenizer_file import NAME
-from draftproof.schema import no_such_choice, shown
+from draftproof.schema import shown
 
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,7 +82,7 @@ def write(file: GgufFile, folder: Path, vocab_size: int) -> None:
     if model == "no_vocab":
         return
     if model not in ("gpt2", "llama"):
-        raise no_such_choice(f"{file.path}: tokenizer.ggml.model", model, ("gpt2", "llama"))
+        raise file.unsupported("tokenizer.ggml.model", ("gpt2", "llama"))
     vocabulary = _vocabulary(file, vocab_size)
     tokenizer, starts = (_byte_level if model == "gpt2" else _sentencepiece)(file, vocabulary)
     _add_special(tokenizer, vocabulary)
@@ -127,7 +127,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> tuple[Any, bool]:
     """A tokenizer of GPT-2's kind, and whether texts begin with the bos token by default."""
     name = file.field("tokenizer.ggml.pre", str)
     if name not in CUTS:
-        raise no_such_choice(f"{file.path}: tokenizer.ggml.pre", name, CUTS)
+        raise file.unsupported("tokenizer.ggml.pre", CUTS)
     cut = CUTS[name]
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     tokenizer: Any = Tokenizer(_bpe(file, ids, _merges(file), ignore_merges=cut.whole_words))
