@@ -29,7 +29,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1e6},
     "gemma3": {
         "model_type": "gemma3_text", "sliding_window": 32, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 32, "head_dim": 32,
+        "query_pre_attn_scalar": 256, "head_dim": 256,
     },
 }  # fmt: skip
 Tokens = tuple[list[str], list[int], Mapping[str, Any]]  # texts, types, further fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -50,7 +51,8 @@ KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
     "rope_parameters", "eos_token_id", "bos_token_id", "pad_token_id", "attention_bias", "mlp_bias", "hidden_act",
-    "layer_types", "hidden_activation", "use_sliding_window", "final_logit_softcapping",
+    "layer_types", "hidden_activation", "use_sliding_window", "sliding_window",
+    "final_logit_softcapping", "query_pre_attn_scalar",
 )  # fmt: skip
 
 
@@ -82,6 +84,9 @@ def test_a_file_is_read_as_transformers_reads_it(case: str, tmp_path: Path) -> N
     a, b = theirs.to_dict(), ours.to_dict()
     a["head_dim"] = a.get("head_dim") or a["hidden_size"] // a["num_attention_heads"]
     assert {k: a.get(k) for k in KEYS} == {k: b.get(k) for k in KEYS}
+    theirs.save_pretrained(tmp_path / "theirs")  # with keys of transformers' own, such as _model_name_or_path
+    written = read_config(tmp_path / "theirs")
+    assert dataclasses.replace(written, dtype=torch.bfloat16) == read_config(folder)
     model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     stored = Weights.open(folder)
