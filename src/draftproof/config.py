@@ -148,7 +148,9 @@ class EngineConfig:
     """
 
     model: str | None = documented(
-        None, "Target model: a directory or a hub id. Left out: the small model that comes with draftproof."
+        None,
+        "Target model: a directory, a .gguf file or a hub id. Left out: $DRAFTPROOF_MODEL, else SmolLM2 where "
+        "draftproof[demo] is installed, else tiny, which comes with draftproof.",
     )
     tokenizer: str | None = documented(None, "Tokenizer directory or hub id, if it is not the model's.")
     revision: str | None = documented(None, "Branch, tag or commit of a hub id.")

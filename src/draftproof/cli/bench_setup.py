@@ -256,9 +256,10 @@ def find_peaks(given: Mapping[str, Any]) -> Any:
 
 def find_target(engine: Mapping[str, Any]) -> tuple[EngineConfig, Path, ModelConfig]:
     from draftproof.engine.build import locate
+    from draftproof.frontend.llm import show_progress
     from draftproof.models.config import read_config
 
-    config, directory = locate(EngineConfig.from_kwargs(**engine))
+    config, directory = locate(EngineConfig.from_kwargs(**engine), show_progress)
     return config, directory, read_config(directory, overrides=config.hf_overrides)
 
 
@@ -371,7 +372,7 @@ def as_record(
     drafter = chosen.get("speculative_config") or {}
     source = f"random, {given['random_input_len']} tokens" if given["random_input_len"] else None
     return {
-        "model": Path(engine["model"]).name if "model" in engine else "tiny, the embedded one",
+        "model": Path(engine["model"]).name if "model" in engine else assets.default_model().name,
         "drafter": drafter.get("method") or Path(drafter.get("model", "")).name,
         "engine": dict(engine),
         **{k: v for k, v in given.items() if k not in ("output_dir", "prompt_file")},

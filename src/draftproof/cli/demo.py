@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ def command(
     prompts = read_file(assets.path(assets.PROMPTS) if prompt_file is None else Path(prompt_file))
     drafting = options.make_llm(engine)
     with asking_for(drafting, drafting.num_speculative_tokens):
-        stream_one(drafting, prompts[0], max_tokens, options.use_color(color))
+        stream_one(drafting, _to_show(prompts, engine), max_tokens, options.use_color(color))
     plain = options.make_llm(options.without_drafter(engine))
     pairs = {}
     for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"T={SAMPLED}")):
@@ -86,6 +86,13 @@ def command(
             run_drafted(drafting, prompts[:PROVED], max_tokens),
         ]
     return conclude({**pairs, "all drafts": proof})
+
+
+def _to_show(prompts: Sequence[Prompt], engine: Mapping[str, Any]) -> Prompt:
+    """The first prompt; a default model that is not the embedded one answers questions better than it writes code."""
+    if "model" in engine or options.is_embedded(engine):
+        return prompts[0]
+    return next((prompt for prompt in prompts if prompt.messages), prompts[0])
 
 
 def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:

@@ -37,7 +37,7 @@ Examples:
 @click.option(
     "--color/--no-color", default=None, help="Colour accepted draft tokens. [default: on a terminal]"
 )
-@click.option("--no-speculation", is_flag=True, help="Decode the embedded model without its drafter.")
+@click.option("--no-speculation", is_flag=True, help="Decode without a drafter.")
 @options.sampling_flags
 @options.engine_flags
 def command(

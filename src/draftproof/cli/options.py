@@ -164,24 +164,32 @@ SPECIAL: dict[str, click.ParamType[Any]] = {
 
 
 def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[str, Any]:
-    """The engine's flags with the embedded drafter where the embedded model is used and no drafter is named."""
+    """The engine's flags with a drafter where neither it nor a model is named: the embedded model has one that was
+    trained for it, any other gets n-gram drafts."""
     chosen = dict(engine)
     if not speculation:
         if "speculative_config" in chosen:
             raise ValueError("--no-speculation and --speculative-config: give only one of them")
     elif "model" not in chosen:
-        chosen.setdefault("speculative_config", {"model": str(assets.path(EMBEDDED_DRAFTER))})
+        own = {"model": str(assets.path(EMBEDDED_DRAFTER))}
+        chosen.setdefault("speculative_config", own if is_embedded(engine) else {"method": "ngram"})
     return chosen
+
+
+def is_embedded(engine: Mapping[str, Any]) -> bool:
+    """Whether the model is the embedded one, by default."""
+    return "model" not in engine and assets.default_model().is_embedded
 
 
 def apart(engine: Mapping[str, Any]) -> dict[str, Any]:
     """`with_drafter`, and a draft head given as the model becomes the drafter of the target that it names: for
     commands that run the target alone, too."""
     from draftproof.engine.build import locate
+    from draftproof.frontend.llm import show_progress
 
     chosen = with_drafter(engine)
     given = EngineConfig.from_kwargs(**chosen)
-    config, directory = locate(given)
+    config, directory = locate(given, show_progress)
     if config is not given and config.speculative_config is not None:
         drafter = {**chosen.get("speculative_config", {}), "model": config.speculative_config.model}
         chosen |= {"model": str(directory), "speculative_config": drafter}
@@ -194,16 +202,26 @@ def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_llm(engine: Mapping[str, Any]) -> LLM:
-    """The engine; torch and the model are loaded here and not before. Says once a command what memory it takes."""
+    """The engine; torch and the model are loaded here and not before. Says once a command which model it takes, where
+    none is named, and what memory."""
     from draftproof.frontend.llm import LLM
 
+    if "model" not in engine:
+        default = assets.default_model()
+        _tell(default.note or f"model: {default.name}")
+        engine = {**engine, "model": default.where}
     llm = LLM(**engine)
-    context = click.get_current_context(silent=True)
-    told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.memory", set())
-    if str(llm.memory) not in told:
-        click.echo(str(llm.memory), err=True)
-    told.add(str(llm.memory))
+    _tell(str(llm.memory))
     return llm
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error, once a command."""
+    context = click.get_current_context(silent=True)
+    told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.told", set())
+    if line not in told:
+        click.echo(line, err=True)
+    told.add(line)
 
 
 def make_params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -159,7 +159,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
 def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:
     """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
     if config.model is None:
-        return config, assets.path(assets.TARGET)
+        return config, resolve(assets.default_model().where, progress=progress)
     directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
     given = vllm_names.named(config.speculative_config or SpeculativeConfig())
     is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another

@@ -59,7 +59,7 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> Sur
 
     Raises ValueError for settings that cannot run here.
     """
-    config, directory = locate(config)
+    config, directory = locate(config, progress)
     model = read_config(directory, overrides=config.hf_overrides)
     where, library = operators.where_to_run(config, model, progress)
     device, dtype = where.device, where.dtype

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from draftproof import assets
 from draftproof.config import EngineConfig
 from draftproof.engine.build import ProgressCallback, build
 from draftproof.engine.core import EngineCore
@@ -21,6 +22,7 @@ from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve_tokenizer
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
 
+log = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -28,8 +30,8 @@ class LLM:
     """A model, its drafter and a queue of requests.
 
     Keywords are the fields of `EngineConfig`; `speculative_config` is a dict such as
-    `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` the small
-    embedded one is used. Raises ValueError, naming the field and the fix, for whatever cannot be served.
+    `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` a small one is
+    used (`assets.default_model`). Raises ValueError, naming the field and the fix, for whatever cannot be served.
 
     Threads may share it: their requests are one batch. A process that is forked off may not (RuntimeError); it is
     spawned, and makes an `LLM` of its own. `close`, or leaving `with LLM(...) as llm`, gives its memory back.
@@ -45,6 +47,9 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         claim_process()
+        note = assets.default_model().note if model is None else ""
+        if note:
+            log.warning("%s", note)
         self._turns = Turns()
         self._closed = False
         with must_fit(self.config):
@@ -57,7 +62,7 @@ class LLM:
         self.arithmetic = loaded.arithmetic
         self.operators = loaded.operators
         facts = (self.memory, self.arithmetic, self.operators)
-        logging.getLogger(__name__).info("%s; arithmetic: %s; compiled operators: %s", *facts)
+        log.info("%s; arithmetic: %s; compiled operators: %s", *facts)
         self.num_speculative_tokens = loaded.num_drafts
         tokenizer = self._load_tokenizer(loaded.directory)
         inputs = InputProcessor(
