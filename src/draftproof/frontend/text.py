@@ -17,6 +17,8 @@ from draftproof.types import FinishReason, SamplingParams
 
 SIZES_KEPT = 1 << 13
 CHAT_OPTIONS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # transformers' for any tokenizer.json
+ENDS = frozenset({"add_bos_token", "add_eos_token"})  # what replaces a tokenizer.json's own ends of a text
 CONTEXT_TOKENS = 6  # a prompt's last ones: enough to tell whether an output starts with a space
 
 
@@ -181,13 +183,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
     """The tokenizer of tokenizer.json, 20 times faster than transformers; None where that might differ from it.
 
-    transformers takes tokenizer.json as it is for byte-level BPE, and adds special tokens that only the
-    configuration names.
+    transformers takes tokenizer.json as it is for byte-level BPE, and where the configuration names no family's class
+    nor ends of its own; it adds special tokens that only the configuration names.
     """
     backend = open_tokenizer(directory)
     if backend is None:
         return None
-    if type(backend.model).__name__ != "BPE" or "ByteLevel" not in repr(backend.decoder):
+    is_byte_level = type(backend.model).__name__ == "BPE" and "ByteLevel" in repr(backend.decoder)
+    is_plain = config.get("tokenizer_class") in PLAIN_CLASSES and not ENDS & config.keys()
+    if not is_byte_level and not is_plain:
         return None
     named = [config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
     where, extra = str(directory / "tokenizer_config.json"), config.get("extra_special_tokens") or []
