@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import native
-from draftproof.models.config import ModelConfig, language_model
+from draftproof.models.config import ModelConfig, language_model, reading
 from draftproof.models.gguf import config as metadata
 from draftproof.models.gguf import layout, tokenizer
 from draftproof.models.gguf.file import GgufFile
@@ -42,7 +42,8 @@ def checkpoint_of(path: Path, progress: Progress | None = None) -> Path:
     try:
         _remove_stale(folder.parent)
         partial.mkdir(parents=True)
-        _convert(path, partial, progress)
+        with reading(path):
+            _convert(path, partial, progress)
         try:
             partial.rename(folder)
         except OSError:

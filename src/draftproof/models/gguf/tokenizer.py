@@ -165,7 +165,7 @@ def _bpe(file: GgufFile, ids: Mapping[str, int], merges: Sequence[tuple[str, str
         return BPE(vocab=dict(ids), merges=list(merges), **settings)
     except Exception as error:  # the library raises bare exceptions
         raise ValueError(
-            f"{file.path}: tokenizer.ggml.merges: do not fit the tokens ({error}); download the file again"
+            f"{file.path}: tokenizer.ggml.merges: do not fit the tokens ({shown(str(error))}); download the file again"
         ) from error
 
 
