@@ -28,6 +28,7 @@ _SCALARS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _MOST_DIMS = 4
+_MOST_NAME = 256  # characters; the format allows no more than 64 for tensors
 _ALIGNMENT = 32  # where the file does not say
 _PIECE = (
     1 << 24
@@ -71,7 +72,7 @@ class GgufFile:
         num_tensors, num_fields = _header(cursor)
         self.fields: dict[str, Any] = {}
         for _ in range(num_fields):
-            key = cursor.text("the name of a field")
+            key = cursor.name("the name of a field")
             self.fields[key] = cursor.value(key)
         self._check_split()
         self.tensors = self._table(cursor, num_tensors)
@@ -138,7 +139,7 @@ class GgufFile:
         """The tensors, in the order of the file."""
         found = {}
         for _ in range(num_tensors):
-            name = cursor.text("the name of a tensor")
+            name = cursor.name("the name of a tensor")
             num_dims = cursor.number("I", f"tensor {name!r}")
             if not 1 <= num_dims <= _MOST_DIMS:
                 raise cursor.broken(f"tensor {name!r} has {num_dims} dimensions, not 1 to {_MOST_DIMS}")
@@ -209,6 +210,13 @@ class _Cursor:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise self.broken(f"{what} is no text ({error.reason})") from None
+
+    def name(self, what: str) -> str:
+        """A text that can be shown in one line."""
+        found = self.text(what)
+        if len(found) > _MOST_NAME or not found.isprintable():
+            raise self.broken(f"{what}, {shown(found)}, is none")
+        return found
 
     def value(self, key: str) -> Any:
         """A value of metadata, after its type."""
