@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
 import logging
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -111,6 +115,15 @@ class LLM:
             self.engine.drain()
             self.engine.recompute_all()
         return True
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A name of all but the weights and settings of requests that bits of answers depend on: two engines with one
+        fingerprint and one model give the same answers."""
+        versions = [importlib.metadata.version(name) for name in ("draftproof", "torch")]
+        exact = (self.config.exact, self.config.verification)
+        facts = (*versions, platform.machine(), self.arithmetic, self.operators, *exact)
+        return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property
     def has_tokenizer(self) -> bool:

@@ -31,21 +31,32 @@ class Requests:
         """Raises ValueError if it cannot be served. Nothing of the engine is touched."""
         return self.inputs.prepare(prompt, params)
 
-    def new(self, given: PreparedRequest, *, streamed: bool = False) -> tuple[Request, int]:
-        """A request with an id, and its number, which its noise depends on where it has no seed."""
+    def new(
+        self, given: PreparedRequest, *, streamed: bool = False, request_id: str | None = None
+    ) -> tuple[Request, int]:
+        """A request with an id (None: one of ours), and its number, which its noise depends on where it has no seed."""
         arrival = next(self._arrivals)
-        return self._outputs.request(f"request-{arrival}", given, streamed=streamed), arrival
+        own_id = f"request-{arrival}" if request_id is None else request_id
+        return self._outputs.request(own_id, given, streamed=streamed), arrival
 
     def start(self, request: Request, arrival: int) -> None:
         """Queue what `new` gave. Once the engine has ended the request ends at once, with the reason."""
         self.running[request.request_id] = request
+        if self.engine.error is not None:
+            self.fail(request, self.engine.error)
+            return
         for choice in request.choices:
-            if self.engine.error is not None:
-                ended = TokenDelta(choice.id, finish_reason="error", error=self.engine.error)
-                self._outputs.process(request, choice, ended)
-                continue
             self.engine.add_request(choice.id, self.inputs.spec(request.given, arrival, choice.index))
             self._choices[choice.id] = (request, choice)
+
+    def fail(self, request: Request, error: str) -> None:
+        """End what still runs of a request, with the finish_reason "error"."""
+        for choice in request.choices:
+            if choice.finish_reason is None:
+                self.engine.abort(choice.id)
+                self._choices.pop(choice.id, None)
+                ended = TokenDelta(choice.id, finish_reason="error", error=error)
+                self._outputs.process(request, choice, ended)
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Queue a request. Raises ValueError, leaving all other requests alone, if it cannot be served."""

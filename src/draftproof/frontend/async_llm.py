@@ -1,0 +1,327 @@
+"""`AsyncLLM`: an engine in a thread of its own, for the tasks of an event loop. What the server stands on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from draftproof.frontend.input_processor import PreparedRequest, Prompt
+from draftproof.frontend.llm import LLM, Messages
+from draftproof.frontend.output_processor import Request
+from draftproof.types import Delta, RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class AnswerStream:
+    """The deltas of one request, as they come, for one task; its end closes it.
+
+    `started`, `first` and `last`: when it was asked for, and when its first and latest tokens came, in seconds of
+    `time.perf_counter`.
+    """
+
+    def __init__(
+        self, request: Request, loop: asyncio.AbstractEventLoop, leave: Callable[[AnswerStream], None]
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.given.prompt_token_ids
+        self.params = request.given.params
+        self.loop = loop
+        self.over = asyncio.Event()  # nothing will come any more
+        self.started = self.first = self.last = time.perf_counter()
+        self.request = request
+        self._leave = leave
+        self._news = asyncio.Event()
+        self._waiting: deque[Delta] = deque()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._waiting:
+            if self.over.is_set():
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._waiting.popleft()
+
+    async def with_pauses(self, interval: float) -> AsyncIterator[Delta | None]:
+        """Deltas, and None whenever so many seconds have passed without one."""
+        while True:
+            if not self._waiting and not self.over.is_set():
+                self._news.clear()
+                try:
+                    async with asyncio.timeout(interval):
+                        await self._news.wait()
+                except TimeoutError:
+                    yield None
+            elif self._waiting:
+                yield self._waiting.popleft()
+            else:
+                return
+
+    def deliver(self, deltas: Sequence[Delta], *, is_over: bool) -> None:
+        """Called in the loop's thread."""
+        self.last = time.perf_counter()
+        if self.first == self.started:
+            self.first = self.last
+        self._waiting += deltas
+        if is_over:
+            self.over.set()
+        self._news.set()
+
+    def close(self) -> None:
+        """Take no more: a request that still runs is aborted, and its memory is free after the step that is being
+        made. Closing twice is closing once."""
+        if not self.over.is_set():
+            self._waiting.clear()
+            self.over.set()
+            self._news.set()
+            self._leave(self)
+
+
+class AsyncLLM:
+    """An `LLM` whose steps are made by a thread of its own, so that requests of many tasks are one batch.
+
+    It takes the `LLM` over: nobody else may ask it for anything from then on but what it was made with, its statistics
+    and its tokenizer. Calls wait for nothing but the engine; encoding is done by one more thread. Answers are those
+    that `LLM` gives to the same prompt, parameters and seed. RuntimeError once the engine has ended.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._requests = llm.requests
+        self._streams: dict[str, AnswerStream] = {}
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # between the last look at `_actions` and whoever adds one
+        self._is_closing = self._is_stopped = self._is_ended = self._is_paused = False
+        self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
+        self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[Delta]:
+        """Deltas as they come, of all `params.n` choices; the last of each has a finish_reason. Leaving the loop, or
+        cancelling the task, aborts the request. Errors as in `start`."""
+        stream = await self.start(prompt, params, request_id)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.close()
+
+    async def start(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AnswerStream:
+        """`prepare`, then `begin`."""
+        return self.begin(await self.prepare(prompt, params), request_id)
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedRequest:
+        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet. Raises ValueError
+        for what cannot be served."""
+        self._check_open()
+        params = params or self.llm.default_sampling_params()
+        return await self.encode(partial(self._requests.prepare, prompt, params))
+
+    def begin(self, given: PreparedRequest, request_id: str | None = None) -> AnswerStream:
+        """Queue what `prepare` gave, for the task that calls; it closes the stream when it wants no more.
+
+        Raises ValueError for a `request_id` that is running.
+        """
+        request, arrival = self._requests.new(given, streamed=True, request_id=request_id)
+        stream = AnswerStream(request, asyncio.get_running_loop(), self._leave)
+        if self._streams.setdefault(request.request_id, stream) is not stream:
+            raise ValueError(f"request_id={request_id!r}: is running already; give another")
+        try:
+            self._check_open()
+            self._soon(partial(self._begin, stream, arrival))
+        except RuntimeError:
+            del self._streams[request.request_id]
+            raise
+        return stream
+
+    async def encode(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done by the thread that encodes prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+
+    async def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
+        """Ids of a conversation, as `LLM.chat` makes them. Raises ValueError."""
+        return await self.encode(lambda: self.llm.tokenizer.chat(messages, **template))
+
+    def output(self, stream: AnswerStream) -> RequestOutput:
+        """All that a finished request has come to, with its metrics."""
+        return self._requests.output(stream.request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request: its iterator ends with finish_reason "abort". Unknown ids are ignored."""
+        self._soon_if_open(partial(self._requests.abort, request_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+
+        def reset() -> None:
+            self.llm.engine.drain()
+            self.llm.engine.recompute_all()
+
+        await self._in_engine(reset)
+
+    async def pause(self) -> None:
+        """Make no steps until `resume`; requests are taken and wait."""
+        await self._in_engine(partial(self._set_paused, True))
+
+    async def resume(self) -> None:
+        await self._in_engine(partial(self._set_paused, False))
+
+    async def shutdown(self, patience: float = 0.0) -> None:
+        """Take no more requests, give those that run so many seconds, end the rest with finish_reason "abort", and give
+        the memory back. Shutting down twice is doing it once."""
+        self._is_closing = True
+        running = [asyncio.create_task(stream.over.wait()) for stream in list(self._streams.values())]
+        if running:
+            await asyncio.wait(running, timeout=patience)
+        self._soon_if_open(self._stop)
+        await asyncio.to_thread(self._thread.join)
+        for task in running:
+            task.cancel()
+        self._encoder.shutdown()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not been answered."""
+        return len(self._streams)
+
+    @property
+    def error(self) -> str | None:
+        """Why no more requests are taken; None while they are."""
+        if self.llm.engine.error is not None:
+            return self.llm.engine.error
+        return "the engine is shutting down" if self._is_closing or self._is_ended else None
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(f"AsyncLLM: {self.error}")
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do it before its next step. RuntimeError where there will be none."""
+        with self._gate:
+            if self._is_ended:
+                raise RuntimeError(f"AsyncLLM: {self.error}")
+            self._actions.put(action)
+
+    def _soon_if_open(self, action: Callable[[], None]) -> None:
+        with self._gate:
+            if not self._is_ended:
+                self._actions.put(action)
+
+    async def _in_engine(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done between two steps."""
+        future: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._soon(act)
+        return await asyncio.wrap_future(future)
+
+    def _leave(self, stream: AnswerStream) -> None:
+        self._soon_if_open(partial(self._forget, stream))
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopped:
+                self._act()
+                if self._has_work():
+                    self._requests.step()
+                self._hand_out()
+        except BaseException as error:
+            log.exception("the engine has failed")
+            self._end(f"the engine has failed: {type(error).__name__}: {error}")
+        else:
+            self._end(None)
+
+    def _has_work(self) -> bool:
+        """Whether a step has something to do: rows, results on their way, or slots to give back."""
+        engine = self.llm.engine
+        if self._is_paused or engine.error is not None:
+            return False
+        return engine.has_work or bool(engine.scheduler.released)
+
+    def _act(self) -> None:
+        """What was asked for since the last step; where there is nothing to compute, wait to be asked."""
+        if not self._has_work():
+            self._actions.get()()
+        while not self._actions.empty():
+            self._actions.get()()
+
+    def _begin(self, stream: AnswerStream, arrival: int) -> None:
+        if stream.over.is_set():  # left before it began
+            self._forget(stream)
+            return
+        try:
+            self._requests.start(stream.request, arrival)
+        except Exception as error:  # one request's, and no step was made
+            log.exception("a request could not be started")
+            self._requests.fail(stream.request, f"{type(error).__name__}: {error}")
+
+    def _forget(self, stream: AnswerStream) -> None:
+        self._requests.close(stream.request_id)
+        self._streams.pop(stream.request_id, None)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    def _hand_out(self) -> None:
+        """Give each loop the news of its streams, all of a step at once."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[AnswerStream, list[Delta], bool]]] = {}
+        for request in list(self._requests.running.values()):
+            if not request.pending:
+                continue
+            stream, is_over = self._streams[request.request_id], request.finished
+            news.setdefault(stream.loop, []).append((stream, request.take_pending(), is_over))
+            if is_over:
+                self._forget(stream)
+        for loop, batch in news.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:  # the loop is closed: nobody will read this
+                for stream, _, _ in batch:
+                    self._forget(stream)
+
+    def _end(self, error: str | None) -> None:
+        """Answer everybody, with what there is or with `error`, and end the engine."""
+        with self._gate:
+            self._is_ended = True
+            if error is not None:
+                self.llm.engine.error = error
+        while not self._actions.empty():  # nothing is added any more
+            self._actions.get()()
+        for request in list(self._requests.running.values()):
+            if error is None:
+                self._requests.abort(request.request_id)
+            else:
+                self._requests.fail(request, error)
+        self._hand_out()
+        self.llm.close()
+
+
+def _deliver(batch: Sequence[tuple[AnswerStream, list[Delta], bool]]) -> None:
+    for stream, deltas, is_over in batch:
+        stream.deliver(deltas, is_over=is_over)
