@@ -16,6 +16,7 @@ from draftproof.schema import did_you_mean
 COMMANDS = {
     "demo": "Decode plainly and speculatively, compare every token, show the speed.",
     "generate": "Complete one prompt, streaming, or a file of them.",
+    "serve": "Serve a model over OpenAI's API, every answer as if it were alone.",
     "verify": "Prove that output is the same with and without a drafter, on your model and prompts.",
     "certify": "Show which operators and products are exact on this machine, and which are used.",
     "doctor": "Check a model and its drafter, measure both here, and predict the speed-up.",
@@ -67,6 +68,7 @@ Examples:
   draftproof demo
   draftproof generate "def fibonacci(n):" --max-tokens 64
   draftproof generate --chat "What is 12 * 7?"
+  draftproof serve Qwen/Qwen3-0.6B --speculative-config ngram
   draftproof verify --model Qwen/Qwen3-0.6B --speculative-config ngram
   draftproof COMMAND --help
 """,

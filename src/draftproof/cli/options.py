@@ -17,6 +17,7 @@ import click
 
 from draftproof import assets
 from draftproof.config import EngineConfig
+from draftproof.server.settings import ServerConfig
 from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
 def sampling_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
     """Give a command one flag for each field of SamplingParams; those that were given arrive as `sampling`."""
     return _flags(SamplingParams, "sampling", function, own)
+
+
+def server_flags(function: F) -> F:
+    """Give a command one flag for each field of ServerConfig; those that were given arrive as `server`."""
+    return _flags(ServerConfig, "server", function, MappingProxyType({}))
 
 
 def _flags(config: Any, into: str, function: F, own: OwnDefaults) -> F:

@@ -1,0 +1,183 @@
+"""The JSON objects of answers: whole ones and chunks, log-probabilities, usage, what speculation did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftproof.frontend.async_llm import AnswerStream
+from draftproof.metrics import SpeculationStats
+from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+TokenLogprobs = Sequence[Mapping[int, Logprob]]
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens that were read and written. Accepted and rejected drafts are counted beside them: the rejected ones are no
+    part of the answer, nor of `completion_tokens`."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_written = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    drafts = SpeculationStats()
+    for output in outputs:
+        drafts.add(output.metrics.speculation)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_written,
+        "total_tokens": num_prompt + num_written,
+        "prompt_tokens_details": {"cached_tokens": sum(o.metrics.num_cached_tokens for o in outputs)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": drafts.num_accepted_tokens,
+            "rejected_prediction_tokens": drafts.num_draft_tokens - drafts.num_accepted_tokens,
+        },
+    }
+
+
+def metrics(stream: AnswerStream, output: RequestOutput, most_drafts: int) -> dict[str, Any] | None:
+    """vLLM's object of times and acceptance; it exists for requests with one output. `most_drafts`: K."""
+    if len(output.outputs) != 1:
+        return None
+    num_tokens = len(output.outputs[0].token_ids)
+    seconds = stream.last - stream.first
+    return {
+        "time_to_first_token_ms": 1000 * (stream.first - stream.started),
+        "generation_time_ms": 1000 * seconds,
+        "mean_itl_ms": 1000 * seconds / (num_tokens - 1) if num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / (stream.last - stream.started) if num_tokens else 0.0,
+        "speculative_decoding": speculation(output.metrics.speculation, most_drafts) if most_drafts else None,
+    }
+
+
+def speculation(counted: SpeculationStats, most_drafts: int) -> dict[str, Any]:
+    """vLLM's object of acceptance: of rounds that had drafts, as it counts them. `acceptance_histogram[i]`: of these,
+    how many accepted i."""
+    drafted, accepted = counted.drafted_per_position, counted.accepted_per_position
+    num_steps = drafted[0] if drafted else 0
+    at_least = [num_steps, *accepted, *[0] * (most_drafts + 1 - len(accepted))]
+    return {
+        "mean_acceptance_length": 1 + counted.num_accepted_tokens / num_steps if num_steps else None,
+        "draft_acceptance_rate": counted.acceptance_rate if num_steps else None,
+        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(most_drafts + 1)],
+        "num_accepted_draft_tokens": counted.num_accepted_tokens,
+        "num_draft_tokens": counted.num_draft_tokens,
+        "num_spec_steps": num_steps,
+        "num_spec_tokens": most_drafts,
+    }
+
+
+def chat_logprobs(token_ids: Sequence[int], given: TokenLogprobs, most: int) -> dict[str, Any]:
+    """Log-probabilities in the form of chats, with so many alternatives beside each token."""
+    content = []
+    for token_id, found in zip(token_ids, given, strict=True):
+        best = sorted(found.values(), key=lambda one: one.rank)[:most]
+        content.append({**_entry(found[token_id]), "top_logprobs": [_entry(one) for one in best]})
+    return {"content": content}
+
+
+def _entry(one: Logprob) -> dict[str, Any]:
+    text = one.decoded_token or ""
+    return {"token": text, "logprob": _finite(one.logprob), "bytes": list(text.encode())}
+
+
+def text_logprobs(
+    token_ids: Sequence[int],
+    given: Sequence[Mapping[int, Logprob] | None],
+    offset: int = 0,
+    first: str = "",
+) -> dict[str, Any]:
+    """Log-probabilities in the form of completions; None: a prompt's first token, which has none, and whose text is
+    `first`. `offset`: where the first token begins in the text."""
+    tokens: list[str] = []
+    own: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, found in zip(token_ids, given, strict=True):
+        text = first if found is None else found[token_id].decoded_token or ""
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        own.append(None if found is None else _finite(found[token_id].logprob))
+        top.append(_alternatives(found))
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+
+def _alternatives(found: Mapping[int, Logprob] | None) -> dict[str, float] | None:
+    """By text; of several tokens with one text the likeliest."""
+    if found is None:
+        return None
+    named: dict[str, float] = {}
+    for one in sorted(found.values(), key=lambda one: one.rank):
+        named.setdefault(one.decoded_token or "", _finite(one.logprob))
+    return named
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """vLLM's form: an object for each prompt token, by token id; null for the first."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if found is None
+        else {
+            str(token): {
+                "logprob": _finite(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for token, one in found.items()
+        }
+        for found in output.prompt_logprobs
+    ]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
+    """One choice of a whole chat answer."""
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": (
+            None
+            if num_logprobs is None
+            else chat_logprobs(choice.token_ids, choice.logprobs or [], num_logprobs)
+        ),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def text_choice(
+    output: RequestOutput, choice: CompletionOutput, echoed: str | None, first: str
+) -> dict[str, Any]:
+    """One choice of a whole completion; `echoed`: the prompt's text, where it is wanted in front, and `first` that of
+    its first token."""
+    token_ids, found = choice.token_ids, choice.logprobs
+    if echoed is not None and found is not None:
+        token_ids = [*output.prompt_token_ids, *token_ids]
+        found = [*(output.prompt_logprobs or []), *found]  # type: ignore[list-item]
+    return {
+        "index": choice.index,
+        "text": (echoed or "") + choice.text,
+        "logprobs": None if found is None else text_logprobs(token_ids, found, first=first),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def chat_delta(delta: Delta, num_logprobs: int | None) -> dict[str, Any]:
+    """The part of a chat's chunk that holds what a step added."""
+    part: dict[str, Any] = {"index": delta.index, "delta": {"content": delta.text}, "finish_reason": None}
+    if delta.logprobs is not None and num_logprobs is not None:
+        part["logprobs"] = chat_logprobs(delta.token_ids, delta.logprobs, num_logprobs)
+    else:
+        part["logprobs"] = None
+    return part
+
+
+def text_delta(delta: Delta, offset: int) -> dict[str, Any]:
+    """The part of a completion's chunk that holds what a step added; `offset`: where it begins in the text."""
+    found = None if delta.logprobs is None else text_logprobs(delta.token_ids, delta.logprobs, offset)
+    return {"index": delta.index, "text": delta.text, "logprobs": found, "finish_reason": None}

@@ -1,0 +1,68 @@
+"""What clients read when something is wrong: OpenAI's error objects, and the statuses that go with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from draftproof.schema import shown
+
+TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
+# "prompt" is in messages of ours what encoding made of a chat's messages, too
+OURS = frozenset({"draft", "params", "limit"})
+
+
+class RefusalError(Exception):
+    """An answer that is an error, with its HTTP status and headers; `param`: the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def of_value(error: ValueError) -> RefusalError:
+    """A 400 for what the engine cannot serve; its messages begin with the field."""
+    found = BEGINS_WITH_FIELD.match(str(error))
+    param = found[1] if found and found[1] not in OURS else None
+    return RefusalError(400, str(error), param=param, code="invalid_value")
+
+
+def of_body(error: ValidationError) -> RefusalError:
+    """A 400 for a body that is no JSON, or has a field of a wrong type: the field, its value, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    where = [str(part) for part in first["loc"]]
+    if not where:
+        return RefusalError(400, f"body: {first['msg']}", code="invalid_json")
+    name = where[0]
+    wanted = [e["msg"] for e in error.errors(include_url=False) if e["loc"][:1] == first["loc"][:1]]
+    if first["type"] == "missing":
+        return RefusalError(400, f"{name}: is missing", param=name, code="missing_field")
+    told = "; or ".join(dict.fromkeys(wanted[:4]))
+    return RefusalError(400, f"{name}={shown(first['input'])}: {told}", param=name, code="invalid_type")

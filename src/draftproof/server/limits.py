@@ -1,0 +1,136 @@
+"""What keeps a server standing: who may ask, how much, and how much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftproof.server.errors import RefusalError
+from draftproof.server.settings import ServerConfig
+
+OPEN_ROUTES = ("/health", "/ready")  # what a balancer asks, which has no key
+RETRY_SECONDS = 1
+PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent back in a header
+
+
+class Gate:
+    """Middleware: asks for a key, and gives every request an id, which its answer carries."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if PLAIN.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        if self._digests and scope["path"] not in OPEN_ROUTES and not self._is_known(headers):
+            refused = RefusalError(
+                401, "Authorization: no such key; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
+            await JSONResponse(refused.body(), 401)(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+    def _is_known(self, headers: Headers) -> bool:
+        """Takes as long for any key: digests are compared, all of them, to their ends."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+async def read_body(request: Request, limits: ServerConfig) -> bytes:
+    """The body, no longer than it may be. Refusals: 408 too slow, 413 too long, 415 no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another origin can send the other kinds unasked
+        raise RefusalError(415, f"Content-Type={kind!r:.80}: must be application/json")
+    most = limits.max_body_bytes
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and (len(told) > 18 or int(told) > most):
+        raise _too_long(most)
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > most:
+                    raise _too_long(most)
+                parts.append(part)
+    except TimeoutError:
+        message = f"body: took longer than body_timeout={limits.body_timeout:g} seconds"
+        raise RefusalError(408, message, headers={"Connection": "close"}) from None
+    return b"".join(parts)
+
+
+def _too_long(most: int) -> RefusalError:
+    message = f"body: is longer than max_body_bytes={most}; send less"
+    return RefusalError(413, message, code="body_too_long", headers={"Connection": "close"})
+
+
+@dataclass(slots=True)
+class Ticket:
+    """What one request has been let in with."""
+
+    num_outputs: int
+    num_tokens: int = 0
+
+
+class Admission:
+    """Counts what is open, and refuses what would be too much at once."""
+
+    def __init__(self, limits: ServerConfig) -> None:
+        self._limits = limits
+        self.num_outputs = 0
+        self.num_tokens = 0
+        self.num_refused = 0
+
+    def enter(self, num_outputs: int) -> Ticket:
+        """Let a request of so many outputs in; whoever has the ticket gives it back. 429 where too many are open."""
+        most = self._limits.max_open_requests
+        if self.num_outputs + num_outputs > most:
+            what = "this one alone asks for more than that" if num_outputs > most else "try again"
+            raise self._refuse(f"{self.num_outputs} outputs are open, of max_open_requests={most}; {what}")
+        self.num_outputs += num_outputs
+        return Ticket(num_outputs)
+
+    def add_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+        """Count a request's prompt tokens, for each of its outputs. 429 where too many are open."""
+        most = self._limits.max_open_tokens
+        if self.num_tokens + num_tokens > most and self.num_tokens > ticket.num_tokens:
+            raise self._refuse(
+                f"{self.num_tokens} prompt tokens are open, of max_open_tokens={most}; try again"
+            )
+        self.num_tokens += num_tokens
+        ticket.num_tokens += num_tokens
+
+    def leave(self, ticket: Ticket) -> None:
+        """Giving a ticket back twice is giving it back once."""
+        self.num_outputs -= ticket.num_outputs
+        self.num_tokens -= ticket.num_tokens
+        ticket.num_outputs = ticket.num_tokens = 0
+
+    def _refuse(self, message: str) -> RefusalError:
+        self.num_refused += 1
+        return RefusalError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_SECONDS)})

@@ -1,0 +1,254 @@
+"""The bodies of requests, and what they ask of the engine. Field names are OpenAI's, and vLLM's beyond them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from draftproof.frontend.input_processor import Prompt
+from draftproof.frontend.text import Tokenizer
+from draftproof.schema import words
+from draftproof.server.errors import RefusalError
+from draftproof.server.settings import ServerConfig
+from draftproof.types import SamplingParams
+
+# Fields of others that would change the answer: to ignore them silently would be wrong.
+NOT_SERVED: Mapping[str, str] = {
+    "tools": "calls of tools are not parsed",
+    "functions": "calls of tools are not parsed",
+    "response_format": "outputs are not constrained by a grammar",
+    "structured_outputs": "outputs are not constrained by a grammar",
+    "guided_json": "outputs are not constrained by a grammar",
+    "guided_regex": "outputs are not constrained by a grammar",
+    "guided_choice": "outputs are not constrained by a grammar",
+    "guided_grammar": "outputs are not constrained by a grammar",
+    "use_beam_search": "there is no beam search",
+    "suffix": "there is no infilling",
+    "audio": "answers are text",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "prompt_embeds": "prompts are text or token ids",
+}
+NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {}, {"type": "text"})
+SHOWN_NAME = re.compile(r"[^\w.-]", re.ASCII)
+MOST_NAMES_SHOWN = 16
+# Fields of a body that are SamplingParams' own.
+SAMPLING = words(
+    "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
+    "ignore_eos min_tokens prompt_logprobs skip_special_tokens include_stop_str_in_output bad_words "
+    "allowed_token_ids logit_bias"
+)
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last chunk with the usage and no choices."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+class Speculation(BaseModel):
+    """`num_speculative_tokens`: the most drafts a round for this request; "auto": as the engine does. Changes speed
+    only."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    num_speculative_tokens: int | Literal["auto"] = "auto"
+
+
+class Body(BaseModel):
+    """A body whose unknown fields are accepted, and of whose known ones the types must be right."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+
+    def unknown_fields(self) -> str:
+        """Names of fields that nobody reads, for a header; empty where there are none. ValueError for those that ask
+        for what is not served."""
+        given = self.model_extra or {}
+        for name, why in NOT_SERVED.items():
+            if given.get(name) not in NOTHING_ASKED:
+                raise ValueError(f"{name}: is not served: {why}; leave it out")
+        names = [SHOWN_NAME.sub("?", name)[:64] for name in given]
+        more = f", and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
+        return ", ".join(names[:MOST_NAMES_SHOWN]) + more
+
+
+class GenerationBody(Body):
+    """Fields that chats and completions share. None: the model's own default."""
+
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    speculation: Speculation | None = None
+    user: str | None = None
+
+    @property
+    def max_num_tokens(self) -> int | None:
+        """The longest output; None: as long as there is room."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives beside each token; None: no log-probabilities are wanted."""
+        raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own tokens are part of the answer, with their log-probabilities."""
+        return False
+
+    @property
+    def num_prompts(self) -> int:
+        raise NotImplementedError
+
+    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+        """What the engine is given, `num_prompts` of them."""
+        raise NotImplementedError
+
+    def params(self, defaults: SamplingParams, limits: ServerConfig) -> SamplingParams:
+        """What the engine is asked for; a request without a seed is given one, so that its answer can be had again.
+        ValueError names field, value and what is allowed."""
+        self._check_limits(limits)
+        given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
+        given.setdefault("seed", secrets.randbits(53))  # what JSON's readers take without loss
+        given |= {"max_tokens": self.max_num_tokens, "logprobs": self.num_logprobs}
+        if self.scores_prompt:
+            given.setdefault("prompt_logprobs", self.num_logprobs)
+        return dataclasses.replace(defaults, **given)
+
+    def _check_limits(self, limits: ServerConfig) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) > limits.max_stop_strings:
+                raise ValueError(f"{name}: has {len(value)} entries, at most {limits.max_stop_strings}")
+        for name, number in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None and number > limits.max_logprobs:
+                raise ValueError(f"{name}={number}: must be at most {limits.max_logprobs}")
+
+    @property
+    def most_drafts(self) -> int | None:
+        wanted = None if self.speculation is None else self.speculation.num_speculative_tokens
+        return None if wanted is None or wanted == "auto" else wanted
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ValueError(f"top_logprobs={self.top_logprobs}: needs logprobs=true; set it")
+            return None
+        return self.top_logprobs or 0
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+        """The conversation's ids. ValueError where the chat template does not take it."""
+        return [tokenizer.chat(self.messages, **self._template())]
+
+    def _template(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        told = dict(self.chat_template_kwargs or {})
+        for name in ("chat_template", "tokenize"):
+            if name in told:  # a template is code, and code comes with the model
+                raise ValueError(f"chat_template_kwargs: {name}: cannot be set by a request; leave it out")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(self, name) is not None:
+                told[name] = getattr(self, name)
+        return told
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def _holds_several(self) -> bool:
+        """Whether it is a list of prompts; a list of ids is one."""
+        return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt) if self._holds_several else 1
+
+    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+        """One prompt or several, as they were given."""
+        given: Any = self.prompt
+        return list(given) if self._holds_several else [given]
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+
+
+def check_model(name: str | None, served: list[str]) -> str:
+    """The name that an answer gives the model; a request that names none means the one there is."""
+    if name is not None and name not in served:
+        raise RefusalError(
+            404,
+            f"model={name!r:.120}: is not served here; there is {', '.join(served)}",
+            param="model",
+            code="model_not_found",
+        )
+    return name or served[0]

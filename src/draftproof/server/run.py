@@ -1,0 +1,68 @@
+"""Runs a server until it is told to stop, and answers everybody before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from socket import socket
+from types import FrameType
+
+import uvicorn
+
+from draftproof.frontend.async_llm import AsyncLLM
+from draftproof.frontend.llm import LLM
+from draftproof.server.app import create_app
+from draftproof.server.service import Service
+from draftproof.server.settings import ServerConfig
+
+MOST_HEADER_BYTES = 1 << 15
+GRACE = 5  # seconds for writing answers out once the engine has ended
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which from the first signal on takes no requests and lets those that run come to their end; a second
+    signal ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            where = f"[{host}]" if ":" in host else host
+            names = ", ".join(self._service.names)
+            print(f"serving {names} at http://{where}:{port}/v1", file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.is_draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        ending = asyncio.create_task(
+            self._service.llm.shutdown(0 if self.force_exit else self._service.config.shutdown_timeout)
+        )
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            await ending
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serve until a signal; the engine has ended then."""
+    service = Service(AsyncLLM(llm), config)
+    settings = uvicorn.Config(
+        create_app(service),
+        host=config.host,
+        port=config.port,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        server_header=False,
+        limit_concurrency=config.max_connections,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        timeout_graceful_shutdown=round(config.shutdown_timeout) + GRACE,
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
+        Server(settings, service).run()

@@ -1,0 +1,190 @@
+"""What a server does for a request between its body and its answer, whatever the route."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftproof.frontend.async_llm import AnswerStream, AsyncLLM
+from draftproof.server import answers
+from draftproof.server.errors import RefusalError
+from draftproof.server.limits import Admission, Ticket
+from draftproof.server.meter import Meter
+from draftproof.server.protocol import ChatBody, CompletionBody, check_model
+from draftproof.server.settings import ServerConfig
+from draftproof.types import RequestOutput, SamplingParams
+
+log = logging.getLogger(__name__)
+AnyBody = ChatBody | CompletionBody
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way to an answer: a stream for each of its prompts. `id`: the answer's."""
+
+    id: str
+    body: AnyBody
+    model: str
+    params: SamplingParams
+    ticket: Ticket
+    streams: list[AnswerStream] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+
+class Service:
+    """An engine, its limits and its counters, and the requests between them."""
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm = llm
+        self.config = config
+        given = llm.llm.config.model
+        self.names = list(config.served_model_name) or ["tiny" if given is None else given]
+        self.admission = Admission(config)
+        self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
+        self.defaults = llm.llm.default_sampling_params()
+        self.is_draining = False
+
+    def check_ready(self) -> None:
+        """503 where nothing is computed any more."""
+        why = "the server is shutting down" if self.is_draining else self.llm.error
+        if why is not None:
+            raise RefusalError(503, f"{why}; ask another", code="unavailable", headers={"Retry-After": "5"})
+
+    async def begin(self, body: AnyBody, request_id: str) -> Job:
+        """Let a request in and start its streams; whoever has the job ends it. RefusalError and ValueError."""
+        self.check_ready()
+        name = check_model(body.model, self.names)
+        params = body.params(self.defaults, self.config)
+        num_outputs = params.n * body.num_prompts
+        if num_outputs > self.config.max_choices:
+            raise ValueError(
+                f"n={params.n}: of {body.num_prompts} prompts are {num_outputs} outputs, of at most "
+                f"max_choices={self.config.max_choices}; ask for less"
+            )
+        kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        job = Job(f"{kind}-{request_id}", body, name, params, self.admission.enter(num_outputs))
+        try:
+            await self._start(job)
+        except RuntimeError as error:  # the engine has ended meanwhile
+            self.end(job)
+            raise RefusalError(503, str(error), code="unavailable") from error
+        except BaseException:
+            self.end(job)
+            raise
+        return job
+
+    async def _start(self, job: Job) -> None:
+        prompts = await self.llm.encode(lambda: job.body.prompts(self.llm.llm.tokenizer))
+        given = [await self.llm.prepare(prompt, job.params) for prompt in prompts]
+        num_tokens = sum(len(one.prompt_token_ids) for one in given)
+        self.admission.add_tokens(job.ticket, job.params.n * num_tokens)
+        for one in given:
+            job.streams.append(self.llm.begin(one))
+
+    def end(self, job: Job) -> None:
+        """Give back what a job holds, aborting what still runs. Ending twice is ending once."""
+        for stream in job.streams:
+            stream.close()
+            self.meter.forget(stream)
+        self.admission.leave(job.ticket)
+
+    async def whole(self, job: Job) -> dict[str, Any]:
+        """The answer, once all of it is there; the job is ended."""
+        try:
+            for stream in job.streams:
+                async for _ in stream:
+                    self.meter.came(stream)
+            outputs = self.outputs(job)
+        finally:
+            self.end(job)
+        for output in outputs:
+            if output.error is not None:
+                raise RefusalError(500, output.error, code="engine_error")
+            if any(choice.finish_reason == "abort" for choice in output.outputs):
+                raise RefusalError(503, "the server is shutting down; ask another", code="unavailable")
+        choices = [
+            self._choice(job, i * job.params.n, output, choice.index)
+            for i, output in enumerate(outputs)
+            for choice in output.outputs
+        ]
+        kind = "chat.completion" if job.is_chat else "text_completion"
+        answer = {**self.head(job, kind), "choices": choices, "usage": answers.usage(outputs)}
+        if job.is_chat:
+            answer["prompt_logprobs"] = answers.prompt_logprobs(outputs[0])
+            if job.body.return_token_ids:
+                answer["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return answer | self.metrics(job, outputs)
+
+    def head(self, job: Job, kind: str) -> dict[str, Any]:
+        """What every answer and every chunk begins with."""
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": self.llm.llm.fingerprint,
+            "seed": job.params.seed,
+        }
+
+    def outputs(self, job: Job) -> list[RequestOutput]:
+        """What the streams of a job, which are over, have come to."""
+        outputs = [self.llm.output(stream) for stream in job.streams]
+        for stream, output in zip(job.streams, outputs, strict=True):
+            self.meter.finished(stream, output)
+        self._log(job, outputs)
+        return outputs
+
+    def metrics(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Times and acceptance, under the key they have at the root of an answer; empty for several outputs."""
+        if len(outputs) != 1:
+            return {}
+        found = answers.metrics(job.streams[0], outputs[0], self.llm.llm.num_speculative_tokens)
+        return {} if found is None else {"metrics": found}
+
+    def echoed(self, job: Job, prompt_ids: Sequence[int]) -> str | None:
+        """The prompt's text, where the answer begins with it."""
+        if not isinstance(job.body, CompletionBody) or not job.body.echo:
+            return None
+        return self.llm.llm.tokenizer.decode(prompt_ids)
+
+    def prompt_logprobs(self, stream: AnswerStream) -> dict[str, Any]:
+        """Those of a prompt that is through, in the form of completions."""
+        ids = stream.prompt_token_ids
+        piece = self.llm.llm.tokenizer.decode(ids[:1], skip_special_tokens=False)
+        return answers.text_logprobs(ids, self.llm.output(stream).prompt_logprobs or [], first=piece)
+
+    def _choice(self, job: Job, first: int, output: RequestOutput, index: int) -> dict[str, Any]:
+        """One choice of a whole answer; `first`: the number of its prompt's first."""
+        choice, ids = output.outputs[index], output.prompt_token_ids
+        if job.is_chat:
+            made = answers.chat_choice(choice, job.body.num_logprobs)
+        else:
+            piece = self.llm.llm.tokenizer.decode(ids[:1], skip_special_tokens=False)
+            made = answers.text_choice(output, choice, self.echoed(job, ids), piece)
+            made["prompt_logprobs"] = answers.prompt_logprobs(output)
+            if job.body.return_token_ids:
+                made["prompt_token_ids"] = ids
+        made["index"] = first + index
+        if job.body.return_token_ids:
+            made["token_ids"] = choice.token_ids
+        return made
+
+    def _log(self, job: Job, outputs: Sequence[RequestOutput]) -> None:
+        counted = answers.usage(outputs)
+        reasons = [choice.finish_reason for output in outputs for choice in output.outputs]
+        log.info(
+            "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s",
+            job.id,
+            counted["prompt_tokens"],
+            counted["completion_tokens"],
+            counted["completion_tokens_details"]["accepted_prediction_tokens"],
+            ", ".join(sorted({str(reason) for reason in reasons})),
+            max(stream.last - stream.started for stream in job.streams),
+        )

@@ -1,0 +1,64 @@
+"""What a server can be told beside its engine's settings; the command line makes a flag of each field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftproof.schema import check_number, check_whole, documented
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of a server. Limits are what one request may ask for; beyond them it gets a 4xx that names the limit."""
+
+    host: str = documented("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
+    port: int = documented(8000, "Port to listen at; 0 for any that is free.")
+    api_key: Sequence[str] = documented(
+        (), "Key that every route but /health and /ready asks for; may be given several times."
+    )
+    served_model_name: Sequence[str] = documented(
+        (), "Name that clients call the model by; may be given several times. Left out: the model as given."
+    )
+    cors_origin: Sequence[str] = documented(
+        (), "Origin whose web pages may ask, or *; may be given several times."
+    )
+    metrics_prefix: str = documented(
+        "draftproof:", "What names in /metrics begin with; vllm: for dashboards that expect that."
+    )
+    max_body_bytes: int = documented(8 << 20, "Longest body of a request, in bytes.")
+    max_choices: int = documented(128, "Most outputs of one request: n times its prompts.")
+    max_stop_strings: int = documented(64, "Most stop strings, and most bad words, of one request.")
+    max_logprobs: int = documented(20, "Most log-probabilities for a token.")
+    max_open_requests: int = documented(
+        512, "Most outputs being computed or waiting; beyond them requests get a 429."
+    )
+    max_open_tokens: int = documented(
+        1 << 20, "Most prompt tokens of all open outputs together; beyond them requests get a 429."
+    )
+    max_connections: int = documented(2048, "Most connections; beyond them requests get a 503.")
+    body_timeout: float = documented(30.0, "Seconds that a client has for sending a body.")
+    keep_alive_interval: float = documented(
+        15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
+    )
+    shutdown_timeout: float = documented(
+        30.0, "Seconds that running requests have to end once the server is told to stop."
+    )
+
+    def __post_init__(self) -> None:
+        check_whole("port", self.port, 0, 65535)
+        for name in (
+            "max_body_bytes",
+            "max_choices",
+            "max_stop_strings",
+            "max_open_requests",
+            "max_open_tokens",
+            "max_connections",
+        ):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("max_logprobs", self.max_logprobs, 0)
+        for name in ("body_timeout", "keep_alive_interval"):
+            check_number(name, getattr(self, name), above=0)
+        check_number("shutdown_timeout", self.shutdown_timeout)
+        if not all(self.api_key):
+            raise ValueError("api_key='': must not be empty; leave it out to ask for none")

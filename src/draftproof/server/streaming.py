@@ -1,0 +1,153 @@
+"""Answers as server-sent events: a chunk for what a step added, the usage, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from draftproof.frontend.async_llm import AnswerStream
+from draftproof.server import answers
+from draftproof.server.errors import RefusalError
+from draftproof.server.protocol import CompletionBody
+from draftproof.server.service import Job, Service
+from draftproof.types import Delta
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventResponse(StreamingResponse):
+    """Events as they come. `end` is called when the client has all of them, or has gone."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], end: Callable[[], None], headers: dict[str, str]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
+    """All events of an answer, whatever becomes of it."""
+    writer = Chunks(service, job)
+    async for number, delta in together(job.streams, service.config.keep_alive_interval):
+        if delta is None:
+            yield KEEP_ALIVE
+            continue
+        service.meter.came(job.streams[number])
+        for chunk in writer.of(number, delta):
+            yield event(chunk)
+    outputs = service.outputs(job)
+    asked = job.body.stream_options
+    if asked is not None and asked.include_usage:
+        usage = {"choices": [], "usage": answers.usage(outputs)}
+        yield event(writer.head | usage | service.metrics(job, outputs))
+    yield DONE
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def together(
+    streams: Sequence[AnswerStream], interval: float
+) -> AsyncIterator[tuple[int, Delta | None]]:
+    """Deltas of several streams as they come, with their numbers; None: a stream has had none for so many seconds."""
+    if len(streams) == 1:
+        async for delta in streams[0].with_pauses(interval):
+            yield 0, delta
+        return
+    news: asyncio.Queue[tuple[int, Delta | None] | None] = asyncio.Queue()
+
+    async def read(number: int, stream: AnswerStream) -> None:
+        async for delta in stream.with_pauses(interval):
+            news.put_nowait((number, delta))
+        news.put_nowait(None)
+
+    readers = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_left = len(readers)
+        while num_left:
+            item = await news.get()
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+class Chunks:
+    """The chunks of one answer. A choice's first says whose turn it is (chats) or repeats the prompt (`echo`), its last
+    says why it ended and nothing else; a step whose text is held back has none."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service = service
+        self._job = job
+        self._num_chars: dict[int, int] = {}  # a number for each choice that has begun
+        self.head = service.head(job, "chat.completion.chunk" if job.is_chat else "text_completion")
+
+    def of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of what a step added to a choice of prompt `number`."""
+        index = number * self._job.params.n + delta.index
+        parts: list[dict[str, Any]] = []
+        if index not in self._num_chars:
+            self._num_chars[index] = 0
+            parts += self._first(number, index)
+        wants_ids = self._job.body.return_token_ids
+        if delta.text or (delta.token_ids and (wants_ids or delta.logprobs is not None)):
+            part = self._content(delta, index)
+            if wants_ids:
+                part |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
+            parts.append(part)
+        chunks = [{**self.head, "choices": [{**part, "index": index}]} for part in parts]
+        if delta.finish_reason == "error":
+            return [*chunks, RefusalError(500, delta.error or "unknown", code="engine_error").body()]
+        if delta.finish_reason is not None:
+            last: dict[str, Any] = {
+                "index": index,
+                **({"delta": {}} if self._job.is_chat else {"text": ""}),
+                "logprobs": None,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+            }
+            chunks.append({**self.head, "choices": [last]})
+        return chunks
+
+    def _first(self, number: int, index: int) -> list[dict[str, Any]]:
+        """What comes before anything else of a choice."""
+        job, stream = self._job, self._job.streams[number]
+        ids = stream.prompt_token_ids
+        told = {"prompt_token_ids": ids} if job.body.return_token_ids else {}
+        nothing = {"logprobs": None, "finish_reason": None, **told}
+        if job.is_chat:
+            return [{"delta": {"role": "assistant", "content": ""}, **nothing}]
+        echoed = self._service.echoed(job, ids)
+        if echoed is None and not told:
+            return []
+        part: dict[str, Any] = {"text": echoed or "", **nothing}
+        if isinstance(job.body, CompletionBody) and job.body.scores_prompt:
+            part["logprobs"] = self._service.prompt_logprobs(stream)
+        self._num_chars[index] = len(echoed or "")
+        return [part]
+
+    def _content(self, delta: Delta, index: int) -> dict[str, Any]:
+        job = self._job
+        if job.is_chat:
+            return answers.chat_delta(delta, job.body.num_logprobs)
+        part = answers.text_delta(delta, self._num_chars[index])
+        if part["logprobs"] is not None:
+            self._num_chars[index] += sum(map(len, part["logprobs"]["tokens"]))
+        return part
