@@ -23,6 +23,8 @@ def check_request(spec: RequestSpec, vocab_size: int, max_model_len: int) -> Non
     for word in spec.bad_words_ids:
         if not word or not _all_within(word, vocab_size):
             raise ValueError(f"bad_words: {shown(word)}: must be token ids from 0 to {vocab_size - 1}")
+    if spec.most_drafts is not None:
+        check_whole("num_speculative_tokens", spec.most_drafts, 0)
     if spec.prompt_logprobs is not None:
         check_whole("prompt_logprobs", spec.prompt_logprobs, 0, MOST_LOGPROBS)
         if spec.reads_prefix_cache:

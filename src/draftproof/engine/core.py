@@ -215,10 +215,11 @@ class EngineCore:
         """Drafts to ask for after this step, per request; 0 where its prompt is not through."""
         if not self.runner.num_drafts or self.runner.drafter_health().off:
             return [0] * len(output.rows)
-        able = [r for r in output.rows if r.num_sampled and r.request.draft_hole is None]
+        able = [r for r in output.rows if r.num_sampled and r.request.can_draft]
         asked = [r.request for r in able if not self._is_prompt(r) or self._will_draft(r.request)]
         num_others = len(output.rows) - len(asked)
-        numbers = dict(zip(map(id, asked), self.policy.choose(asked, num_others), strict=True))
+        chosen = zip(asked, self.policy.choose(asked, num_others), strict=True)
+        numbers = {id(request): request.at_most(number) for request, number in chosen}
         return [numbers.get(id(r.request), 0) for r in output.rows]
 
     def _launch(
@@ -277,7 +278,7 @@ class EngineCore:
             return False
         if not runner.drafter_has_kv:
             return True
-        prompts = [r for r in rows if self._is_prompt(r) and r.request.draft_hole is None]
+        prompts = [r for r in rows if self._is_prompt(r) and r.request.can_draft]
         return not any(self._will_draft(r.request) for r in prompts)
 
     def _is_prompt(self, rows: PlannedRows) -> bool:
@@ -287,7 +288,7 @@ class EngineCore:
     def _will_draft(self, request: Progress, num_lost: int = 0) -> bool:
         """Whether a prompt is to be shown to the drafter, by how many will decode beside it before long, and by how
         many cached tokens the target would have to compute again for that."""
-        if not self.runner.num_drafts or self.runner.drafter_health().off:
+        if not self.runner.num_drafts or self.runner.drafter_health().off or request.spec.most_drafts == 0:
             return False
         return self.policy.will_draft(request, self.scheduler.num_soon - 1, num_lost)
 

@@ -33,6 +33,7 @@ class RequestSpec:
 
     `limit`: the most tokens it may grow to, min(max_model_len, prompt + max_tokens). `eos_ids` end the output without a
     stop reason; `params.stop_token_ids` end it with one. `stop_ids`: both, which min_tokens holds back.
+    `most_drafts`: the most drafts a round; it changes speed only.
     """
 
     token_ids: list[int]
@@ -43,6 +44,7 @@ class RequestSpec:
     stop_ids: frozenset[int] = frozenset()
     bad_words_ids: list[list[int]] = field(default_factory=list)
     prompt_logprobs: int | None = None  # alternatives beside each prompt token; None: not wanted
+    most_drafts: int | None = None  # None: as many as the policy wants
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
 
 

@@ -51,6 +51,16 @@ class Progress:
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.spec.token_ids)
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether anything may still be drafted for it."""
+        return self.draft_hole is None and self.spec.most_drafts != 0
+
+    def at_most(self, num_drafts: int) -> int:
+        """As many drafts, or as many as it allows."""
+        most = self.spec.most_drafts
+        return num_drafts if most is None else min(num_drafts, most)
+
     def miss_drafter(self, position: int) -> None:
         """The drafter did not see its rows from `position` on."""
         self.draft_hole = min(

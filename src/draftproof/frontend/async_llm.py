@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from draftproof.frontend.input_processor import PreparedRequest, Prompt
-from draftproof.frontend.llm import LLM, Messages
+from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
 from draftproof.types import Delta, RequestOutput, SamplingParams
 
@@ -109,29 +110,32 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        num_speculative_tokens: int | None = None,
     ) -> AsyncIterator[Delta]:
         """Deltas as they come, of all `params.n` choices; the last of each has a finish_reason. Leaving the loop, or
-        cancelling the task, aborts the request. Errors as in `start`."""
-        stream = await self.start(prompt, params, request_id)
+        cancelling the task, aborts the request. Errors as in `prepare` and `begin`."""
+        stream = self.begin(await self.prepare(prompt, params, num_speculative_tokens), request_id)
         try:
             async for delta in stream:
                 yield delta
         finally:
             stream.close()
 
-    async def start(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AnswerStream:
-        """`prepare`, then `begin`."""
-        return self.begin(await self.prepare(prompt, params), request_id)
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, num_speculative_tokens: int | None = None
+    ) -> PreparedRequest:
+        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet.
 
-    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedRequest:
-        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet. Raises ValueError
-        for what cannot be served."""
+        `num_speculative_tokens`: the most drafts a round, None: as the engine's settings say; it changes speed only.
+        Raises ValueError for what cannot be served.
+        """
         self._check_open()
         params = params or self.llm.default_sampling_params()
-        return await self.encode(partial(self._requests.prepare, prompt, params))
+        return await self.encode(partial(self._requests.prepare, prompt, params, num_speculative_tokens))
 
     def begin(self, given: PreparedRequest, request_id: str | None = None) -> AnswerStream:
         """Queue what `prepare` gave, for the task that calls; it closes the stream when it wants no more.
@@ -153,10 +157,6 @@ class AsyncLLM:
     async def encode(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by the thread that encodes prompts."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
-
-    async def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
-        """Ids of a conversation, as `LLM.chat` makes them. Raises ValueError."""
-        return await self.encode(lambda: self.llm.tokenizer.chat(messages, **template))
 
     def output(self, stream: AnswerStream) -> RequestOutput:
         """All that a finished request has come to, with its metrics."""
@@ -186,14 +186,20 @@ class AsyncLLM:
         """Take no more requests, give those that run so many seconds, end the rest with finish_reason "abort", and give
         the memory back. Shutting down twice is doing it once."""
         self._is_closing = True
-        running = [asyncio.create_task(stream.over.wait()) for stream in list(self._streams.values())]
-        if running:
-            await asyncio.wait(running, timeout=patience)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self.drained()
         self._soon_if_open(self._stop)
         await asyncio.to_thread(self._thread.join)
-        for task in running:
-            task.cancel()
         self._encoder.shutdown()
+
+    async def drained(self) -> None:
+        """Wait until no request is open. For the loop whose tasks ask."""
+        while self._streams and not self._is_ended:
+            for stream in list(self._streams.values()):
+                await stream.over.wait()
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                await self._in_engine(lambda: None)  # after it has forgotten those that were left
 
     @property
     def num_open(self) -> int:

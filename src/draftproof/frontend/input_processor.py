@@ -20,11 +20,15 @@ Prompt = str | list[int] | DictPrompt
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing."""
+    """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
+
+    `most_drafts`: as in `RequestSpec`.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    most_drafts: int | None = None
 
 
 class InputProcessor:
@@ -44,13 +48,15 @@ class InputProcessor:
         self._defaults = defaults
         self._engine_seed = engine_seed
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, most_drafts: int | None = None
+    ) -> PreparedRequest:
         """Raises ValueError if it cannot be served."""
         text, token_ids = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
             raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
-        prepared = PreparedRequest(text, token_ids, params)
+        prepared = PreparedRequest(text, token_ids, params, most_drafts)
         check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
         return prepared
 
@@ -68,6 +74,7 @@ class InputProcessor:
             stop_ids=self._stop_ids(params),
             bad_words_ids=self._bad_words(params),
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            most_drafts=given.most_drafts,
             reads_prefix_cache=not scores_prompt,
         )
 

@@ -27,9 +27,11 @@ class Requests:
         self._arrivals = itertools.count()
         self._report = AcceptanceReport(engine.stats.speculation, time.perf_counter())
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, most_drafts: int | None = None
+    ) -> PreparedRequest:
         """Raises ValueError if it cannot be served. Nothing of the engine is touched."""
-        return self.inputs.prepare(prompt, params)
+        return self.inputs.prepare(prompt, params, most_drafts)
 
     def new(
         self, given: PreparedRequest, *, streamed: bool = False, request_id: str | None = None

@@ -153,8 +153,9 @@ class GenerationBody(Body):
 
     @property
     def most_drafts(self) -> int | None:
-        wanted = None if self.speculation is None else self.speculation.num_speculative_tokens
-        return None if wanted is None or wanted == "auto" else wanted
+        """Drafts a round; None: as the engine's settings say."""
+        wanted = "auto" if self.speculation is None else self.speculation.num_speculative_tokens
+        return None if wanted == "auto" else wanted
 
 
 class ChatBody(GenerationBody):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 from socket import socket
 from types import FrameType
 
@@ -24,17 +25,20 @@ class Server(uvicorn.Server):
     """uvicorn's, which from the first signal on takes no requests and lets those that run come to their end; a second
     signal ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, told: Callable[[str], None] | None = None
+    ) -> None:
+        """`told` is called with the address once there is one."""
         super().__init__(config)
         self._service = service
+        self._told = told or _print_address
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             where = f"[{host}]" if ":" in host else host
-            names = ", ".join(self._service.names)
-            print(f"serving {names} at http://{where}:{port}/v1", file=sys.stderr, flush=True)
+            self._told(f"http://{where}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.is_draining = True
@@ -49,9 +53,20 @@ class Server(uvicorn.Server):
             await ending
 
 
+def _print_address(address: str) -> None:
+    print(f"serving at {address}/v1", file=sys.stderr, flush=True)
+
+
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal; the engine has ended then."""
-    service = Service(AsyncLLM(llm), config)
+    server = make_server(Service(AsyncLLM(llm), config))
+    with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
+        server.run()
+
+
+def make_server(service: Service, told: Callable[[str], None] | None = None) -> Server:
+    """A server with the settings of its service; `told` as in `Server`."""
+    config = service.config
     settings = uvicorn.Config(
         create_app(service),
         host=config.host,
@@ -64,5 +79,4 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         timeout_graceful_shutdown=round(config.shutdown_timeout) + GRACE,
     )
-    with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
-        Server(settings, service).run()
+    return Server(settings, service, told)
