@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +20,7 @@ TYPES: Mapping[int, str] = {
 BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
 # "prompt" is in messages of ours what encoding made of a chat's messages, too
 OURS = frozenset({"draft", "params", "limit"})
+INNER_FIELDS = ("include_usage", "num_speculative_tokens")  # fields of objects within a body
 
 
 class RefusalError(Exception):
@@ -60,9 +61,20 @@ def of_body(error: ValidationError) -> RefusalError:
     where = [str(part) for part in first["loc"]]
     if not where:
         return RefusalError(400, f"body: {first['msg']}", code="invalid_json")
-    name = where[0]
+    name, path = where[0], _path(first["loc"])
     wanted = [e["msg"] for e in error.errors(include_url=False) if e["loc"][:1] == first["loc"][:1]]
     if first["type"] == "missing":
-        return RefusalError(400, f"{name}: is missing", param=name, code="missing_field")
+        return RefusalError(400, f"{path}: is missing", param=name, code="missing_field")
     told = "; or ".join(dict.fromkeys(wanted[:4]))
-    return RefusalError(400, f"{name}={shown(first['input'])}: {told}", param=name, code="invalid_type")
+    return RefusalError(400, f"{path}={shown(first['input'])}: {told}", param=name, code="invalid_type")
+
+
+def _path(where: Sequence[int | str]) -> str:
+    """A place in a body as one would write it; what pydantic adds for the types that it tried is left out."""
+    path = str(where[0])
+    for part in where[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in INNER_FIELDS:
+            path += f".{part}"
+    return path

@@ -72,14 +72,14 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
     try:
-        async with asyncio.timeout(limits.body_timeout):
+        async with asyncio.timeout(limits.client_timeout):
             async for part in request.stream():
                 num_bytes += len(part)
                 if num_bytes > most:
                     raise _too_long(most)
                 parts.append(part)
     except TimeoutError:
-        message = f"body: took longer than body_timeout={limits.body_timeout:g} seconds"
+        message = f"body: took longer than client_timeout={limits.client_timeout:g} seconds"
         raise RefusalError(408, message, headers={"Connection": "close"}) from None
     return b"".join(parts)
 

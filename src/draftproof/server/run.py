@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from socket import socket
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
@@ -18,6 +20,7 @@ from draftproof.server.service import Service
 from draftproof.server.settings import ServerConfig
 
 MOST_HEADER_BYTES = 1 << 15
+TICKS = 10  # tenths of a second between two looks at silent connections
 GRACE = 5  # seconds for writing answers out once the engine has ended
 
 
@@ -32,6 +35,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._told = told or _print_address
+        self._silent_since: dict[H11Protocol, float] = {}
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
@@ -39,6 +43,23 @@ class Server(uvicorn.Server):
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             where = f"[{host}]" if ":" in host else host
             self._told(f"http://{where}:{port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS == 0:
+            self._close_silent(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _close_silent(self, now: float) -> None:
+        """Close connections on which no request has come for too long; uvicorn waits for ever for headers."""
+        silent: dict[H11Protocol, float] = {}
+        for connection in self.server_state.connections:
+            assert isinstance(connection, H11Protocol), "as its settings say"
+            if connection.cycle is None or connection.cycle.response_complete:
+                silent[connection] = self._silent_since.get(connection, now)
+        for connection, since in silent.items():
+            if now - since > self._service.config.client_timeout:
+                connection.transport.close()
+        self._silent_since = silent
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.is_draining = True
@@ -73,6 +94,7 @@ def make_server(service: Service, told: Callable[[str], None] | None = None) -> 
         port=config.port,
         log_level="warning",
         access_log=False,
+        http="h11",
         ws="none",
         server_header=False,
         limit_concurrency=config.max_connections,

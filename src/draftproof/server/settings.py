@@ -37,7 +37,9 @@ class ServerConfig:
         1 << 20, "Most prompt tokens of all open outputs together; beyond them requests get a 429."
     )
     max_connections: int = documented(2048, "Most connections; beyond them requests get a 503.")
-    body_timeout: float = documented(30.0, "Seconds that a client has for sending a body.")
+    client_timeout: float = documented(
+        30.0, "Seconds that a client has for a request's headers, and again for its body."
+    )
     keep_alive_interval: float = documented(
         15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
     )
@@ -57,7 +59,7 @@ class ServerConfig:
         ):
             check_whole(name, getattr(self, name), 1)
         check_whole("max_logprobs", self.max_logprobs, 0)
-        for name in ("body_timeout", "keep_alive_interval"):
+        for name in ("client_timeout", "keep_alive_interval"):
             check_number(name, getattr(self, name), above=0)
         check_number("shutdown_timeout", self.shutdown_timeout)
         if not all(self.api_key):

@@ -1,0 +1,338 @@
+"""What a server refuses, in OpenAI's form, and what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError
+
+from draftproof.engine.core import EngineCore
+from tests.server.running import LONG, Running, drafting, local, running
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+JSON = {"Content-Type": "application/json"}
+KEY = {"Authorization": "Bearer second"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(drafting(), max_body_bytes=1 << 20, client_timeout=0.2, max_choices=8) as started:
+        yield started
+        started.check_nothing_left()
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object of an answer, which must have all of OpenAI's fields."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "message"),
+    [
+        ({"temperature": "hot"}, "temperature", "temperature='hot': "),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"temperature": True}, "temperature", "temperature=True: "),
+        ({"n": 0}, "n", "n=0: must be an integer from 1"),
+        ({"n": 9}, "n", "n=9: of 1 prompts are 9 outputs, of at most max_choices=8"),
+        ({"n": 1.5}, "n", "n=1.5: "),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0: "),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens='many': "),
+        ({"stop": 5}, "stop", "stop=5: "),
+        ({"stop": ["a"] * 65}, "stop", "stop: has 65 entries, at most 64"),
+        ({"stop": ["x"] * 100_000}, "stop", "stop: has 100000 entries, at most 64"),
+        ({"stop": [""]}, "stop", "stop="),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "logit_bias"),
+        ({"seed": "one"}, "seed", "seed='one': "),
+        ({"top_p": 2}, "top_p", "top_p=2"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs=21: must be at most 20"),
+        ({"stream": "yes"}, "stream", "stream='yes': "),
+        ({"stream_options": 1}, "stream_options", "stream_options=1: "),
+        ({"speculation": {"num_speculative_tokens": -1}}, None, "num_speculative_tokens=-1"),
+        (
+            {"speculation": {"num_speculative_tokens": "lots"}},
+            "speculation",
+            ".num_speculative_tokens='lots': ",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", "response_format: is not served"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools: is not served"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids=[]"),
+    ],
+)
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_wrong_fields_are_named(
+    server: Running, route: str, changed: dict[str, Any], param: str | None, message: str
+) -> None:
+    prompt: dict[str, Any] = {"messages": MESSAGES} if route == CHAT else {"prompt": "x"}
+    with server.http() as http:
+        response = http.post(route, json={"model": "tiny", **prompt, **changed})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert message in error["message"]
+    assert param is None or error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "message"),
+    [
+        (CHAT, b'{"messages": []}', 400, "messages"),
+        (CHAT, b'{"messages": [{"content": "x"}]}', 400, "messages[0]="),
+        (CHAT, b'{"messages": [1]}', 400, "messages[0]=1: "),
+        (CHAT, b"{}", 400, "messages: is missing"),
+        (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "content[0]"),
+        (TEXT, b'{"prompt": ""}', 400, "prompt"),
+        (TEXT, b'{"prompt": []}', 400, "prompt"),
+        (TEXT, b'{"prompt": [[]]}', 400, "prompt"),
+        (TEXT, b'{"prompt": [1, "x"]}', 400, "prompt"),
+        (TEXT, b'{"prompt": [-5]}', 400, "prompt: token id -5"),
+        (TEXT, b'{"prompt": [99999999999999999999]}', 400, "prompt: token id 99999999999999999999"),
+        (TEXT, b'{"prompt": "x", "model": "gpt-9"}', 404, "model='gpt-9': is not served here"),
+        (TEXT, b'{"prompt": "' + b"word " * 5000 + b'"}', 400, "max_model_len=256"),
+        (TEXT, b"", 400, "body: "),
+        (TEXT, b"[]", 400, "body: "),
+        (TEXT, b"null", 400, "body: "),
+        (TEXT, b'{"prompt": "x"', 400, "body: Invalid JSON"),
+        (TEXT, b'{"prompt": "\xff\xfe"}', 400, "body: Invalid JSON"),
+        (TEXT, b'{"prompt": "\\ud800"}', 400, "body: Invalid JSON"),
+        (TEXT, b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", 400, "out of range"),
+        (TEXT, b'{"prompt": "x", "temperature": NaN}', 400, "temperature=nan"),
+        (TEXT, b'{"prompt": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "recursion limit"),
+        (TEXT, b"\x00" * 100, 400, "body: Invalid JSON"),
+        (TEXT, b'{"prompt": "x", "stop": ["' + b"a" * 1_100_000 + b'"]}', 413, "max_body_bytes=1048576"),
+        ("/v1/nothing", b"{}", 404, "POST /v1/nothing: Not Found"),
+        ("/health", b"{}", 405, "POST /health: Method Not Allowed"),
+    ],
+)
+def test_broken_bodies_are_refused(
+    server: Running, route: str, body: bytes, status: int, message: str
+) -> None:
+    with server.http() as http:
+        response = http.post(route, content=body, headers=JSON)
+    assert response.status_code == status, response.text
+    assert message in error_of(response)["message"]
+
+
+def test_a_nul_is_a_character_as_any_other(server: Running) -> None:
+    with server.http() as http:
+        assert http.post(TEXT, content=b'{"prompt": "a\\u0000b"}', headers=JSON).status_code == 200
+
+
+def test_other_content_types_are_refused(server: Running) -> None:
+    """A web page may send these to any address without being asked."""
+    with server.http() as http:
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            response = http.post(TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": kind})
+            assert response.status_code == 415
+            assert error_of(response)["message"] == f"Content-Type='{kind}': must be application/json"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_body_of_100_megabytes_is_refused_unread(server: Running, is_told: bool) -> None:
+    num_sent = 0
+
+    def body() -> Iterator[bytes]:
+        nonlocal num_sent
+        yield b'{"prompt": "'
+        for _ in range(100):
+            num_sent += 1
+            yield b"x" * (1 << 20)
+
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LONG)
+    headers = {**JSON, **({"Content-Length": str(100 << 20)} if is_told else {})}
+    try:
+        connection.request("POST", TEXT, body(), headers, encode_chunked=not is_told)
+    except (BrokenPipeError, ConnectionResetError):
+        assert num_sent < 100  # it hung up on us
+    response = connection.getresponse()
+    assert response.status == 413
+    assert "max_body_bytes=1048576" in json.loads(response.read())["error"]["message"]
+    connection.close()
+
+
+def test_a_body_that_never_comes_is_not_waited_for(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), LONG) as connection:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{{"
+        connection.sendall(head.encode())
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"client_timeout=0.2" in answer
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_a_connection_on_which_no_request_comes_is_closed(server: Running, start: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), LONG) as connection:
+        connection.sendall(start)
+        assert not connection.recv(1 << 16)
+
+
+def test_the_client_raises_what_openais_raises(server: Running) -> None:
+    with pytest.raises(BadRequestError, match="temperature=-1") as caught:
+        server.client().completions.create(model="tiny", prompt="x", temperature=-1)
+    assert caught.value.param == "temperature"
+
+
+def test_ids_and_unread_fields_come_back(server: Running) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "future_field": 1, "odd\nname: x": 2, "request_id": "mine"}
+    with server.http() as http:
+        response = http.post(TEXT, json=body, headers={"X-Request-Id": "abc-1"})
+        assert response.headers["x-request-id"] == "abc-1"
+        assert response.headers["x-unread-fields"] == "future_field, odd?name??x"
+        assert response.json()["id"] == "cmpl-mine"
+        drawn = http.get("/version", headers={"X-Request-Id": "sp ace" * 50}).headers["x-request-id"]
+        assert len(drawn) == 32
+        many = {f"field{i}": i for i in range(2000)}
+        response = http.post(TEXT, json={"prompt": "x", "max_tokens": 1, **many})
+        assert response.headers["x-unread-fields"].endswith(", and 1984 more")
+
+
+def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers() -> None:
+    async def main() -> None:
+        async with local(drafting(), api_key=("first", "second")) as (client, _):
+            for route in ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nothing"):
+                for headers in ({}, {"Authorization": "Bearer secon"}, {"Authorization": "second"}):
+                    response = await client.get(route, headers=headers)
+                    assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
+            for route in (CHAT, TEXT, "/tokenize", "/detokenize"):
+                assert (await client.post(route, json={})).status_code == 401
+            for route in ("/health", "/ready"):
+                assert (await client.get(route)).status_code == 200
+            assert (await client.get("/v1/models", headers=KEY)).status_code == 200
+            response = await client.post(TEXT, json={"prompt": "x", "max_tokens": 1}, headers=KEY)
+            assert response.status_code == 200
+
+    asyncio.run(main())
+
+
+async def begun(service: Any, number: int) -> None:
+    """Return once so many requests are open."""
+    while service.llm.num_open < number:
+        await asyncio.sleep(0)
+
+
+def test_too_much_at_once_is_asked_to_come_again() -> None:
+    async def main() -> None:
+        async with local(drafting(), max_open_requests=3, max_open_tokens=40) as (client, service):
+            await service.llm.pause()
+            body = {"prompt": [5] * 15, "max_tokens": 2}
+            first = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(2)]
+            await begun(service, 2)
+            for changed in ({"n": 2}, {"prompt": [5] * 11}):
+                response = await client.post(TEXT, json={**body, **changed})
+                assert response.status_code == 429 and response.headers["retry-after"] == "1"
+                assert error_of(response)["type"] == "rate_limit_error"
+            assert (await client.get("/load")).json() == {"server_load": 2, "prompt_tokens": 30}
+            assert "admission_rejections_total" in (text := (await client.get("/metrics")).text)
+            assert 'admission_rejections_total{engine="0",model_name="tiny"} 2.0' in text
+            await service.llm.resume()
+            assert [(await task).status_code for task in first] == [200, 200]
+            assert (await client.post(TEXT, json={**body, "n": 3, "prompt": "x"})).status_code == 200
+            assert (await client.get("/load")).json() == {"server_load": 0, "prompt_tokens": 0}
+
+    asyncio.run(main())
+
+
+def test_shutting_down_answers_everybody() -> None:
+    async def main() -> None:
+        async with local(drafting()) as (client, service):
+            await service.llm.pause()
+            body = {"prompt": "x", "max_tokens": 2}
+            plain = asyncio.create_task(client.post(TEXT, json=body))
+            streamed = asyncio.create_task(client.post(TEXT, json={**body, "stream": True}))
+            await begun(service, 2)
+            service.is_draining = True
+            response = await client.post(TEXT, json=body)
+            assert response.status_code == 503 and "retry-after" in response.headers
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+            await service.llm.shutdown()
+            assert (await plain).status_code == 503
+            events = (await streamed).text.strip().split("\n\n")
+            assert events[-1] == "data: [DONE]" and '"finish_reason":"abort"' in events[-2]
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_the_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: EngineCore) -> None:
+        raise MemoryError("none left")
+
+    async def main() -> None:
+        async with local(drafting()) as (client, service):
+            await service.llm.pause()
+            body = {"prompt": "x", "max_tokens": 2}
+            plain = asyncio.create_task(client.post(TEXT, json=body))
+            streamed = asyncio.create_task(client.post(TEXT, json={**body, "stream": True}))
+            await begun(service, 2)
+            monkeypatch.setattr(EngineCore, "step", fail)
+            await service.llm.resume()
+            response = await plain
+            assert response.status_code == 500 and "none left" in error_of(response)["message"]
+            events = (await streamed).text.strip().split("\n\n")
+            assert events[-1] == "data: [DONE]"
+            assert "none left" in json.loads(events[-2][6:])["error"]["message"]
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post(TEXT, json=body)).status_code == 503
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_is_not_computed_for(server: Running, stream: bool) -> None:
+    """No step is made, so nothing but the hanging up can end the request."""
+    service = server.service
+    server.run(service.llm.pause())
+    before = service.llm.llm.stats.num_generated_tokens
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LONG)
+    connection.request("POST", TEXT, json.dumps({"prompt": "x", "stream": stream}), JSON)
+    server.run(begun(service, 1))
+    connection.close()
+    server.check_nothing_left()
+    assert service.llm.llm.stats.num_generated_tokens == before
+    assert service.admission.num_outputs == service.admission.num_tokens == 0
+    server.run(service.llm.resume())
+
+
+def test_idle_streams_get_comments() -> None:
+    with running(drafting(), keep_alive_interval=0.01) as server:
+        server.run(server.service.llm.pause())
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LONG)
+        connection.request("POST", TEXT, '{"prompt": "x", "stream": true}', JSON)
+        response = connection.getresponse()
+        assert response.readline() == b": keep-alive\n"
+        server.run(server.service.llm.resume())
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+
+
+def test_a_signal_lets_requests_end() -> None:
+    """Whoever has begun gets an answer; the server's thread ends."""
+    with running(drafting()) as server:
+        answers: list[int] = []
+        server.run(server.service.llm.pause())
+
+        def ask() -> None:
+            with server.http() as client:
+                answers.append(client.post(TEXT, json={"prompt": "x", "max_tokens": 3}).status_code)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        server.run(begun(server.service, 1))
+        server.run(server.service.llm.resume())
+    thread.join(LONG)
+    assert answers == [200]
