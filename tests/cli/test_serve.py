@@ -42,6 +42,7 @@ def test_the_embedded_model_has_its_drafter(engines: Engines, served: list[Serve
         (["m", "--model", "n"], "MODEL='m' and --model='n': give only one of them"),
         (["--port", "70000"], "port=70000: must be an integer from 0 to 65535"),
         (["--max-choices", "0"], "max_choices=0: "),
+        (["--ssl-keyfile", "key.pem"], "ssl_certfile=None, ssl_keyfile='key.pem': https needs both"),
         (["--api-key", ""], "api_key='': must not be empty"),
     ],
 )

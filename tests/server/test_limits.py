@@ -26,7 +26,9 @@ KEY = {"Authorization": "Bearer second"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(drafting(), max_body_bytes=1 << 20, client_timeout=0.2, max_choices=8) as started:
+    with running(
+        drafting(), max_body_bytes=1 << 20, client_timeout=0.2, max_choices=8, max_prompt_chars=60_000
+    ) as started:
         yield started
         started.check_nothing_left()
 
@@ -101,6 +103,13 @@ def test_wrong_fields_are_named(
         (TEXT, b'{"prompt": [99999999999999999999]}', 400, "prompt: token id 99999999999999999999"),
         (TEXT, b'{"prompt": "x", "model": "gpt-9"}', 404, "model='gpt-9': is not served here"),
         (TEXT, b'{"prompt": "' + b"word " * 5000 + b'"}', 400, "max_model_len=256"),
+        (TEXT, b'{"prompt": "' + b"x" * 70_000 + b'"}', 400, "prompt: has 70000 characters, at most"),
+        (
+            CHAT,
+            b'{"messages": [{"role": "user", "content": "' + b"x" * 70_000 + b'"}]}',
+            400,
+            "messages: has 70",
+        ),
         (TEXT, b"", 400, "body: "),
         (TEXT, b"[]", 400, "body: "),
         (TEXT, b"null", 400, "body: "),

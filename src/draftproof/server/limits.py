@@ -53,9 +53,10 @@ class Gate:
         await self._app(scope, receive, send_with_id)
 
     def _is_known(self, headers: Headers) -> bool:
-        """Takes as long for any key: digests are compared, all of them, to their ends."""
+        """Takes as long for any key: digests are compared, all of them, to their ends. Headers come decoded as
+        latin-1, so that their bytes can be had back."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(found)
 

@@ -18,20 +18,14 @@ from draftproof.server.settings import ServerConfig
 from draftproof.types import SamplingParams
 
 # Fields of others that would change the answer: to ignore them silently would be wrong.
-NOT_SERVED: Mapping[str, str] = {
-    "tools": "calls of tools are not parsed",
-    "functions": "calls of tools are not parsed",
-    "response_format": "outputs are not constrained by a grammar",
-    "structured_outputs": "outputs are not constrained by a grammar",
-    "guided_json": "outputs are not constrained by a grammar",
-    "guided_regex": "outputs are not constrained by a grammar",
-    "guided_choice": "outputs are not constrained by a grammar",
-    "guided_grammar": "outputs are not constrained by a grammar",
-    "use_beam_search": "there is no beam search",
-    "suffix": "there is no infilling",
-    "audio": "answers are text",
-    "truncate_prompt_tokens": "prompts are not cut",
-    "prompt_embeds": "prompts are text or token ids",
+NOT_SERVED: Mapping[str, frozenset[str]] = {
+    "calls of tools are not parsed": words("tools functions"),
+    "outputs are not constrained by a grammar": words(
+        "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
+    ),
+    "there is neither infilling nor beam search": words("suffix use_beam_search"),
+    "prompts and answers are text or token ids": words("audio prompt_embeds"),
+    "prompts are not cut": words("truncate_prompt_tokens"),
 }
 NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {}, {"type": "text"})
 SHOWN_NAME = re.compile(r"[^\w.-]", re.ASCII)
@@ -69,9 +63,10 @@ class Body(BaseModel):
         """Names of fields that nobody reads, for a header; empty where there are none. ValueError for those that ask
         for what is not served."""
         given = self.model_extra or {}
-        for name, why in NOT_SERVED.items():
-            if given.get(name) not in NOTHING_ASKED:
-                raise ValueError(f"{name}: is not served: {why}; leave it out")
+        for why, refused in NOT_SERVED.items():
+            for name in sorted(refused):
+                if given.get(name) not in NOTHING_ASKED:
+                    raise ValueError(f"{name}: is not served: {why}; leave it out")
         names = [SHOWN_NAME.sub("?", name)[:64] for name in given]
         more = f", and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
         return ", ".join(names[:MOST_NAMES_SHOWN]) + more
@@ -131,6 +126,11 @@ class GenerationBody(Body):
         """What the engine is given, `num_prompts` of them."""
         raise NotImplementedError
 
+    @property
+    def num_chars(self) -> int:
+        """Characters that are to be encoded."""
+        raise NotImplementedError
+
     def params(self, defaults: SamplingParams, limits: ServerConfig) -> SamplingParams:
         """What the engine is asked for; a request without a seed is given one, so that its answer can be had again.
         ValueError names field, value and what is allowed."""
@@ -143,6 +143,11 @@ class GenerationBody(Body):
         return dataclasses.replace(defaults, **given)
 
     def _check_limits(self, limits: ServerConfig) -> None:
+        if self.num_chars > limits.max_prompt_chars:
+            field = "messages" if isinstance(self, ChatBody) else "prompt"
+            raise ValueError(
+                f"{field}: has {self.num_chars} characters, at most max_prompt_chars={limits.max_prompt_chars}"
+            )
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) > limits.max_stop_strings:
@@ -179,6 +184,10 @@ class ChatBody(GenerationBody):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(str(message)) for message in self.messages)
 
     def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
@@ -220,6 +229,11 @@ class CompletionBody(GenerationBody):
     @property
     def num_prompts(self) -> int:
         return len(self.prompt) if self._holds_several else 1
+
+    @property
+    def num_chars(self) -> int:
+        given: Any = self.prompt if self._holds_several else [self.prompt]
+        return sum(len(prompt) for prompt in given if isinstance(prompt, str))
 
     def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
         """One prompt or several, as they were given."""

@@ -42,7 +42,8 @@ class Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             where = f"[{host}]" if ":" in host else host
-            self._told(f"http://{where}:{port}")
+            scheme = "http" if self._service.config.ssl_certfile is None else "https"
+            self._told(f"{scheme}://{where}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS == 0:
@@ -94,6 +95,8 @@ def make_server(service: Service, told: Callable[[str], None] | None = None) -> 
         port=config.port,
         log_level="warning",
         access_log=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         http="h11",
         ws="none",
         server_header=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -50,6 +51,12 @@ class Service:
         self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
         self.defaults = llm.llm.default_sampling_params()
         self.is_draining = False
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Load what the first conversation needs before it comes: chat templates load transformers."""
+        with contextlib.suppress(ValueError):  # there is no tokenizer, or no template
+            self.llm.llm.tokenizer.chat([{"role": "user", "content": "Hi"}])
 
     def check_ready(self) -> None:
         """503 where nothing is computed any more."""

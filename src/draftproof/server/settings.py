@@ -20,6 +20,8 @@ class ServerConfig:
     served_model_name: Sequence[str] = documented(
         (), "Name that clients call the model by; may be given several times. Left out: the model as given."
     )
+    ssl_certfile: str | None = documented(None, "Certificate for https, a PEM file; needs --ssl-keyfile.")
+    ssl_keyfile: str | None = documented(None, "Private key of the certificate, a PEM file.")
     cors_origin: Sequence[str] = documented(
         (), "Origin whose web pages may ask, or *; may be given several times."
     )
@@ -27,6 +29,9 @@ class ServerConfig:
         "draftproof:", "What names in /metrics begin with; vllm: for dashboards that expect that."
     )
     max_body_bytes: int = documented(8 << 20, "Longest body of a request, in bytes.")
+    max_prompt_chars: int = documented(
+        1 << 20, "Longest text of a request's prompts or messages, in characters."
+    )
     max_choices: int = documented(128, "Most outputs of one request: n times its prompts.")
     max_stop_strings: int = documented(64, "Most stop strings, and most bad words, of one request.")
     max_logprobs: int = documented(20, "Most log-probabilities for a token.")
@@ -51,6 +56,7 @@ class ServerConfig:
         check_whole("port", self.port, 0, 65535)
         for name in (
             "max_body_bytes",
+            "max_prompt_chars",
             "max_choices",
             "max_stop_strings",
             "max_open_requests",
@@ -62,5 +68,9 @@ class ServerConfig:
         for name in ("client_timeout", "keep_alive_interval"):
             check_number(name, getattr(self, name), above=0)
         check_number("shutdown_timeout", self.shutdown_timeout)
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError(
+                f"ssl_certfile={self.ssl_certfile!r}, ssl_keyfile={self.ssl_keyfile!r}: https needs both"
+            )
         if not all(self.api_key):
             raise ValueError("api_key='': must not be empty; leave it out to ask for none")
