@@ -115,6 +115,7 @@ def test_an_id_that_is_running_is_refused() -> None:
         llm = AsyncLLM(drafting())
         given = await llm.prepare("x = ", ENDLESS)
         with_id = llm.begin(given, "mine")
+        assert with_id.request_id == "mine"
         with pytest.raises(ValueError, match="request_id='mine': is running already; give another"):
             llm.begin(given, "mine")
         with_id.close()

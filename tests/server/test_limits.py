@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"stop": ["a"] * 65}, "stop", "stop: has 65 entries, at most 64"),
         ({"stop": ["x"] * 100_000}, "stop", "stop: has 100000 entries, at most 64"),
         ({"stop": [""]}, "stop", "stop="),
+        ({"stop": "a" * 5000}, "stop", "stop: has 5000 characters, at most 4096"),
+        ({"bad_words": ["a" * 3000, "b" * 2000]}, "bad_words", "bad_words: has 5000 characters"),
+        ({"allowed_token_ids": [5] * 5000}, "allowed_token_ids", "has 5000 entries, at most 4096"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "logit_bias"),
         ({"seed": "one"}, "seed", "seed='one': "),
@@ -103,7 +107,7 @@ def test_wrong_fields_are_named(
         (TEXT, b'{"prompt": [99999999999999999999]}', 400, "prompt: token id 99999999999999999999"),
         (TEXT, b'{"prompt": "x", "model": "gpt-9"}', 404, "model='gpt-9': is not served here"),
         (TEXT, b'{"prompt": "' + b"word " * 5000 + b'"}', 400, "max_model_len=256"),
-        (TEXT, b'{"prompt": "' + b"x" * 70_000 + b'"}', 400, "prompt: has 70000 characters, at most"),
+        (TEXT, b'{"prompt": "' + b"x" * 70_000 + b'"}', 400, "prompt: has 70000 characters, at most 60000"),
         (
             CHAT,
             b'{"messages": [{"role": "user", "content": "' + b"x" * 70_000 + b'"}]}',
@@ -226,6 +230,39 @@ def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers() -> None:
             assert response.status_code == 200
 
     asyncio.run(main())
+
+
+def test_orders_ask_for_a_key() -> None:
+    """Without one nobody may give them."""
+
+    async def main() -> None:
+        async with local(drafting(), api_key=("second",)) as (client, service):
+            assert (await client.post("/pause")).status_code == 401
+            assert (await client.post("/pause", headers=KEY)).status_code == 200
+            waiting = asyncio.create_task(
+                client.post(TEXT, json={"prompt": "x", "max_tokens": 1}, headers=KEY)
+            )
+            await begun(service, 1)
+            assert (await client.post("/reset_prefix_cache", headers=KEY)).status_code == 200
+            assert not waiting.done()
+            assert (await client.post("/resume", headers=KEY)).status_code == 200
+            assert (await waiting).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_the_schema_names_everything_it_refers_to(server: Running) -> None:
+    with server.http() as http:
+        schema = http.get("/openapi.json").json()
+        assert http.post("/pause", json={}).status_code == 404  # there is no key
+    refers = set(re.findall(r'"#/([^"]+)"', json.dumps(schema)))
+    assert "components/schemas/Speculation" in refers
+    for reference in refers:
+        found = schema
+        for part in reference.split("/"):
+            found = found[part]
+    fields = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "top_logprobs", "speculation"} <= set(fields["properties"])
 
 
 async def begun(service: Any, number: int) -> None:

@@ -285,8 +285,10 @@ class AsyncLLM:
             self._requests.fail(stream.request, f"{type(error).__name__}: {error}")
 
     def _forget(self, stream: AnswerStream) -> None:
-        self._requests.close(stream.request_id)
-        self._streams.pop(stream.request_id, None)
+        """Unless it is over, and its id another's by now."""
+        if self._streams.get(stream.request_id) is stream:
+            self._requests.close(stream.request_id)
+            del self._streams[stream.request_id]
 
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
@@ -331,3 +333,32 @@ class AsyncLLM:
 def _deliver(batch: Sequence[tuple[AnswerStream, list[Delta], bool]]) -> None:
     for stream, deltas, is_over in batch:
         stream.deliver(deltas, is_over=is_over)
+
+
+async def together(
+    streams: Sequence[AnswerStream], interval: float
+) -> AsyncIterator[tuple[int, Delta | None]]:
+    """Deltas of several streams as they come, with their numbers; None: a stream has had none for so many seconds."""
+    if len(streams) == 1:
+        async for delta in streams[0].with_pauses(interval):
+            yield 0, delta
+        return
+    news: asyncio.Queue[tuple[int, Delta | None] | None] = asyncio.Queue()
+
+    async def read(number: int, stream: AnswerStream) -> None:
+        async for delta in stream.with_pauses(interval):
+            news.put_nowait((number, delta))
+        news.put_nowait(None)
+
+    readers = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_left = len(readers)
+        while num_left:
+            item = await news.get()
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()

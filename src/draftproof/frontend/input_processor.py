@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftproof.engine.checks import check_request
@@ -22,13 +22,14 @@ Prompt = str | list[int] | DictPrompt
 class PreparedRequest:
     """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
 
-    `most_drafts`: as in `RequestSpec`.
+    `most_drafts` and `bad_words_ids`: as in `RequestSpec`.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     most_drafts: int | None = None
+    bad_words_ids: list[list[int]] = field(default_factory=list)
 
 
 class InputProcessor:
@@ -56,7 +57,7 @@ class InputProcessor:
         params = replace(params)  # which copies its lists and checks them again
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
             raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
-        prepared = PreparedRequest(text, token_ids, params, most_drafts)
+        prepared = PreparedRequest(text, token_ids, params, most_drafts, self._bad_words(params))
         check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
         return prepared
 
@@ -72,7 +73,7 @@ class InputProcessor:
             limit=len(token_ids) + min(room, params.max_tokens or room),
             eos_ids=frozenset() if params.ignore_eos else frozenset(self.eos_ids),
             stop_ids=self._stop_ids(params),
-            bad_words_ids=self._bad_words(params),
+            bad_words_ids=given.bad_words_ids,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             most_drafts=given.most_drafts,
             reads_prefix_cache=not scores_prompt,

@@ -178,4 +178,4 @@ class OutputProcessor:
         return found
 
     def _piece(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.piece(token)

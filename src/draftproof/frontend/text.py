@@ -44,7 +44,8 @@ class Tokenizer:
         self._fallback_ids = _byte_fallback_ids(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        # An output's text asks this of each of its tokens.
+        # An output's text asks these of each of its tokens, and of the alternatives beside it.
+        self.piece = functools.lru_cache(SIZES_KEPT)(self._piece)
         self.size_alone = functools.lru_cache(SIZES_KEPT)(self._size_alone)
 
     @property
@@ -104,6 +105,10 @@ class Tokenizer:
     def holds_back(self, token_id: int) -> bool:
         """Whether text up to this token may still change: a run of raw bytes is decoded as a whole."""
         return token_id in self._fallback_ids
+
+    def _piece(self, token_id: int) -> str:
+        """Text of one token by itself, special or not."""
+        return self.decode([token_id], skip_special_tokens=False)
 
     def _size_alone(self, token_id: int, skip_special_tokens: bool) -> int:
         """Characters of the text of one token by itself."""

@@ -35,6 +35,7 @@ from draftproof.server.streaming import EventResponse, events
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 LONG_BODY = 1 << 16  # bytes from which on parsing would hold other answers up
+SCHEMAS = "#/components/schemas/"
 UNREAD = "X-Unread-Fields"  # header: fields of a body that nobody read
 GONE = 499  # status of an answer whose client has gone: for logs, nobody reads it
 
@@ -55,6 +56,9 @@ def create_app(service: Service) -> ASGIApp:
     _post(app, "/tokenize", TokenizeBody, partial(_tokenize, service))
     _post(app, "/detokenize", DetokenizeBody, partial(_detokenize, service))
     _add_looks(app, service, version)
+    if service.config.api_key:
+        _add_orders(app, service)
+    _name_schemas(app)
     gated: ASGIApp = Gate(app, service.config.api_key)
     if service.config.cors_origin:
         origins = list(service.config.cors_origin)
@@ -68,7 +72,8 @@ def _post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], 
     async def post(request: Request) -> Response:
         return await route(request)
 
-    schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+    described = kind.model_json_schema(ref_template=SCHEMAS + "{model}")
+    schema = {"content": {"application/json": {"schema": described}}, "required": True}
     app.add_api_route(
         path,
         post,
@@ -78,6 +83,36 @@ def _post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], 
         responses={status: {"description": "refused"} for status in (400, 401, 404, 408, 413, 415, 429, 503)},
         openapi_extra={"requestBody": schema},
     )
+
+
+def _name_schemas(app: FastAPI) -> None:
+    """Put what bodies' schemas refer to where /openapi.json has its schemas."""
+    described = app.openapi()
+    named = described.setdefault("components", {}).setdefault("schemas", {})
+    for routes in described["paths"].values():
+        for route in routes.values():
+            body = route.get("requestBody", {}).get("content", {}).get("application/json", {})
+            named |= body.get("schema", {}).pop("$defs", {})
+
+
+def _add_orders(app: FastAPI, service: Service) -> None:
+    """Routes that change what the engine does; they exist where there is a key to ask for."""
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await service.llm.reset_prefix_cache()
+        return Response()
+
+    @app.post("/pause")
+    async def pause() -> Response:
+        """Requests are taken, and wait."""
+        await service.llm.pause()
+        return Response()
+
+    @app.post("/resume")
+    async def resume() -> Response:
+        await service.llm.resume()
+        return Response()
 
 
 def _add_looks(app: FastAPI, service: Service, version: str) -> None:
@@ -128,7 +163,10 @@ async def _generate(
     job = await service.begin(body, body.request_id or request.state.request_id)
     if body.stream:
         return EventResponse(events(service, job), partial(service.end, job), headers)
-    answer = await _unless_gone(request, service.whole(job))
+    try:
+        answer = await _unless_gone(request, service.whole(job))
+    finally:
+        service.end(job)
     return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
 
 

@@ -53,7 +53,7 @@ class Meter:
         now = time.perf_counter()
         before = self._came.get(stream.request_id)
         if before is None:
-            self._first_token.labels(*self._labels).observe(now - stream.started)
+            self._first_token.labels(*self._labels).observe(stream.first - stream.started)
         else:
             self._between.labels(*self._labels).observe(now - before)
         self._came[stream.request_id] = now

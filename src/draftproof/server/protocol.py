@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.frontend.input_processor import Prompt
-from draftproof.frontend.text import Tokenizer
+from draftproof.frontend.llm import LLM
 from draftproof.schema import words
 from draftproof.server.errors import RefusalError
 from draftproof.server.settings import ServerConfig
@@ -122,7 +122,7 @@ class GenerationBody(Body):
     def num_prompts(self) -> int:
         raise NotImplementedError
 
-    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+    def prompts(self, llm: LLM) -> list[Prompt]:
         """What the engine is given, `num_prompts` of them."""
         raise NotImplementedError
 
@@ -143,15 +143,15 @@ class GenerationBody(Body):
         return dataclasses.replace(defaults, **given)
 
     def _check_limits(self, limits: ServerConfig) -> None:
-        if self.num_chars > limits.max_prompt_chars:
-            field = "messages" if isinstance(self, ChatBody) else "prompt"
-            raise ValueError(
-                f"{field}: has {self.num_chars} characters, at most max_prompt_chars={limits.max_prompt_chars}"
-            )
+        what = "messages" if isinstance(self, ChatBody) else "prompt"
+        _check_size(what, self.num_chars, "characters", limits.max_prompt_chars)
         for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, list) and len(value) > limits.max_stop_strings:
-                raise ValueError(f"{name}: has {len(value)} entries, at most {limits.max_stop_strings}")
+            value = getattr(self, name) or []
+            listed = [value] if isinstance(value, str) else value
+            _check_size(name, len(listed), "entries", limits.max_stop_strings)
+            _check_size(name, sum(map(len, listed)), "characters", limits.max_stop_chars)
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            _check_size(name, len(getattr(self, name) or ()), "entries", limits.max_listed_ids)
         for name, number in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if number is not None and number > limits.max_logprobs:
                 raise ValueError(f"{name}={number}: must be at most {limits.max_logprobs}")
@@ -189,9 +189,9 @@ class ChatBody(GenerationBody):
     def num_chars(self) -> int:
         return sum(len(str(message)) for message in self.messages)
 
-    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+    def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
-        return [tokenizer.chat(self.messages, **self._template())]
+        return [llm.tokenizer.chat(self.messages, **self._template())]
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -235,7 +235,7 @@ class CompletionBody(GenerationBody):
         given: Any = self.prompt if self._holds_several else [self.prompt]
         return sum(len(prompt) for prompt in given if isinstance(prompt, str))
 
-    def prompts(self, tokenizer: Tokenizer) -> list[Prompt]:
+    def prompts(self, llm: LLM) -> list[Prompt]:
         """One prompt or several, as they were given."""
         given: Any = self.prompt
         return list(given) if self._holds_several else [given]
@@ -267,3 +267,9 @@ def check_model(name: str | None, served: list[str]) -> str:
             code="model_not_found",
         )
     return name or served[0]
+
+
+def _check_size(name: str, size: int, what: str, most: int) -> None:
+    """ValueError for a field that has more than it may have."""
+    if size > most:
+        raise ValueError(f"{name}: has {size} {what}, at most {most}")

@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from draftproof.frontend.async_llm import AnswerStream, AsyncLLM
+from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import Admission, Ticket
@@ -79,16 +80,14 @@ class Service:
         job = Job(f"{kind}-{request_id}", body, name, params, self.admission.enter(num_outputs))
         try:
             await self._start(job)
-        except RuntimeError as error:  # the engine has ended meanwhile
-            self.end(job)
-            raise RefusalError(503, str(error), code="unavailable") from error
         except BaseException:
             self.end(job)
+            self.check_ready()  # why it did not start, where the engine has ended meanwhile
             raise
         return job
 
     async def _start(self, job: Job) -> None:
-        prompts = await self.llm.encode(lambda: job.body.prompts(self.llm.llm.tokenizer))
+        prompts = await self.llm.encode(lambda: job.body.prompts(self.llm.llm))
         given = [await self.llm.prepare(prompt, job.params, job.body.most_drafts) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
         self.admission.add_tokens(job.ticket, job.params.n * num_tokens)
@@ -105,9 +104,9 @@ class Service:
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer, once all of it is there; the job is ended."""
         try:
-            for stream in job.streams:
-                async for _ in stream:
-                    self.meter.came(stream)
+            async for number, delta in together(job.streams, self.config.keep_alive_interval):
+                if delta is not None:
+                    self.meter.came(job.streams[number])
             outputs = self.outputs(job)
         finally:
             self.end(job)
@@ -116,6 +115,12 @@ class Service:
                 raise RefusalError(500, output.error, code="engine_error")
             if any(choice.finish_reason == "abort" for choice in output.outputs):
                 raise RefusalError(503, "the server is shutting down; ask another", code="unavailable")
+        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+            return self._answer(job, outputs)
+        return await self.llm.encode(partial(self._answer, job, outputs))  # not where it holds others up
+
+    def _answer(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """A whole answer's object."""
         choices = [
             self._choice(job, i * job.params.n, output, choice.index)
             for i, output in enumerate(outputs)
@@ -164,8 +169,8 @@ class Service:
     def prompt_logprobs(self, stream: AnswerStream) -> dict[str, Any]:
         """Those of a prompt that is through, in the form of completions."""
         ids = stream.prompt_token_ids
-        piece = self.llm.llm.tokenizer.decode(ids[:1], skip_special_tokens=False)
-        return answers.text_logprobs(ids, self.llm.output(stream).prompt_logprobs or [], first=piece)
+        first = self.llm.llm.tokenizer.piece(ids[0])
+        return answers.text_logprobs(ids, self.llm.output(stream).prompt_logprobs or [], first=first)
 
     def _choice(self, job: Job, first: int, output: RequestOutput, index: int) -> dict[str, Any]:
         """One choice of a whole answer; `first`: the number of its prompt's first."""
@@ -173,7 +178,7 @@ class Service:
         if job.is_chat:
             made = answers.chat_choice(choice, job.body.num_logprobs)
         else:
-            piece = self.llm.llm.tokenizer.decode(ids[:1], skip_special_tokens=False)
+            piece = self.llm.llm.tokenizer.piece(ids[0]) if job.body.scores_prompt else ""
             made = answers.text_choice(output, choice, self.echoed(job, ids), piece)
             made["prompt_logprobs"] = answers.prompt_logprobs(output)
             if job.body.return_token_ids:

@@ -34,6 +34,12 @@ class ServerConfig:
     )
     max_choices: int = documented(128, "Most outputs of one request: n times its prompts.")
     max_stop_strings: int = documented(64, "Most stop strings, and most bad words, of one request.")
+    max_stop_chars: int = documented(
+        4096, "Longest stop strings, and longest bad words, of one request: characters of all together."
+    )
+    max_listed_ids: int = documented(
+        4096, "Most entries of allowed_token_ids, of stop_token_ids and of logit_bias."
+    )
     max_logprobs: int = documented(20, "Most log-probabilities for a token.")
     max_open_requests: int = documented(
         512, "Most outputs being computed or waiting; beyond them requests get a 429."
@@ -59,6 +65,8 @@ class ServerConfig:
             "max_prompt_chars",
             "max_choices",
             "max_stop_strings",
+            "max_stop_chars",
+            "max_listed_ids",
             "max_open_requests",
             "max_open_tokens",
             "max_connections",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from draftproof.frontend.async_llm import AnswerStream
+from draftproof.frontend.async_llm import together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
 from draftproof.server.protocol import CompletionBody
@@ -58,35 +57,6 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
 
 def event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-async def together(
-    streams: Sequence[AnswerStream], interval: float
-) -> AsyncIterator[tuple[int, Delta | None]]:
-    """Deltas of several streams as they come, with their numbers; None: a stream has had none for so many seconds."""
-    if len(streams) == 1:
-        async for delta in streams[0].with_pauses(interval):
-            yield 0, delta
-        return
-    news: asyncio.Queue[tuple[int, Delta | None] | None] = asyncio.Queue()
-
-    async def read(number: int, stream: AnswerStream) -> None:
-        async for delta in stream.with_pauses(interval):
-            news.put_nowait((number, delta))
-        news.put_nowait(None)
-
-    readers = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
-    try:
-        num_left = len(readers)
-        while num_left:
-            item = await news.get()
-            if item is None:
-                num_left -= 1
-            else:
-                yield item
-    finally:
-        for reader in readers:
-            reader.cancel()
 
 
 class Chunks:
