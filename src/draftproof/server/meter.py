@@ -44,34 +44,32 @@ class Meter:
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         text = name.rpartition(":")[2].replace("_", " ")
-        made = Histogram(name, text, LABELS, buckets=buckets, registry=self._registry)
-        made.labels(*self._labels)  # shown before anything is counted
-        return made
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._labels)
 
     def came(self, stream: AnswerStream) -> None:
         """Tokens of a request are on their way to its client."""
         now = time.perf_counter()
         before = self._came.get(stream.request_id)
         if before is None:
-            self._first_token.labels(*self._labels).observe(stream.first - stream.started)
+            self._first_token.observe(stream.first - stream.started)
         else:
-            self._between.labels(*self._labels).observe(now - before)
+            self._between.observe(now - before)
         self._came[stream.request_id] = now
 
     def finished(self, stream: AnswerStream, output: RequestOutput) -> None:
         """A request has been computed."""
         self.forget(stream)
         seconds = stream.last - stream.first
-        self._whole.labels(*self._labels).observe(stream.last - stream.started)
-        self._decoding.labels(*self._labels).observe(seconds)
-        self._prompt.labels(*self._labels).observe(len(output.prompt_token_ids))
-        self._num_choices.labels(*self._labels).observe(len(output.outputs))
+        self._whole.observe(stream.last - stream.started)
+        self._decoding.observe(seconds)
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._num_choices.observe(len(output.outputs))
         for choice in output.outputs:
             num_tokens = len(choice.token_ids)
             self._success.labels(*self._labels, choice.finish_reason).inc()
-            self._written.labels(*self._labels).observe(num_tokens)
+            self._written.observe(num_tokens)
             if num_tokens > 1:
-                self._per_token.labels(*self._labels).observe(seconds / (num_tokens - 1))
+                self._per_token.observe(seconds / (num_tokens - 1))
 
     def forget(self, stream: AnswerStream) -> None:
         """A request is over, however it ended."""

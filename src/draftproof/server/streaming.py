@@ -17,6 +17,7 @@ from draftproof.server.service import Job, Service
 from draftproof.types import Delta
 
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -56,7 +57,7 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {ENCODER.encode(content)}\n\n".encode()
 
 
 class Chunks:
