@@ -201,11 +201,11 @@ def test_the_client_raises_what_openais_raises(server: Running) -> None:
 
 
 def test_ids_and_unread_fields_come_back(server: Running) -> None:
-    body = {"prompt": "x", "max_tokens": 1, "future_field": 1, "odd\nname: x": 2, "request_id": "mine"}
+    body = {"prompt": "x", "max_tokens": 1, "future_field": 1, "odd\nname: x": 2, "request_id": "mine", "": 3}
     with server.http() as http:
         response = http.post(TEXT, json=body, headers={"X-Request-Id": "abc-1"})
         assert response.headers["x-request-id"] == "abc-1"
-        assert response.headers["x-unread-fields"] == "future_field, odd?name??x"
+        assert response.headers["x-unread-fields"] == "future_field, odd?name??x, ?"
         assert response.json()["id"] == "cmpl-mine"
         drawn = http.get("/version", headers={"X-Request-Id": "sp ace" * 50}).headers["x-request-id"]
         assert len(drawn) == 32

@@ -67,7 +67,7 @@ class Body(BaseModel):
             for name in sorted(refused):
                 if given.get(name) not in NOTHING_ASKED:
                     raise ValueError(f"{name}: is not served: {why}; leave it out")
-        names = [SHOWN_NAME.sub("?", name)[:64] for name in given]
+        names = [SHOWN_NAME.sub("?", name)[:64] or "?" for name in given]
         more = f", and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
         return ", ".join(names[:MOST_NAMES_SHOWN]) + more
 
