@@ -218,6 +218,42 @@ def test_a_paused_engine_takes_requests_and_makes_no_steps() -> None:
     run(main())
 
 
+def test_whoever_stops_waiting_for_an_order_harms_nobody() -> None:
+    async def main() -> None:
+        llm = AsyncLLM(drafting())
+        orders = [asyncio.create_task(llm.reset_prefix_cache()) for _ in range(50)]
+        await asyncio.sleep(0)
+        for order in orders:
+            order.cancel()
+        assert (await collect(llm, "x = ", PARAMS[0]))[-1].finish_reason == "length"
+        await llm.shutdown()
+
+    run(main())
+
+
+def test_a_fault_between_two_steps_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is made any more that could bring it."""
+
+    def fail(engine: EngineCore) -> None:
+        engine._guarded(raise_fault)
+
+    def raise_fault() -> None:
+        raise DeviceFaultError("gone")
+
+    async def main() -> None:
+        llm = AsyncLLM(drafting())
+        await llm.pause()
+        task = asyncio.create_task(collect(llm, "x = ", ENDLESS))
+        while not llm.num_open:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(EngineCore, "drain", fail)
+        await llm.reset_prefix_cache()
+        assert (await task)[-1].error == "the engine has ended: gone"
+        await llm.shutdown()
+
+    run(main())
+
+
 def test_what_cannot_be_served_raises_before_anything_runs() -> None:
     async def main() -> None:
         llm = AsyncLLM(drafting())

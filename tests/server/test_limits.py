@@ -366,7 +366,7 @@ def test_idle_streams_get_comments() -> None:
         connection.close()
 
 
-def test_a_signal_lets_requests_end() -> None:
+def test_stopping_lets_requests_end() -> None:
     """Whoever has begun gets an answer; the server's thread ends."""
     with running(drafting()) as server:
         answers: list[int] = []

@@ -234,6 +234,8 @@ class AsyncLLM:
         future: Future[T] = Future()
 
         def act() -> None:
+            if not future.set_running_or_notify_cancel():  # whoever asked has gone
+                return
             try:
                 future.set_result(work())
             except BaseException as error:
@@ -261,11 +263,12 @@ class AsyncLLM:
             self._end(None)
 
     def _has_work(self) -> bool:
-        """Whether a step has something to do: rows, results on their way, or slots to give back."""
+        """Whether a step has something to do: rows, results on their way, or slots to give back; once the engine has
+        ended, whether somebody has not been told."""
         engine = self.llm.engine
-        if self._is_paused or engine.error is not None:
-            return False
-        return engine.has_work or bool(engine.scheduler.released)
+        if engine.error is not None:
+            return engine.has_work
+        return not self._is_paused and (engine.has_work or bool(engine.scheduler.released))
 
     def _act(self) -> None:
         """What was asked for since the last step; where there is nothing to compute, wait to be asked."""
