@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -221,10 +222,14 @@ def test_a_paused_engine_takes_requests_and_makes_no_steps() -> None:
 def test_whoever_stops_waiting_for_an_order_harms_nobody() -> None:
     async def main() -> None:
         llm = AsyncLLM(drafting())
-        orders = [asyncio.create_task(llm.reset_prefix_cache()) for _ in range(50)]
+        is_left = threading.Event()
+        busy = asyncio.create_task(llm._in_engine(is_left.wait))
+        order = asyncio.create_task(llm.reset_prefix_cache())
         await asyncio.sleep(0)
-        for order in orders:
-            order.cancel()
+        order.cancel()
+        await asyncio.gather(order, return_exceptions=True)
+        is_left.set()
+        await busy
         assert (await collect(llm, "x = ", PARAMS[0]))[-1].finish_reason == "length"
         await llm.shutdown()
 
