@@ -59,6 +59,11 @@ def test_the_variable_names_any_model(package: Path, monkeypatch: pytest.MonkeyP
     assert assets.default_model() == assets.DefaultModel(EMBEDDED, is_embedded=True)
 
 
+def test_a_server_calls_it_by_its_file() -> None:
+    assert assets.DefaultModel("/x/Some-135M.Q4_1.gguf", is_embedded=False).served_name == "Some-135M.Q4_1"
+    assert assets.default_model().served_name == assets.TARGET
+
+
 def test_only_the_embedded_model_has_a_head_of_its_own(
     package: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof import LLM, RequestOutput, SamplingParams, assets
 from tests.conformance.cases import REPEATS, prompts
 from tests.server.running import ENGINE, LONG, Running, drafting, running
 
@@ -254,6 +254,12 @@ def test_models_version_load_and_metrics(server: Running) -> None:
     for name in ("spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_bucket"):
         assert f"draftproof:{name}{{" in text
     assert 'request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in text
+
+
+@pytest.mark.parametrize("model", [None, str(assets.path(assets.TARGET))])
+def test_a_model_that_was_not_named_is_not_served_as_a_path(model: str | None) -> None:
+    with running(LLM(model, **ENGINE)) as started:
+        assert started.service.names == ["tiny"]
 
 
 def test_sixteen_streams_of_which_some_leave(server: Running, plain: LLM) -> None:

@@ -30,6 +30,11 @@ class DefaultModel:
     def name(self) -> str:
         return "tiny, the embedded one" if self.is_embedded else Path(self.where).name
 
+    @property
+    def served_name(self) -> str:
+        """What clients of a server call it."""
+        return TARGET if self.is_embedded else Path(self.where).stem
+
 
 def path(name: str) -> Path:
     """Where the asset `name` (for example `TARGET`) lies on disk. Raises ValueError for one that does not exist."""

@@ -23,11 +23,11 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @click.command(epilog=EXAMPLES)
 @click.argument("target", metavar="[MODEL]", required=False)
-@click.option("--no-speculation", is_flag=True, help="Decode the embedded model without its drafter.")
+@click.option("--no-speculation", is_flag=True, help="Decode the default model without a drafter.")
 @options.server_flags
 @options.engine_flags
 def command(target: str | None, no_speculation: bool, engine: dict[str, Any], server: dict[str, Any]) -> None:
-    """Serve MODEL, or the embedded one, over OpenAI's API until Ctrl-C.
+    """Serve MODEL, or the default one, over OpenAI's API until Ctrl-C.
 
     Answers to a seed are those of LLM.generate, whoever else is being served, and with any drafter.
     """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
@@ -46,8 +47,9 @@ class Service:
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm = llm
         self.config = config
-        given = llm.llm.config.model
-        self.names = list(config.served_model_name) or ["tiny" if given is None else given]
+        given, default = llm.llm.config.model, assets.default_model()
+        own_name = default.served_name if given is None or given == default.where else given
+        self.names = list(config.served_model_name) or [own_name]
         self.admission = Admission(config)
         self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
         self.defaults = llm.llm.default_sampling_params()
