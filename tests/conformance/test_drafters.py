@@ -160,7 +160,7 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
 @pytest.mark.parametrize("method", few(CASES, "eagle3"))
 @pytest.mark.parametrize("k", few([1, "max"], "max"))
 def test_output_does_not_depend_on_k(plain: Any, in_order: None, method: str, k: Any) -> None:
-    """Of the chain, it is the first member that may draft so many."""
+    """The first member of a chain may draft so many."""
     k = CASES[method].max_drafts if k == "max" else k
     outputs, llm = run(mixture(), dtype="bfloat16", **drafting(method, k))
     check(plain("bfloat16", target=CASES[method].target), outputs, llm)
