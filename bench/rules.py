@@ -20,7 +20,7 @@ class BatchTable(FixedPolicy):
     """vLLM: a number of drafts by the number of requests. `table`: (most requests, drafts), ascending; beyond it 0."""
 
     def __init__(self, table: Sequence[tuple[int, int]]) -> None:
-        super().__init__(0)
+        super().__init__(max(num_drafts for _, num_drafts in table))  # the drafter sees every prompt
         self._table = table
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -35,7 +35,7 @@ class AverageAcceptance(FixedPolicy):
     RATE, WARM_UP, EVERY, DOWN = 0.2, 10, 5, {1: -0.25}
 
     def __init__(self, most: int) -> None:
-        super().__init__(0)
+        super().__init__(most)
         self._slots = [(low, [k for k in numbers if k <= most] or [0]) for low, numbers in SLOTS]
         self._place = [len(numbers) // 2 for _, numbers in self._slots]
         self._average = [float(numbers[len(numbers) // 2]) / 2 for _, numbers in self._slots]

@@ -623,3 +623,20 @@ def test_the_policy_hears_of_decoding_steps() -> None:
     finish(engine)
     assert heard and all(step.num_rows <= 8 and step.seconds >= step.host_seconds >= 0 for step in heard)
     assert max(step.num_requests for step in heard) == 2 and max(step.num_tokens for step in heard) == 4
+
+
+def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:
+    """Such a step is taken in when the next request comes, which may be hours later."""
+    heard: list[StepOutcome] = []
+    runner = FakeRunner(3, async_depth=1)
+    engine = core(runner)
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    engine.add_request("a", spec(5, 60, stop_token_ids=[12]))
+    while not any(delta.finish_reason for delta in engine.step()):
+        pass
+    num_heard = len(heard)
+    assert num_heard and len(engine._in_flight) == 1
+    engine.add_request("b", spec(6, 1))
+    finish(engine)
+    assert len(heard) == num_heard

@@ -310,11 +310,13 @@ class EngineCore:
         results = flight.pending.wait()
         self.stats.waiting_seconds += time.perf_counter() - start
         start = time.perf_counter()
+        num_applied = 0
         for request, scheduled, result in zip(flight.requests, flight.scheduled, results, strict=True):
             if request.finish_reason is None and request.slot >= 0:
                 self._apply(request, scheduled, result)
+                num_applied += 1
         self.stats.results_seconds += time.perf_counter() - start
-        self._tell_policy(flight, results)
+        self._tell_policy(flight, results, was_wanted=num_applied == len(results))
 
     def _count_drafter_faults(self) -> None:
         health = self.runner.drafter_health()
@@ -367,8 +369,9 @@ class EngineCore:
         if num_observed:
             self.policy.verified(request, num_observed, delta.num_accepted)
 
-    def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult]) -> None:
-        """What a step took in which everybody decoded: prompts say nothing about decoding.
+    def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool) -> None:
+        """What a step took in which everybody decoded: prompts say nothing about decoding, nor do steps that ran ahead
+        of somebody's end (not `was_wanted`): where it was everybody's, the device may have been idle ever since.
 
         Where steps overlap it is the time since the result before it. A step that was launched on an idle device counts
         from its planning, if it could not overlap; else it says nothing about those that do.
@@ -376,7 +379,7 @@ class EngineCore:
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
         is_ahead = self.runner.async_depth > 0
-        if not self.runner.num_drafts or (is_ahead and flight.start > before):
+        if not self.runner.num_drafts or not was_wanted or (is_ahead and flight.start > before):
             return
         if flight.without_drafter and self.stats.num_steps % PLAIN_EVERY:
             return
