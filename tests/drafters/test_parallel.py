@@ -13,6 +13,7 @@ import torch
 from draftproof import LLM, SamplingParams
 from draftproof.drafters.base import Verified
 from draftproof.drafters.head import HeadDrafter
+from draftproof.engine.policy import FixedPolicy
 from draftproof.models.config import read_config
 from tests.conformance.cases import CASES
 from tests.drafters.heads import ORACLE, Pair
@@ -108,6 +109,32 @@ def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
         assert [o.outputs[0].token_ids for o in outputs] == texts
     assert min(counts[0]) > 0.6 * max(counts[0])  # all of them but at the end of a request
     assert counts[0][0] > counts[1][0] > counts[1][3] > 0 and sum(counts[2]) < 0.01 * sum(counts[0])
+
+
+class Priced(FixedPolicy):
+    """Asks for all drafts, at one price."""
+
+    def __init__(self, num_drafts: int, price: float) -> None:
+        super().__init__(num_drafts)
+        self._price = price
+
+    def price(self) -> float:
+        return self._price
+
+
+def test_a_proposal_ends_where_a_draft_is_worth_less_than_its_row(tmp_path: Path) -> None:
+    """In the recorded program too: the price changes, the program stays."""
+    head = str(dspark_from_dflash(Path(DFLASH), tmp_path, "gated"))
+    llm = LLM(dtype="float32", speculative_config={"model": head})
+    texts, counts = [], []
+    for price in (0.0, 0.3, 1.1, 0.0):
+        llm.engine.policy = Priced(7, price)
+        before = llm.stats.speculation.num_draft_tokens
+        outputs = llm.generate(prompts()[:3], GREEDY, use_tqdm=False)
+        texts.append([o.outputs[0].token_ids for o in outputs])
+        counts.append(llm.stats.speculation.num_draft_tokens - before)
+    assert texts == [texts[0]] * 4
+    assert counts[0] == counts[3] > 2 * counts[1] > 0 == counts[2]
 
 
 def test_a_block_without_bias_and_estimate_is_a_plain_block(tmp_path: Path) -> None:

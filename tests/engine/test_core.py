@@ -50,6 +50,7 @@ class FakeRunner:
 
     vocab_size = max_model_len = 1000
     drafter_has_kv = drafter_may_rest = True
+    drafter_estimates = False
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()

@@ -16,7 +16,7 @@ from draftproof.engine.acceptance import (
 )
 from draftproof.engine.core import PLAIN_EVERY
 from draftproof.engine.costs import Curve, StepCosts, StepOutcome
-from draftproof.engine.policy import MOST_CHOICES, AutoPolicy, FixedPolicy
+from draftproof.engine.policy import MOST_CHOICES, STAKE, AutoPolicy, FixedPolicy
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
@@ -306,3 +306,13 @@ def test_a_profile_comes_back_from_its_file() -> None:
     ):
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
             StepCosts(LEVELS).read_json(broken)
+
+
+@pytest.mark.parametrize(("row", "buckets"), [(0.001, ()), (0.1, ()), (0.1, (1, 2, 4))])
+def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int, ...]) -> None:
+    """Where steps are filled up, a row less saves nothing."""
+    its = policy(0.9, row=row, step=0.0, buckets=buckets)
+    assert its.price() == 0.0, "nothing was chosen yet"
+    (num_drafts,) = its.choose([request(4)], 0)
+    speed = its.best({its.acceptance.unknown: 1}, stake=STAKE * its.savings).speed
+    assert num_drafts and its.price() == pytest.approx(0.0 if buckets else row * speed)

@@ -63,6 +63,9 @@ class DraftSpec:
         0  # K/V at position p depend on tokens up to p + reads_ahead, where that is more than the shift
     )
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
+    estimates: bool = (
+        False  # ends a proposal before the first draft that is likely to survive less than the price
+    )
 
     def tokens_ahead(self, num_drafts: int) -> int:
         """Number of tokens after its own that a row's keys and values depend on."""
@@ -147,8 +150,9 @@ class KnownTokens(NamedTuple):
 class DraftRuntime:
     """What the engine lends a drafter at start: operators, and caches on the target's block table, the drafter's own
     layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
-    device to wait for. `known`: every slot's tokens, only to be read; None for
-    a user's class, and outside an engine."""
+    device to wait for. `known`: every slot's tokens, only to be read; None for a user's class, and outside an engine.
+    `price`: fp32 [1], the tokens that a row of the next pass must bring, so that verifying a draft that is less likely
+    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use."""
 
     ops: Ops
     backend: AttentionBackend
@@ -156,6 +160,7 @@ class DraftRuntime:
     graphs: Graphs
     host_looks: bool = False
     known: KnownTokens | None = None
+    price: Tensor | None = None
 
     def attention(self, rows: Rows) -> PagedAttention:
         return PagedAttention(self.ops, self.backend, self.cache, rows)

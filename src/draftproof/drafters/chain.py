@@ -84,6 +84,7 @@ class ChainDrafter(Drafter):
             borrow=tuple(cache for s in specs for cache in s.borrow),
             reads_ahead=max(s.reads_ahead for s in specs),
             host_tokens=any(s.host_tokens for s in specs),
+            estimates=any(s.estimates for s in specs),
         )
 
     def bind(self, runtime: DraftRuntime) -> None:

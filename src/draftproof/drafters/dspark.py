@@ -1,12 +1,13 @@
 """DSpark: a DFlash block whose drafts also depend on the one before, by a low-rank bias drawn from left to right.
 
-Its confidence head estimates whether a draft will be accepted, and may end a proposal early.
+Its confidence head estimates whether a draft will be accepted, and may end a proposal early: at a threshold that the
+user sets, and, where the number of drafts is chosen, at what verifying one more costs.
 Shapes: R requests, H hidden, E rank of the bias, V columns of logits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -49,7 +50,7 @@ class DSparkOptions:
 class MarkovDecode(Decode):
     """Decoding from left to right. Only the `rnn` kind carries a state from slot to slot."""
 
-    def __init__(self, ctx: DraftContext, s: DSparkSettings, threshold: float) -> None:
+    def __init__(self, ctx: DraftContext, s: DSparkSettings, threshold: float, *, is_auto: bool) -> None:
         builder = ctx.builder
         c = s.block
         hidden = c.layers.hidden_size
@@ -73,15 +74,20 @@ class MarkovDecode(Decode):
             self._joint = linear("markov_head.joint_proj", 2 * rank + hidden, 3 * rank, bias=True)
         self._reads_token = s.confidence_reads_token and rank > 0
         self._confidence = None
-        if threshold:
+        if threshold or (is_auto and s.confidence):
             width = hidden + self._reads_token * rank
             self._confidence = linear("confidence_head.proj", width, 1, bias=True, out_dtype=torch.float32)
+
+    @property
+    def estimates(self) -> bool:
+        return self._confidence is not None
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]:
         tokens: list[Tensor] = []
         state_RE = None
         before_R = block.anchor_R
         open_R = torch.ones_like(before_R)
+        survival_R = torch.ones_like(before_R, dtype=torch.float32)
         count_R = torch.zeros_like(before_R)
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
             k = j - block.first  # a row that has no draft of its own is a step of the recurrence all the same
@@ -89,7 +95,11 @@ class MarkovDecode(Decode):
             if k < 0:
                 continue
             if self._confidence is not None:
-                open_R = open_R * (self.confidence(hidden_RH, before_RE) >= self._threshold)
+                confidence_R = self.confidence(hidden_RH, before_RE)
+                open_R = open_R * (confidence_R >= self._threshold)
+                if block.price is not None:
+                    survival_R = survival_R * confidence_R
+                    open_R = open_R * (survival_R >= block.price)
                 count_R = count_R + open_R
             tokens.append(draw(k, block.logits_KRV[k] + bias_RV))
             before_R = tokens[-1]
@@ -129,4 +139,9 @@ def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(DSparkSettings)
     if options.confidence_threshold and not s.confidence:
         raise ValueError("speculative_config: confidence_threshold: this head makes no such estimate")
-    return drafter(ctx, BlockNetwork(ctx, s.block), MarkovDecode(ctx, s, options.confidence_threshold))
+    network = BlockNetwork(ctx, s.block)
+    config = ctx.config.speculative_config
+    assert config is not None
+    decode = MarkovDecode(ctx, s, options.confidence_threshold, is_auto=config.is_auto)
+    network.spec = replace(network.spec, estimates=decode.estimates)
+    return drafter(ctx, network, decode)

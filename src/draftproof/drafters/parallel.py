@@ -33,6 +33,7 @@ class Block:
     before_R: Tensor  # the one before it
     ids_V: Tensor | None  # target id of each column of the logits
     gather: Gather
+    price: Tensor | None = None  # `DraftRuntime.price`
 
 
 class Decode(Protocol):
@@ -129,10 +130,11 @@ class Parallel(Unroll):
             Rows(i.positions_N, i.slots_N, i.context_lens_N, block, max_query_len=rows_each)
         )
         hidden_NH, _ = head(i.tokens_N, features_NF, attn)
-        return self._read(hidden_NH, i, draw, gather)
+        return self._read(hidden_NH, i, draw, runtime)
 
-    def _read(self, hidden_NH: Tensor, i: _Inputs, draw: Draw, gather: Gather) -> tuple[Tensor, ...]:
+    def _read(self, hidden_NH: Tensor, i: _Inputs, draw: Draw, runtime: DraftRuntime) -> tuple[Tensor, ...]:
         """The drafts, from rows read slot by slot, so that each draft's rows lie together."""
+        gather = runtime.ops.gather
         num = len(i.drawn_KR)
         first = self._first
         ids_V = self._head.ids_V
@@ -149,7 +151,7 @@ class Parallel(Unroll):
 
         if self._decode is None:
             return tuple(slot(k, logits_KRV[k]) for k in range(num))
-        given = Block(hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, gather)
+        given = Block(hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, gather, runtime.price)
         tokens, count_R = self._decode(given, slot)
         return (*tokens, *(() if count_R is None else (count_R,)))
 

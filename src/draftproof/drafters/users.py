@@ -30,7 +30,7 @@ class UsersDrafter(Drafter):
         self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
 
     def bind(self, runtime: DraftRuntime) -> None:
-        lent = dataclasses.replace(runtime, known=None)
+        lent = dataclasses.replace(runtime, known=None, price=None)
         try:
             with contained():
                 self._call_if_there("bind", lent)

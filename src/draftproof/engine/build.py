@@ -376,6 +376,8 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         graphs=own_graphs,
         host_looks=device.type == "cpu",
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
+        # where steps are filled up to captured sizes, a proposal that ends early saves nothing
+        price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
     )
     _bind(drafting.drafter, memory_lent)
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
@@ -402,6 +404,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         on_device=on_device,
         drafter_may_rest=drafting.trusted,
         async_depth=int(on_device and device.type == "cuda"),
+        price=memory_lent.price,
         num_threads=torch.get_num_threads(),
     )
 

@@ -265,6 +265,7 @@ class EngineCore:
             scheduled=scheduled,
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
             without_drafter=without_drafter,
+            price=self.policy.price() if self.runner.drafter_estimates and any(wanted) else 0.0,
         )
         scheduler.released, scheduler.fresh_blocks = [], []
         return step

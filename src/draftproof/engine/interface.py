@@ -102,7 +102,7 @@ class StepInput:
     `table_entries`: (slot, page, block) that are new in the block table. `fresh_blocks`: handed out since the last
     step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
     dropped, so the pass may be padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the
-    rows.
+    rows. `price`: tokens that one more row of the next pass must bring (`DraftRuntime.price`).
     """
 
     released: Sequence[int] = ()
@@ -112,6 +112,7 @@ class StepInput:
     scheduled: Sequence[ScheduledRequest] = ()
     all_decode: bool = False
     without_drafter: bool = False
+    price: float = 0.0
 
 
 @dataclass(slots=True)
@@ -171,6 +172,11 @@ class Runner(Protocol):
     @property
     def drafter_has_kv(self) -> bool:
         """Whether rows that the drafter does not see leave a hole in its cache."""
+        ...
+
+    @property
+    def drafter_estimates(self) -> bool:
+        """Whether the drafter ends proposals by a step's `price`."""
         ...
 
     @property

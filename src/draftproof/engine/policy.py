@@ -35,6 +35,10 @@ class Policy(Protocol):
         that cannot draft. All 0: the drafter has nothing to do."""
         ...
 
+    def price(self) -> float:
+        """Tokens that a row of the next pass must bring to be worth its time."""
+        ...
+
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt, for
         which the target computes `num_lost` tokens that it has in the cache."""
@@ -65,6 +69,9 @@ class FixedPolicy:
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self._num_drafts] * len(asked)
+
+    def price(self) -> float:
+        return 0.0
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         return self._num_drafts > 0
@@ -111,6 +118,7 @@ class AutoPolicy:
     # Times as long as expected that plain steps take of late: costs are what a step takes that nothing disturbs.
     _noise: float = 1.0
     # by requests of each class and others: choices until more is known, since plain steps tell little
+    _chosen: tuple[int, Choice] | None = None  # requests of the next pass, and what was chosen for them
     _choices: dict[tuple[frozenset[tuple[RequestClass, int]], int], Choice] = field(default_factory=dict)
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -125,10 +133,19 @@ class AutoPolicy:
             if len(self._choices) == MOST_CHOICES:
                 self._choices.clear()
             self._choices[key] = choice
+        self._chosen = len(asked) + num_others, choice
         for request, its_class in zip(asked, classes, strict=True):
             if its_class not in choice.num_drafts:
                 request.record.fade()
         return [choice.num_drafts.get(its_class, 0) for its_class in classes]
+
+    def price(self) -> float:
+        if self._chosen is None or self.costs.is_padded:
+            return 0.0
+        num_requests, choice = self._chosen
+        most = max(choice.num_drafts.values(), default=0)
+        fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
+        return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
         num_requests = 1 + num_others  # all like this one

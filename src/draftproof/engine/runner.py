@@ -157,6 +157,7 @@ class ModelRunner:
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
     drafter_may_rest: bool = True  # steps without drafts may be hidden from it
     async_depth: int = 0  # passes that may be in flight when a step ends
+    price: Tensor | None = None  # lent to a drafter that estimates what its drafts are worth, where rows cost
     num_threads: int = 1  # that certificates were made with: torch's setting around each pass
     captured: set[BatchShape] = field(default_factory=set)  # full steps
 
@@ -175,6 +176,10 @@ class ModelRunner:
     @property
     def drafter_has_kv(self) -> bool:
         return bool(self.spec.kv)
+
+    @property
+    def drafter_estimates(self) -> bool:
+        return self.price is not None
 
     def drafter_health(self) -> DrafterHealth:
         sandbox = self.sandbox
@@ -219,6 +224,8 @@ class ModelRunner:
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         scheduled, shape = step.scheduled, self._padded(step)
+        if self.price is not None:
+            self.price.fill_(step.price)
         graph_safe = self.table.graph_safe(s.slot for s in scheduled)
         full_graph = graph_safe and shape in self.captured
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
