@@ -16,7 +16,7 @@ from draftproof.engine.acceptance import (
 )
 from draftproof.engine.core import PLAIN_EVERY
 from draftproof.engine.costs import Curve, StepCosts, StepOutcome
-from draftproof.engine.policy import MOST_CHOICES, STAKE, AutoPolicy, FixedPolicy
+from draftproof.engine.policy import ROUNDS_KEPT, STAKE, AutoPolicy, FixedPolicy
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
@@ -195,12 +195,18 @@ def test_the_share_of_rounds_with_drafts_is_each_requests_own() -> None:
     assert its.acceptance.class_of(seldom.record).share == SHARES, "what was long ago says nothing"
 
 
-def test_choices_that_are_kept_are_few() -> None:
-    """A server whose every step has a prompt hears of none."""
-    its = policy(0.01, row=0.05, step=0.1)
-    for number in range(5000):
-        its.choose([request(4, i) for i in range(number % 700)], number)
-    assert len(its._choices) <= MOST_CHOICES
+def test_a_choice_holds_for_few_rounds_and_for_its_requests_only() -> None:
+    """With drafts: nobody is told of steps that have prompts, too."""
+    its = policy(0.9, row=0.005, step=0.01)
+    one, other = request(4), request(4, 1)
+    assert its.choose([one], 0) == [8]
+    for _ in range(30):
+        its.acceptance.count(one.record, 8, 0)
+    *kept, new = (its.choose([one], 0)[0] for _ in range(ROUNDS_KEPT))
+    assert kept == [8] * (ROUNDS_KEPT - 1) and new < 8
+    for _ in range(30):
+        its.acceptance.count(one.record, 8, 8)
+    assert its.choose([one, other], 0)[0] > new
 
 
 def test_a_fixed_policy_is_fixed() -> None:

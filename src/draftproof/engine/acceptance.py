@@ -16,6 +16,7 @@ from typing import NamedTuple
 EXPECTED = 0.6  # acceptance of a drafter that nothing is known of
 POOL_MEMORY = 0.995
 OWN_MEMORY = 0.95  # with each of a request's rounds
+MOST_WEIGHT = 1e6  # of a round, in those of the first; then they are counted anew
 POOL_WEIGHT = 8.0  # trials that an expectation is worth
 OWN_WEIGHT = 8.0
 # What a step without drafts leaves of what is known of all requests, so that they are asked for again, and of one.
@@ -69,14 +70,18 @@ class AcceptanceRecord:
 @dataclass(slots=True)
 class Chances:
     """Chances of one thing after another, each given that those before it came about: counted, and shrunk towards
-    `first` at the first `num_alike` positions, at later ones towards the position before."""
+    `first` at the first `num_alike` positions, at later ones towards the position before.
+
+    What was seen before loses weight with time; that is, what comes weighs more: `_weight`."""
 
     num: int
     first: float
     num_alike: int = 1
     _hits: list[float] = field(default_factory=list)
     _trials: list[float] = field(default_factory=list)
-    _known: list[float] | None = None  # `estimates`, until something is counted
+    _weight: float = 1.0
+    _known: list[float] = field(default_factory=list)
+    _is_stale: bool = True
 
     def __post_init__(self) -> None:
         self._hits = [0.0] * self.num
@@ -84,27 +89,41 @@ class Chances:
 
     @property
     def estimates(self) -> list[float]:
-        if self._known is None:
-            self._known = []
-            chance = self.first
-            for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
-                if position < self.num_alike:
-                    chance = self.first
-                chance = (hits + POOL_WEIGHT * chance) / (trials + POOL_WEIGHT)
-                self._known.append(chance)
+        if self._is_stale:
+            self._known, self._is_stale = self._estimated(), False
         return self._known
+
+    @property
+    def last(self) -> list[float]:
+        """`estimates` as they were when they were last asked for: a choice ago."""
+        return self._known or self.estimates
+
+    def _estimated(self) -> list[float]:
+        found, chance, prior = [], self.first, POOL_WEIGHT * self._weight
+        for position, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
+            if position < self.num_alike:
+                chance = self.first
+            chance = (hits + prior * chance) / (trials + prior)
+            found.append(chance)
+        return found
 
     def count(self, num_hits: int, num_tried: int) -> None:
         """The first `num_hits` came about, and the next did not, unless no more were tried."""
+        weight = self._weight
         for position in range(min(num_hits + 1, num_tried, self.num)):
-            self._hits[position] += float(position < num_hits)
-            self._trials[position] += 1.0
-        self._known = None
+            self._trials[position] += weight
+            if position < num_hits:
+                self._hits[position] += weight
+        self._is_stale = True
 
     def forget(self, left: float) -> None:
-        self._hits = [left * n for n in self._hits]
-        self._trials = [left * n for n in self._trials]
-        self._known = None
+        """Keep so much of what was seen."""
+        self._weight /= left
+        self._is_stale = True
+        if self._weight > MOST_WEIGHT:
+            self._hits = [n / self._weight for n in self._hits]
+            self._trials = [n / self._weight for n in self._trials]
+            self._weight = 1.0
 
 
 @dataclass(slots=True)
@@ -159,7 +178,7 @@ class Acceptance:
 
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
         """One request's round, of which the first `num_accepted` drafts were accepted."""
-        pool = self.accepted.estimates
+        pool = self.accepted.last
         record.remember(OWN_MEMORY)
         for chance in pool[: min(num_accepted + 1, num_drafted)]:
             record.expected_hits += chance

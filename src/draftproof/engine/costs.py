@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,16 +52,23 @@ class Curve:
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self.points = dict(sorted((points or {}).items()))
         self._sizes = list(self.points)
+        self._between: dict[int, float] = {}  # what was asked for before
 
     def set(self, size: int, seconds: float) -> None:
         self.points[size] = seconds
         self.points = dict(sorted(self.points.items()))
         self._sizes = list(self.points)
+        self._between.clear()
 
     def at(self, size: int) -> float:
-        known = self.points.get(size)
-        if known is not None:
-            return known
+        known = self._between.get(size)
+        if known is None:
+            known = self._between[size] = self._at(size)
+        return known
+
+    def _at(self, size: int) -> float:
+        if size in self.points:
+            return self.points[size]
         sizes = self._sizes
         if len(sizes) < 2:
             return self.points[sizes[0]] if sizes else 0.0
@@ -136,6 +143,17 @@ class StepCosts:
         size = self._filled(num_requests, num_rows, num_drafts)
         pace = math.exp(self._pace(self._kind(size[0], size[2])))
         return pace * (self.host_seconds + self._passes(*size, context))
+
+    def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
+        """`step` for rows and drafts (not 0), where steps are not filled up: what they have in common is looked up
+        once."""
+        pace = math.exp(self._pace(self._kind(num_requests, 1)))
+        host = self.host_seconds
+
+        def step(num_rows: int, num_drafts: int) -> float:
+            return pace * (host + self._passes(num_requests, num_rows, num_drafts, context))
+
+        return step
 
     def plain(self, num_requests: int, context: int = 0) -> float:
         return self.step(num_requests, num_requests, 0, context)

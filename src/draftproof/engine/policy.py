@@ -8,8 +8,8 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
@@ -25,7 +25,9 @@ INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
 NOISE_RATE = 0.1  # weight of a plain step in how much other programs slow steps
-MOST_CHOICES = 256  # that are kept: where every step has prompts, none is heard of, and requests differ
+ROUNDS_KEPT = (
+    4  # that a choice holds, while drafting earns: it takes the host as long as a small model's layer
+)
 MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
 
 
@@ -101,6 +103,24 @@ class Choice(NamedTuple):
         return self.tokens / self.seconds
 
 
+class Part(NamedTuple):
+    """The drafts of a class between one level and the next: how many of those that there are survive, and how many
+    there are of each request that has any."""
+
+    chance: float
+    num_given: float
+    level: int
+    its_class: RequestClass
+
+
+class Kept(NamedTuple):
+    """A choice that holds for some rounds: `key`: the requests asked, by name, and how many others there were."""
+
+    key: tuple[list[str], int]
+    num_drafts: list[int]
+    choice: Choice
+
+
 @dataclass(slots=True)
 class AutoPolicy:
     """The numbers that make expected tokens per second largest, by measured costs and acceptance.
@@ -117,32 +137,32 @@ class AutoPolicy:
     _context: int = 0  # tokens of all requests, in the last step
     # Times as long as expected that plain steps take of late: costs are what a step takes that nothing disturbs.
     _noise: float = 1.0
-    # by requests of each class and others: choices until more is known, since plain steps tell little
-    _chosen: tuple[int, Choice] | None = None  # requests of the next pass, and what was chosen for them
-    _choices: dict[tuple[frozenset[tuple[RequestClass, int]], int], Choice] = field(default_factory=dict)
+    _kept: Kept | None = None
+    _num_rounds: int = 0  # that the kept choice with drafts has held
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
-        classes = [self.acceptance.class_of(request.record) for request in asked]
-        counts = Counter(classes)
-        key = frozenset(counts.items()), num_others
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self.best(counts, num_others, self._context, STAKE * self.savings)
-            if len(self._choices) == MOST_CHOICES:
-                self._choices.clear()
-            self._choices[key] = choice
-        self._chosen = len(asked) + num_others, choice
-        for request, its_class in zip(asked, classes, strict=True):
-            if its_class not in choice.num_drafts:
+        key = [request.id for request in asked], num_others
+        if self._kept is None or self._kept.key != key or self._num_rounds == ROUNDS_KEPT:
+            self._kept, self._num_rounds = self._choice_for(asked, num_others), 0
+        self._num_rounds += any(self._kept.num_drafts)
+        for request, number in zip(asked, self._kept.num_drafts, strict=True):
+            if not number:
                 request.record.fade()
-        return [choice.num_drafts.get(its_class, 0) for its_class in classes]
+        return self._kept.num_drafts
+
+    def _choice_for(self, asked: list[Progress], num_others: int) -> Kept:
+        classes = [self.acceptance.class_of(request.record) for request in asked]
+        choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
+        numbers = [choice.num_drafts.get(its_class, 0) for its_class in classes]
+        return Kept(([request.id for request in asked], num_others), numbers, choice)
 
     def price(self) -> float:
-        if self._chosen is None or self.costs.is_padded:
+        if self._kept is None or self.costs.is_padded:
             return 0.0
-        num_requests, choice = self._chosen
+        choice = self._kept.choice
+        num_requests = len(self._kept.num_drafts) + self._kept.key[1]
         most = max(choice.num_drafts.values(), default=0)
         fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
         return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
@@ -171,10 +191,9 @@ class AutoPolicy:
         `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
-        candidates = (self._alike if self.costs.is_padded else self._ragged)(counts, num_requests, context)
-        most = plain.seconds * (1.0 + stake)
-        best = max((c for c in candidates if c.seconds <= most), key=lambda c: c.speed, default=plain)
-        return best if best.speed > WORTH_IT * plain.speed else plain
+        best_of = self._best_alike if self.costs.is_padded else self._best_ragged
+        best = best_of(counts, num_requests, context, plain.seconds * (1.0 + stake))
+        return best if best is not None and best.speed > WORTH_IT * plain.speed else plain
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
         """What to expect of so many requests of whom nothing is known, with `context` tokens in all."""
@@ -183,9 +202,11 @@ class AutoPolicy:
         plain = num_requests / self.costs.plain(num_requests, context)
         return Prediction(num_requests, choice.num_drafts.get(unknown, 0), choice.speed / plain)
 
-    def _alike(self, counts: Mapping[RequestClass, int], num_requests: int, context: int) -> Iterable[Choice]:
-        """Each level for everybody."""
-        longer = self.acceptance.longer
+    def _best_alike(
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
+    ) -> Choice | None:
+        """One level for everybody, in at most so many seconds."""
+        longer, best = self.acceptance.longer, None
         for level in self.costs.levels_for(num_requests)[1:]:
             tokens = float(num_requests)
             for its_class, number in counts.items():
@@ -193,34 +214,53 @@ class AutoPolicy:
                 accepted = sum(map(operator.mul, longer[:level], survival[:level]))
                 tokens += number * its_class.share / SHARES * accepted
             seconds = self.costs.step(num_requests, num_requests * (1 + level), level, context)
-            yield Choice(dict.fromkeys(counts, level), tokens, seconds)
+            if seconds <= most and (best is None or tokens / seconds > best.speed):
+                best = Choice(dict.fromkeys(counts, level), tokens, seconds)
+        return best
 
-    def _ragged(
-        self, counts: Mapping[RequestClass, int], num_requests: int, context: int
-    ) -> Iterable[Choice]:
-        """Level by level, that of the class first whose drafts there are likeliest to survive."""
-        longer, parts = self.acceptance.longer, []
+    def _best_ragged(
+        self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
+    ) -> Choice | None:
+        """Drafts are admitted level by level, that of the class first whose drafts there are likeliest to survive; in
+        at most so many seconds."""
+        parts = self._parts(counts)
+        step = self.costs.ragged(num_requests, context)
+        tokens = rows = float(num_requests)
+        most_drafts, best, best_speed = 0, None, 0.0
+        for number, part in enumerate(parts, 1):
+            num_drafts = part.its_class.share / SHARES * part.num_given * counts[part.its_class]
+            tokens += part.chance * num_drafts
+            rows += num_drafts
+            most_drafts = max(most_drafts, part.level)
+            seconds = step(round(rows), most_drafts)
+            if seconds <= most and tokens > best_speed * seconds:
+                best, best_speed = (number, tokens, seconds), tokens / seconds
+        if best is None:
+            return None
+        chosen: dict[RequestClass, int] = {}
+        for part in parts[: best[0]]:
+            chosen[part.its_class] = max(part.level, chosen.get(part.its_class, 0))
+        return Choice(chosen, best[1], best[2])
+
+    def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
+        """The likeliest to survive first."""
+        longer, levels = self.acceptance.longer, self.costs.levels
+        lengths = [0.0, *accumulate(longer)]
+        found = []
         for its_class in counts:
             survival = self.acceptance.survival(its_class.odds)
-            for low, high in pairwise(self.costs.levels):
-                num_given = sum(longer[low:high])
-                accepted = sum(map(operator.mul, longer[low:high], survival[low:high]))
-                parts.append((-accepted / num_given, num_given, high, its_class))
-        chosen: dict[RequestClass, int] = {}
-        tokens = rows = float(num_requests)
-        for chance, num_given, high, its_class in sorted(parts):
-            chosen[its_class] = max(high, chosen.get(its_class, 0))
-            num_drafts = its_class.share / SHARES * num_given * counts[its_class]
-            tokens -= chance * num_drafts
-            rows += num_drafts
-            most = max(chosen.values())
-            yield Choice(dict(chosen), tokens, self.costs.step(num_requests, round(rows), most, context))
+            tokens = [0.0, *accumulate(map(operator.mul, longer, survival))]
+            for low, high in pairwise(levels):
+                num_given = lengths[high] - lengths[low]
+                chance = (tokens[high] - tokens[low]) / num_given
+                found.append(Part(chance, num_given, high, its_class))
+        found.sort(key=lambda part: -part.chance)
+        return found
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
         self.acceptance.count_given(request.record, num_asked, num_drafts)
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        self._choices.clear()
         self.acceptance.count(request.record, num_drafted, num_accepted)
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
@@ -228,7 +268,6 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         self._context = step.context
-        self._choices.clear()
         plain = self.costs.plain(step.num_requests, step.context)
         if step.num_rows > step.num_requests or step.num_drafts:
             expected = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
@@ -241,3 +280,5 @@ class AutoPolicy:
             self._noise += NOISE_RATE * (max(1.0, found) - self._noise)
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
         self.costs.observe(step)
+        if not step.num_drafts or self.savings < ALLOWANCE:
+            self._kept = None
