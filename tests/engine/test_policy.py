@@ -15,11 +15,12 @@ from draftproof.engine.acceptance import (
     RequestClass,
 )
 from draftproof.engine.core import PLAIN_EVERY
-from draftproof.engine.costs import Curve, StepCosts, StepOutcome
+from draftproof.engine.costs import Curve, StepCosts, StepOutcome, rounded_rows
 from draftproof.engine.policy import ROUNDS_KEPT, STAKE, AutoPolicy, FixedPolicy
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
+ROUNDED = [*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]  # rows beside one for each request
 
 
 def costs(
@@ -322,3 +323,10 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
     (num_drafts,) = its.choose([request(4)], 0)
     speed = its.best({its.acceptance.unknown: 1}, stake=STAKE * its.savings).speed
     assert num_drafts and its.price() == pytest.approx(0.0 if buckets else row * speed)
+
+
+def test_sizes_of_steps_come_again() -> None:
+    """Never fewer rows than there are, less than a quarter more drafts, and few sizes."""
+    found = {extra: rounded_rows(4, 4 + extra) - 4 for extra in range(65)}
+    assert all(extra <= rounded < extra * 1.25 for extra, rounded in found.items() if extra)
+    assert sorted(set(found.values())) == ROUNDED

@@ -13,6 +13,7 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
 from draftproof.kernels import native
 from draftproof.kernels.native import Program
+from tests.engine.test_policy import ROUNDED
 
 EAGLE3: dict[str, Any] = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
 PARAMS = [
@@ -115,9 +116,10 @@ def test_a_step_is_what_its_vector_says() -> None:
         fresh_blocks=[11, 12],
         scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
         all_decode=False,
+        price=0.25,
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0, 0]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
@@ -137,6 +139,26 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
     assert len(calls) <= num_programs * (num_decoding + 1)  # with the prompt's step
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+def test_proposals_of_many_lengths_make_few_programs() -> None:
+    """Three requests with up to 16 drafts each: 49 sizes, of which 19 come."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]
+    params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=i) for i in range(24)]
+    ngram = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 16}
+    plain, drafting = (
+        LLM(max_model_len=160, max_num_seqs=3, speculative_config=config) for config in (None, ngram)
+    )
+    texts = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (plain, drafting)
+    ]
+    assert texts[0] == texts[1]
+    graphs = drafting.engine.runner.graphs
+    sizes = {key[1:3] for key in graphs._num_met if key[0] == "verify"}  # type: ignore[attr-defined]
+    rows = {num_rows for num_requests, num_rows in sizes if num_requests == 3}
+    assert len(rows) > 5 and rows <= {3 + extra for extra in ROUNDED}
 
 
 def test_a_request_that_asks_for_processing_takes_no_program() -> None:

@@ -53,11 +53,12 @@ class AcceptanceRecord:
         ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
         return round(math.log(ratio) / math.log(ODDS_STEP))
 
-    def fade(self) -> None:
-        """A round without drafts: what was seen before says less."""
-        self.remember(OWN_FADING)
-        self.asked *= OWN_FADING
-        self.given *= OWN_FADING
+    def fade(self, num_rounds: int = 1) -> None:
+        """Rounds without drafts: what was seen before says less."""
+        left = OWN_FADING**num_rounds
+        self.remember(left)
+        self.asked *= left
+        self.given *= left
 
     def remember(self, left: float) -> None:
         """Keep so much of what was verified."""

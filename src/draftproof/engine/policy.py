@@ -25,9 +25,10 @@ INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
 NOISE_RATE = 0.1  # weight of a plain step in how much other programs slow steps
-ROUNDS_KEPT = (
-    4  # that a choice holds, while drafting earns: it takes the host as long as a small model's layer
-)
+# Steps for which a choice holds, while drafting earns: making it takes the host as long as a small model's layer. And
+# plain steps that the policy has heard of for which a choice of no drafts does.
+ROUNDS_KEPT = 4
+TOLD_KEPT = 3
 MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
 
 
@@ -113,12 +114,23 @@ class Part(NamedTuple):
     its_class: RequestClass
 
 
-class Kept(NamedTuple):
-    """A choice that holds for some rounds: `key`: the requests asked, by name, and how many others there were."""
+@dataclass(slots=True)
+class Kept:
+    """A choice that holds for some steps: who was asked beside how many others, and for how many drafts each."""
 
-    key: tuple[list[str], int]
+    asked: list[Progress]
+    num_others: int
     num_drafts: list[int]
     choice: Choice
+    num_steps: int = 0
+    num_told: int = 0  # of which the policy has heard
+
+    def holds_for(self, asked: list[Progress], num_others: int) -> bool:
+        """The same requests, by identity: this is asked before every step."""
+        if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT:
+            return False
+        alike = len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
+        return alike and num_others == self.num_others
 
 
 @dataclass(slots=True)
@@ -138,31 +150,34 @@ class AutoPolicy:
     # Times as long as expected that plain steps take of late: costs are what a step takes that nothing disturbs.
     _noise: float = 1.0
     _kept: Kept | None = None
-    _num_rounds: int = 0  # that the kept choice with drafts has held
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         if not asked:
             return []
-        key = [request.id for request in asked], num_others
-        if self._kept is None or self._kept.key != key or self._num_rounds == ROUNDS_KEPT:
-            self._kept, self._num_rounds = self._choice_for(asked, num_others), 0
-        self._num_rounds += any(self._kept.num_drafts)
-        for request, number in zip(asked, self._kept.num_drafts, strict=True):
-            if not number:
-                request.record.fade()
-        return self._kept.num_drafts
+        kept = self._kept
+        if kept is None or not kept.holds_for(asked, num_others):
+            kept = self._kept = self._choice_for(asked, num_others)
+        kept.num_steps += 1
+        return kept.num_drafts
 
     def _choice_for(self, asked: list[Progress], num_others: int) -> Kept:
+        self._let_go()
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
-        numbers = [choice.num_drafts.get(its_class, 0) for its_class in classes]
-        return Kept(([request.id for request in asked], num_others), numbers, choice)
+        return Kept(asked, num_others, [choice.num_drafts.get(its_class, 0) for its_class in classes], choice)
+
+    def _let_go(self) -> None:
+        """Of the choice that was kept; who had no drafts meanwhile is known less."""
+        kept, self._kept = self._kept, None
+        for request, number in zip(kept.asked, kept.num_drafts, strict=True) if kept else ():
+            if not number:
+                request.record.fade(kept.num_steps)
 
     def price(self) -> float:
         if self._kept is None or self.costs.is_padded:
             return 0.0
         choice = self._kept.choice
-        num_requests = len(self._kept.num_drafts) + self._kept.key[1]
+        num_requests = len(self._kept.asked) + self._kept.num_others
         most = max(choice.num_drafts.values(), default=0)
         fewest, all_rows = (self.costs.step(num_requests, num_requests * (1 + k), most) for k in (0, most))
         return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
@@ -280,5 +295,8 @@ class AutoPolicy:
             self._noise += NOISE_RATE * (max(1.0, found) - self._noise)
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
         self.costs.observe(step)
-        if not step.num_drafts or self.savings < ALLOWANCE:
-            self._kept = None
+        kept = self._kept
+        if kept is not None:
+            kept.num_told += 1
+            if kept.num_told >= TOLD_KEPT or (kept.choice.num_drafts and self.savings < ALLOWANCE):
+                self._let_go()

@@ -21,7 +21,7 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
-from draftproof.engine.costs import levels_of
+from draftproof.engine.costs import levels_of, rounded_rows
 from draftproof.engine.interface import (
     HEALTHY,
     NO_NUMBER,
@@ -230,6 +230,8 @@ class ModelRunner:
         full_graph = graph_safe and shape in self.captured
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
+            if step.all_decode and repeats and self.graphs is not EAGER:
+                scheduled = self._rounded(scheduled)
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
             shape = self._widened(shape) if step.all_decode else shape
         else:
@@ -248,6 +250,18 @@ class ModelRunner:
         launched.prompt_scores = self.scorer.prompts(scheduled, hidden_TH, self.state.slots.tokens_SL)
         launched.result = result_RX.download()
         return launched
+
+    def _rounded(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Rows that verify nothing beside those that are there, so that sizes come again. Drafting has the pages for
+        them; beyond a request's limit they go to the scrap page."""
+        num_rows = sum(s.num_rows for s in scheduled)
+        missing = min(rounded_rows(len(scheduled), num_rows), MAX_GRAPH_ROWS) - num_rows
+        filled = []
+        for s in scheduled:
+            more = min(missing, 1 + self.num_drafts - s.num_rows)
+            missing -= more
+            filled.append(s._replace(num_rows=s.num_rows + more, num_sampled=s.num_sampled + more))
+        return filled
 
     def _padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of

@@ -1,7 +1,7 @@
 """A `StepInput` as one flat list of 64-bit integers: to be recorded, or sent to another process without pickling.
 
 Layout: each list is its length and its items; a floating-point number is its 64 bits; an absent list has length -1.
-Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0].
+Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pack(step: StepInput) -> list[int]:
         num_logprobs = ABSENT if s.num_logprobs is None else s.num_logprobs
         out += (s.slot, s.start, s.num_rows, s.num_sampled, s.num_drafts, num_logprobs)
         out += (*s.scored, s.num_prompt_logprobs)
-    out += (int(step.all_decode), int(step.without_drafter))
+    out += (int(step.all_decode), int(step.without_drafter), _bits(step.price))
     return out
 
 
@@ -57,6 +57,7 @@ def unpack(vector: Sequence[int]) -> StepInput:
         scheduled=scheduled,
         all_decode=bool(reader.integer()),
         without_drafter=bool(reader.integer()),
+        price=reader.number(),
     )
     assert reader.at == len(vector), (reader.at, len(vector))
     return step
