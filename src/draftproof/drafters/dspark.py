@@ -141,7 +141,7 @@ def build(ctx: DraftContext) -> HeadDrafter:
         raise ValueError("speculative_config: confidence_threshold: this head makes no such estimate")
     network = BlockNetwork(ctx, s.block)
     config = ctx.config.speculative_config
-    assert config is not None
-    decode = MarkovDecode(ctx, s, options.confidence_threshold, is_auto=config.is_auto)
+    is_auto = config is not None and config.is_auto
+    decode = MarkovDecode(ctx, s, options.confidence_threshold, is_auto=is_auto)
     network.spec = replace(network.spec, estimates=decode.estimates)
     return drafter(ctx, network, decode)

@@ -123,10 +123,10 @@ class Kept:
     num_drafts: list[int]
     choice: Choice
     num_steps: int = 0
-    num_told: int = 0  # of which the policy has heard
+    num_told: int = 0  # steps that the policy has heard of
 
     def holds_for(self, asked: list[Progress], num_others: int) -> bool:
-        """The same requests, by identity: this is asked before every step."""
+        """Whether it is for these requests, by identity: this is asked before every step."""
         if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT:
             return False
         alike = len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
@@ -156,20 +156,22 @@ class AutoPolicy:
             return []
         kept = self._kept
         if kept is None or not kept.holds_for(asked, num_others):
+            self._let_go()
             kept = self._kept = self._choice_for(asked, num_others)
         kept.num_steps += 1
         return kept.num_drafts
 
     def _choice_for(self, asked: list[Progress], num_others: int) -> Kept:
-        self._let_go()
         classes = [self.acceptance.class_of(request.record) for request in asked]
         choice = self.best(Counter(classes), num_others, self._context, STAKE * self.savings)
         return Kept(asked, num_others, [choice.num_drafts.get(its_class, 0) for its_class in classes], choice)
 
     def _let_go(self) -> None:
-        """Of the choice that was kept; who had no drafts meanwhile is known less."""
+        """Forget the choice that was kept; who had no drafts meanwhile is known less."""
         kept, self._kept = self._kept, None
-        for request, number in zip(kept.asked, kept.num_drafts, strict=True) if kept else ():
+        if kept is None:
+            return
+        for request, number in zip(kept.asked, kept.num_drafts, strict=True):
             if not number:
                 request.record.fade(kept.num_steps)
 
