@@ -72,6 +72,22 @@ class SpeculationStats:
         )
 
 
+@dataclass(slots=True)
+class DrafterStats:
+    """Counts of one drafter, a chain's member too. `speculation` has the rounds that verified its drafts, so that
+    rounds without any belong to nobody. `num_faults`: calls in which it failed; of a request, its rounds that this
+    cost."""
+
+    name: str
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    num_faults: int = 0
+
+    def add(self, other: DrafterStats) -> None:
+        """Sum `other`, of the same drafter, into this one."""
+        self.speculation.add(other.speculation)
+        self.num_faults += other.num_faults
+
+
 class Prediction(NamedTuple):
     """What speculation is expected to bring with so many requests at once: the number of drafts that is best (0: none),
     and tokens a second over those of plain decoding."""
@@ -85,8 +101,8 @@ class Prediction(NamedTuple):
 class EngineStats:
     """Sums over the engine's life. Times in seconds of wall clock, as the host saw them: a step is planning, launch (on
     a CPU the computation too: target and draft), waiting for a device, and taking results in. What of a CPU's steps is
-    neither target nor draft is time of the host that no pass hides. `predictions`: of the start, where the number of
-    drafts is chosen as it pays."""
+    neither target nor draft is time of the host that no pass hides. `drafters`: one entry a drafter, in the order of
+    the chain. `predictions`: of the start, where the number of drafts is chosen as it pays."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -103,4 +119,5 @@ class EngineStats:
     waiting_seconds: float = 0.0
     results_seconds: float = 0.0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    drafters: list[DrafterStats] = field(default_factory=list)
     predictions: tuple[Prediction, ...] = ()

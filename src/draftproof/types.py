@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from draftproof.metrics import SpeculationStats
+from draftproof.metrics import DrafterStats, SpeculationStats
 from draftproof.schema import check_flag, documented, reject_unknown_keys, shown
 
 INT32_MAX = 2**31 - 1
@@ -193,12 +193,13 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds; `speculation` sums over the request's choices."""
+    """Times in seconds; `speculation` sums over the request's choices, `drafters` too, with an entry a drafter."""
 
     speculation: SpeculationStats
     first_token_latency: float = 0.0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    drafters: list[DrafterStats] = field(default_factory=list)
 
 
 @dataclass(slots=True)

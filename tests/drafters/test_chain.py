@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftproof import LLM, SamplingParams, assets
+from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench import internals
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.chain import EXPECTED, ChainDrafter, Record
 
-PROMPTS = ["def add(a, b):", "import os\n", "class A"]
+PROMPTS = ["def add(a, b):", "import os\n" * 6, "class A"]
 
 
 class Says(Drafter):
@@ -105,6 +105,23 @@ def test_drafts_that_were_dropped_say_nothing() -> None:
     assert made.records[0] == Record()
 
 
+def check_counts(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """Both drafters were of use, and what they did is all that was drafted, for requests as for the engine."""
+    for all_drafts, drafters in [
+        (llm.stats.speculation, llm.stats.drafters),
+        *((o.metrics.speculation, o.metrics.drafters) for o in outputs),
+    ]:
+        assert [d.name for d in drafters] == ["ngram", "eagle3"]
+        each = [d.speculation for d in drafters]
+        assert sum(s.num_draft_tokens for s in each) == all_drafts.num_draft_tokens > 0
+        assert sum(s.num_accepted_tokens for s in each) == all_drafts.num_accepted_tokens
+        assert sum(s.num_rounds for s in each) == all_drafts.drafted_per_position[0]
+    assert all(d.speculation.num_accepted_tokens > 0 for d in llm.stats.drafters)
+    for number, drafter in enumerate(llm.stats.drafters):
+        of_requests = [o.metrics.drafters[number].speculation.num_draft_tokens for o in outputs]
+        assert sum(of_requests) == drafter.speculation.num_draft_tokens
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_real_chain_keeps_records_and_changes_nothing(temperature: float) -> None:
     head = {"model": str(assets.path("tiny-eagle3"))}
@@ -116,4 +133,5 @@ def test_a_real_chain_keeps_records_and_changes_nothing(temperature: float) -> N
         drafter = internals.drafter_of(llm)
         assert isinstance(drafter, ChainDrafter)
         assert sum(record.rounds for record in drafter.records) > 5
+        check_counts(llm, found)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]

@@ -51,6 +51,7 @@ class FakeRunner:
     vocab_size = max_model_len = 1000
     drafter_has_kv = drafter_may_rest = True
     drafter_estimates = False
+    drafter_names = ("first", "second")
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:
         self.num_drafts, self.async_depth, self.known = num_drafts, async_depth, dict[int, int]()
@@ -214,6 +215,41 @@ def test_tokens_that_come_at_once_count_as_those_that_come_one_by_one(
     at_once, one_by_one = after([tokens]), after([[t] for t in tokens])
     assert at_once == one_by_one
     assert len(at_once[3]) == len(at_once[0]) and at_once[1] in (None, "stop", "error")
+
+
+@pytest.mark.parametrize("async_depth", [0, 1])
+def test_a_round_counts_for_the_drafter_whose_drafts_it_verified(async_depth: int) -> None:
+    """Drafters take turns, and the second fails whenever the first drafts; the one who drafted last is unheard."""
+
+    class TakesTurns(FakeRunner):
+        num_passes = 0
+
+        def row(self, s: ScheduledRequest) -> RowResult:
+            result = super().row(s)
+            result.drafter = self.num_passes % 2
+            result.drafter_faults = () if result.drafter else (1,)
+            result.num_drafted = 1 + result.drafter  # verified now, made by the other one before
+            self.num_passes += 1
+            return result
+
+        def drafter_health(self) -> DrafterHealth:
+            return DrafterHealth(faults_each=(0, 7))
+
+    engine = core(TakesTurns(num_drafts=3, async_depth=async_depth))
+    engine.add_request("r", spec(max_tokens=9))
+    deltas = finish(engine)["r"]
+    rounds = [d for d in deltas if d.is_round]
+    assert len(rounds) > 2 and {d.drafter for d in rounds} == {0, 1}
+    assert all(d.num_drafted == 2 - d.drafter for d in rounds)
+    assert all(f == 1 for d in deltas for f in d.drafter_faults)
+    assert sum(len(d.drafter_faults) for d in deltas) == (len(deltas) + 1) // 2
+    first, second = engine.stats.drafters
+    for number, counted in enumerate((first, second)):
+        own = [d for d in rounds if d.drafter == number]
+        assert counted.speculation.num_rounds == len(own) > 0
+        assert counted.speculation.num_draft_tokens == sum(d.num_drafted for d in own)
+        assert counted.speculation.num_accepted_tokens == sum(d.num_accepted for d in own)
+    assert (first.name, first.num_faults, second.name, second.num_faults) == ("first", 0, "second", 7)
 
 
 @pytest.mark.parametrize("async_depth", [0, 1])

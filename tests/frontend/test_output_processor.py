@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
 
 
 def begin(tokenizer: Tokenizer, params: SamplingParams) -> tuple[OutputProcessor, Request]:
-    outputs = OutputProcessor(tokenizer)
+    outputs = OutputProcessor(tokenizer, ["ngram"])
     return outputs, outputs.request("r", PreparedRequest(PROMPT, tokenizer.encode(PROMPT), params))
 
 
@@ -56,6 +56,30 @@ def test_pieces_of_text_are_the_text_and_ids_stay_with_their_scores(tokenizer: T
         -float(t) for t in ids
     ]
     assert choice.cumulative_logprob == -float(sum(ids)) and output.finished
+
+
+def test_metrics_count_each_drafter_over_all_choices(tokenizer: Tokenizer) -> None:
+    outputs = OutputProcessor(tokenizer, ["ngram", "eagle3"])
+    params = SamplingParams(n=2)
+    request = outputs.request("r", PreparedRequest(PROMPT, tokenizer.encode(PROMPT), params))
+    token = tokenizer.encode("a")[0]
+    for number, choice in enumerate(request.choices):
+        outputs.process(request, choice, TokenDelta(choice.id, [token], drafter_faults=[0]))
+        for drafted, accepted in ((2, 1), (3, 2), (0, 0)):
+            new = TokenDelta(
+                choice.id,
+                [token] * (accepted + 1),
+                num_drafted=drafted,
+                num_accepted=accepted,
+                is_round=True,
+                drafter=number,
+            )
+            outputs.process(request, choice, new)
+    first, second = outputs.output(request).metrics.drafters
+    assert (first.name, first.num_faults, second.name, second.num_faults) == ("ngram", 2, "eagle3", 0)
+    for counted in (first.speculation, second.speculation):
+        assert (counted.num_rounds, counted.num_draft_tokens, counted.num_accepted_tokens) == (2, 5, 3)
+    assert outputs.output(request).metrics.speculation.num_rounds == 6, "a round without drafts is nobody's"
 
 
 def test_a_stop_string_ends_an_output_within_the_tokens_of_a_step(tokenizer: Tokenizer) -> None:

@@ -112,10 +112,12 @@ class Verified:
 
 @dataclass(slots=True)
 class Proposal:
-    """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R."""
+    """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R. drafter_R: index of the chain's
+    member that drafted; None: there is one drafter."""
 
     tokens_RK: Tensor  # int64
     count_R: Tensor  # int64
+    drafter_R: Tensor | None = None  # int64
 
 
 def no_proposal(verified: Verified) -> Proposal:

@@ -112,6 +112,7 @@ class ChainDrafter(Drafter):
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
         count_R = torch.zeros_like(verified.k_R)
+        drafter_R = torch.zeros_like(count_R)
         slots = verified.slots_R.tolist() if self._host_looks else []
         if slots:
             self._look_back(verified, slots)
@@ -133,11 +134,12 @@ class ChainDrafter(Drafter):
                 take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width]
             )
             count_R = torch.where(take_R, given_R, count_R)
+            drafter_R = drafter_R.masked_fill(take_R, number)
             if slots:
                 self._hold(number, slots, take_R.tolist(), held)
             else:
                 open_R = open_R.masked_fill(take_R, 0)
-        return Proposal(tokens_RK, count_R)
+        return Proposal(tokens_RK, count_R, drafter_R)
 
     def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
         """Count how the proposals of the round before did: rows that stand beyond the first are accepted drafts. Where

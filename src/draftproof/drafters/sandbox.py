@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal
@@ -64,7 +64,7 @@ class DrafterSandbox:
         try:
             self._refresh()
             proposal = self.drafter.propose(verified, num_drafts)
-            proposal = Proposal(proposal.tokens_RK[:, :num_drafts], proposal.count_R)
+            proposal = replace(proposal, tokens_RK=proposal.tokens_RK[:, :num_drafts])
         except Exception as error:
             self._count(describe(error), error)
             return ProposalResult(no_proposal(verified), raised=True)

@@ -134,6 +134,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         trusted=not any(map(registry.is_custom, methods)),
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
+        names=_names(plans),
     )
     engine, num_graph_bytes = _engine(base, target, drafting, progress)
     used = memory.Memory(
@@ -283,6 +284,13 @@ def _one_drafter(
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
+def _names(plans: Seq[DraftPlan]) -> tuple[str, ...]:
+    """The drafters' methods; one that stands before it in a chain already gets a number."""
+    methods = [plan.method for plan in plans]
+    number = [methods[: i + 1].count(method) for i, method in enumerate(methods)]
+    return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(methods, number, strict=True))
+
+
 def _own_settings(config: EngineConfig, plan: DraftPlan) -> SpeculativeConfig:
     """A drafter's, with what holds for all drafters together."""
     shared = {name: getattr(config.speculative_config, name) for name in ENGINE_WIDE}
@@ -300,6 +308,7 @@ class _Drafting:
     trusted: bool  # ours: it may see live buffers
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
+    names: tuple[str, ...] = ()  # one a drafter, each another
 
     @property
     def is_auto(self) -> bool:
@@ -399,6 +408,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
+        drafter_names=drafting.names,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
         on_device=on_device,

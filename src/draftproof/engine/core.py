@@ -27,7 +27,7 @@ from draftproof.engine.interface import (
 from draftproof.engine.policy import Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
-from draftproof.metrics import EngineStats
+from draftproof.metrics import DrafterStats, EngineStats
 from draftproof.types import FinishReason
 
 PLAIN_EVERY = 8  # steps without drafts are alike: the policy hears of one in so many
@@ -37,8 +37,9 @@ PLAIN_EVERY = 8  # steps without drafts are alike: the policy hears of one in so
 class TokenDelta:
     """What one step added to one request; the first `num_accepted` tokens were drafts.
 
-    `is_round`: not the token that a prompt's last chunk gives. `stop_reason`: the stop token's id, None for an
-    end-of-text token. `error`: why it ended with finish_reason "error".
+    `is_round`: not the token that a prompt's last chunk gives. `drafter`: index of the one that made the drafts;
+    `drafter_faults`: of those that failed the request, one entry a fault. `stop_reason`: the stop token's id, None for
+    an end-of-text token. `error`: why it ended with finish_reason "error".
     """
 
     id: str
@@ -53,6 +54,8 @@ class TokenDelta:
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    drafter: int = 0
+    drafter_faults: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.policy = policy
         self.stats = stats or EngineStats()
+        self.stats.drafters = [DrafterStats(name) for name in runner.drafter_names]
         self.error: str | None = None  # why the engine takes no more requests
         self._requests: dict[str, Progress] = {}
         self._in_flight: deque[InFlightStep] = deque()
@@ -323,10 +327,12 @@ class EngineCore:
         health = self.runner.drafter_health()
         self.stats.num_drafter_faults = health.num_faults
         self.stats.last_drafter_fault = health.last_fault
+        for drafter, num_faults in zip(self.stats.drafters, health.faults_each, strict=False):
+            drafter.num_faults = num_faults
 
     def _apply(self, request: Progress, scheduled: ScheduledRequest, result: RowResult) -> None:
         """A pass's effect on one request that is still there."""
-        delta = TokenDelta(request.id, prompt_logprobs=result.prompt_logprobs)
+        delta = TokenDelta(request.id, prompt_logprobs=result.prompt_logprobs, drafter=request.drafter)
         request.num_scores_out += len(result.prompt_logprobs)
         first = min(scheduled.start, request.num_computed)  # `start` is an upper bound where steps overlap
         if scheduled.num_sampled:
@@ -334,6 +340,8 @@ class EngineCore:
             self._emit(request, result, delta)
         if request.num_pending == 0:
             request.num_drafts = result.num_proposed
+        request.drafter = result.drafter
+        request.drafter_faults += result.drafter_faults
         if result.draft_state_lost:
             request.miss_drafter(first)
         num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
@@ -342,6 +350,7 @@ class EngineCore:
         if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
             delta.num_cached_tokens = request.num_cached
             delta.num_preemptions = request.num_preemptions
+            delta.drafter_faults, request.drafter_faults = request.drafter_faults, []
             self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._finish(request, delta.finish_reason)
@@ -364,6 +373,9 @@ class EngineCore:
         self.stats.num_generated_tokens += num_kept
         if delta.is_round:
             self.stats.speculation.record(delta.num_drafted, delta.num_accepted)
+        if delta.is_round and delta.num_drafted:
+            of_drafter = self.stats.drafters[delta.drafter].speculation
+            of_drafter.record(delta.num_drafted, delta.num_accepted)
         # what lies behind the end of the output was neither hit nor miss
         is_whole = num_kept == len(result.token_ids) and not result.failure
         num_observed = delta.num_drafted if is_whole else delta.num_accepted

@@ -118,12 +118,15 @@ class StepInput:
 @dataclass(slots=True)
 class RowResult:
     """What a pass did to one request: tokens emitted (the last may be missing for `failure`), drafts verified, drafts
-    proposed for the next pass; whether the draft cache now has a hole where this request is."""
+    proposed for the next pass, and the index of the drafter that did; which drafters failed the request in this pass;
+    whether the draft cache now has a hole where it is."""
 
     token_ids: list[int]
     num_drafted: int
     num_proposed: int
     draft_state_lost: bool = False
+    drafter: int = 0
+    drafter_faults: tuple[int, ...] = ()
     failure: str = ""  # NO_NUMBER or NONE_LEFT in place of the last token
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)
@@ -135,11 +138,12 @@ NONE_LEFT = "none left"  # what the request asks for ruled every token out
 
 @dataclass(frozen=True, slots=True)
 class DrafterHealth:
-    """`off`: switched off after too many faults."""
+    """`off`: all drafters are switched off after too many faults. `faults_each`: the number of each drafter's."""
 
     off: bool = False
     num_faults: int = 0
     last_fault: str = ""
+    faults_each: tuple[int, ...] = ()
 
 
 HEALTHY = DrafterHealth()
@@ -164,10 +168,12 @@ class PendingStep(Protocol):
 
 class Runner(Protocol):
     """The device half of an engine. `num_drafts`: the most that are drafted, 0 without a drafter; `async_depth`: steps
-    that may be in flight when `run` is called again; `max_model_len`: the most tokens of a request."""
+    that may be in flight when `run` is called again; `drafter_names`: one a drafter, by its index; `max_model_len`: the
+    most tokens of a request."""
 
     num_drafts: int
     async_depth: int
+    drafter_names: tuple[str, ...]
 
     @property
     def drafter_has_kv(self) -> bool:

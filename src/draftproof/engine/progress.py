@@ -17,7 +17,7 @@ class Progress:
 
     A device may run ahead of the host: `num_pending` is the most tokens that passes in flight may have added since.
     `num_drafts` draft tokens lie beyond the known ones in the device's table, waiting to be verified; an upper bound
-    while a pass is in flight.
+    while a pass is in flight. The drafter of index `drafter` made those of the last pass that came back.
     """
 
     id: str
@@ -31,6 +31,8 @@ class Progress:
     num_computed: int = 0
     num_pending: int = 0
     num_drafts: int = 0
+    drafter: int = 0
+    drafter_faults: list[int] = field(default_factory=list)  # drafters that failed it, not told yet
     num_registered: int = 0  # pages of `blocks` that the prefix cache knows
     node: int = ROOT  # id of the last registered page
     num_scored: int = 0  # prompt tokens whose logprobs are out or under way

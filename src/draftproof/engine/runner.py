@@ -66,7 +66,7 @@ class VerifiedPass:
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
     """A step on its way to the host. `result`: one tensor, a row a request and perhaps more; columns: W tokens,
-    emitted, drafted, proposed, broken."""
+    emitted, drafted, proposed, broken, drafter. `faults`: drafters that raised."""
 
     runner: ModelRunner
     scheduled: Sequence[ScheduledRequest]
@@ -76,6 +76,7 @@ class LaunchedStep:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     draft_state_lost: bool = False
+    faults: tuple[int, ...] = ()
 
     def wait(self) -> list[RowResult]:
         """The one place where results are read from the device."""
@@ -86,18 +87,19 @@ class LaunchedStep:
             results = [self._row(r, row) for r, row in zip(range(len(self.scheduled)), rows, strict=False)]
         except torch.AcceleratorError as error:
             raise _device_fault(error) from error
-        num_broken = sum(row[-1] for row in rows[: len(self.scheduled)])
+        num_broken = sum(row[-2] for row in rows[: len(self.scheduled)])
         if num_broken:
             self.runner.count_bad_ids(num_broken)
         return results
 
     def _row(self, index: int, row: list[int]) -> RowResult:
-        *tokens, num_emitted, num_drafted, num_proposed, is_broken = row
+        *tokens, num_emitted, num_drafted, num_proposed, is_broken, drafter = row
         token_ids, failure = tokens[:num_emitted], ""
         if token_ids and token_ids[-1] < 0:  # by law 1 only the last can be, since a draft never equals it
             failure = NONE_LEFT if token_ids.pop() == sampler.NONE_LEFT else NO_NUMBER
         lost = bool(is_broken) and self.runner.drafter_has_kv
-        result = RowResult(token_ids, num_drafted, num_proposed, lost, failure)
+        faults = (*self.faults, drafter) if is_broken else self.faults
+        result = RowResult(token_ids, num_drafted, num_proposed, lost, drafter, faults, failure)
         if self.output_scores is not None:
             result.logprobs = self.output_scores.rows_of(index, token_ids)
         if self.prompt_scores is not None:
@@ -151,6 +153,7 @@ class ModelRunner:
     on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
+    drafter_names: tuple[str, ...] = ()
     levels: tuple[
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
@@ -185,7 +188,8 @@ class ModelRunner:
         sandbox = self.sandbox
         if sandbox is None or not sandbox.num_faults:
             return HEALTHY
-        return DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault)
+        each = (sandbox.num_faults,) if len(self.drafter_names) == 1 else ()
+        return DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault, each)
 
     def count_bad_ids(self, num_requests: int) -> None:
         """So many requests' drafts had to be cut at an id that is none."""
@@ -299,6 +303,7 @@ class ModelRunner:
         stays = self.on_device and not sandbox.must_watch and graphs.holds(_verify_key(shape))
         closed, raised = (graphs if stays else EAGER).run(("draft", shape), draft, ())
         launched.draft_state_lost = raised and self.drafter_has_kv
+        launched.faults = (0,) if raised and len(self.drafter_names) == 1 else ()
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
@@ -362,7 +367,10 @@ class ModelRunner:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
         result = checked.result
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
-        columns = (result.num_emitted_R, checked.draft_count_R, *stored)
+        drafter_R = proposal.drafter_R
+        if drafter_R is None:
+            drafter_R = self.state.nothing_S[: len(result.num_emitted_R)]
+        columns = (result.num_emitted_R, checked.draft_count_R, *stored, drafter_R)
         result_RX = self.ops.concat((result.tokens_RW, *(column_R[:, None] for column_R in columns)))
         return IntegerRows(result_RX), checked.logits_MV, checked.hidden_TH
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.engine.core import TokenDelta
 from draftproof.engine.interface import LogprobRow
 from draftproof.frontend.input_processor import PreparedRequest
 from draftproof.frontend.text import Detokenizer, StopStrings, Tokenizer
-from draftproof.metrics import SpeculationStats
+from draftproof.metrics import DrafterStats, SpeculationStats
 from draftproof.types import (
     CompletionOutput,
     Delta,
@@ -31,6 +32,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobRow] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    drafters: list[DrafterStats] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -70,15 +72,17 @@ class Request:
 
 
 class OutputProcessor:
-    """Turns the engine's deltas into users'. Knows the tokenizer, not the engine."""
+    """Turns the engine's deltas into users'. Knows the tokenizer and the drafters' names, not the engine."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, drafter_names: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._drafter_names = drafter_names
 
     def request(self, request_id: str, given: PreparedRequest, *, streamed: bool = False) -> Request:
         """A request at its start."""
         choices = [
-            Choice(f"{request_id}.{index}", index, self._text(given)) for index in range(given.params.n)
+            Choice(f"{request_id}.{index}", index, self._text(given), drafters=self._no_counts())
+            for index in range(given.params.n)
         ]
         return Request(request_id, given, choices, time.perf_counter(), streamed=streamed)
 
@@ -87,6 +91,8 @@ class OutputProcessor:
         request.prompt_logprobs += new.prompt_logprobs
         request.num_cached_tokens = max(request.num_cached_tokens, new.num_cached_tokens)
         choice.num_preemptions = new.num_preemptions
+        for number in new.drafter_faults:
+            choice.drafters[number].num_faults += 1
         if not new.token_ids and new.finish_reason is None:
             return False
         if not request.first_token_latency:
@@ -97,6 +103,8 @@ class OutputProcessor:
         choice.logprobs += new.logprobs[:num_kept]
         if new.is_round:
             choice.speculation.record(new.num_drafted, num_accepted)
+        if new.is_round and new.num_drafted:
+            choice.drafters[new.drafter].speculation.record(new.num_drafted, num_accepted)
         choice.finish_reason, choice.stop_reason, choice.error = new.finish_reason, new.stop_reason, new.error
         if result.stop is not None:
             choice.finish_reason, choice.stop_reason, choice.error = "stop", result.stop, None
@@ -111,8 +119,11 @@ class OutputProcessor:
     def output(self, request: Request) -> RequestOutput:
         """The request as far as it has come."""
         speculation, params = SpeculationStats(), request.given.params
+        drafters = self._no_counts()
         for choice in request.choices:
             speculation.add(choice.speculation)
+            for total, own in zip(drafters, choice.drafters, strict=True):
+                total.add(own)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.given.prompt,
@@ -124,6 +135,7 @@ class OutputProcessor:
                 first_token_latency=request.first_token_latency,
                 num_preemptions=sum(choice.num_preemptions for choice in request.choices),
                 num_cached_tokens=request.num_cached_tokens,
+                drafters=drafters,
             ),
             prompt_logprobs=(
                 None
@@ -150,6 +162,9 @@ class OutputProcessor:
         if request.given.params.logprobs is not None:
             delta.logprobs = [self._logprobs(row) for row in choice.logprobs[first:]]
         request.pending.append(delta)
+
+    def _no_counts(self) -> list[DrafterStats]:
+        return [DrafterStats(name) for name in self._drafter_names]
 
     def _text(self, given: PreparedRequest) -> StopStrings:
         params, detokenizer = given.params, None

@@ -22,7 +22,7 @@ class Requests:
         self.engine = engine
         self.inputs = inputs
         self.running: dict[str, Request] = {}
-        self._outputs = OutputProcessor(inputs.tokenizer)
+        self._outputs = OutputProcessor(inputs.tokenizer, [d.name for d in engine.stats.drafters])
         self._choices: dict[str, tuple[Request, Choice]] = {}
         self._arrivals = itertools.count()
         self._report = AcceptanceReport(engine.stats.speculation, time.perf_counter())
