@@ -59,7 +59,9 @@ class SpeculativeConfig:
     capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
     config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
-    `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `options` are the
+    `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `trusted` True: a
+    class of your own sees live buffers, writes to none of them, and is recorded as the package's drafters are; so it is
+    a function of what lies on the device, unless it declares host_tokens. `options` are the
     method's own settings (every key that is not a field lands there and is checked by the method). What is given is
     copied.
     """
@@ -71,6 +73,7 @@ class SpeculativeConfig:
     load_format: Literal["auto", "gguf", "dummy"] | None = None
     max_model_len: int | None = None
     parallel_drafting: bool | None = None
+    trusted: bool = False
     policy: Literal["adaptive", "fixed"] | None = None
     max_faults: int = 8
     time_limit: float | None = None
@@ -100,6 +103,7 @@ class SpeculativeConfig:
         check_choice("speculative_config: load_format", self.load_format, (None, "auto", "gguf", "dummy"))
         if self.parallel_drafting is not None:
             check_flag("speculative_config: parallel_drafting", self.parallel_drafting)
+        check_flag("speculative_config: trusted", self.trusted)
         check_whole("speculative_config: max_faults", self.max_faults, 1)
         if self.max_model_len is not None:
             check_whole("speculative_config: max_model_len", self.max_model_len, 1)

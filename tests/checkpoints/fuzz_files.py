@@ -248,7 +248,7 @@ def engine(target: Path, head: Path | None) -> LLM:
 def decode(llm: LLM) -> tuple[list[int], int]:
     """(ids, faults of the drafter)."""
     ids = list(llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
-    sandbox = llm.engine.runner.sandbox
+    sandbox = llm.engine.runner.drafter
     return ids, 0 if sandbox is None else sandbox.num_faults
 
 

@@ -25,7 +25,7 @@ def engine(model: Path, **settings: Any) -> LLM:
 
 
 def drafter_of(llm: LLM) -> Any:
-    sandbox = llm.engine.runner.sandbox
+    sandbox = llm.engine.runner.drafter
     assert sandbox is not None
     return sandbox.drafter
 

@@ -144,7 +144,7 @@ class _Fixed(Drafter):
 
 def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
     sandbox = DrafterSandbox(_Fixed([[1]], [1]), vocab_size=10, max_faults=9, time_limit=0.0)
-    assert sandbox.propose(_verified([1]), 1).proposal.count_R.tolist() == [1]
+    assert sandbox.propose(_verified([1]), 1).count_R.tolist() == [1]
     assert sandbox.num_faults == 1
 
 
@@ -158,7 +158,7 @@ def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
 
     settings = {"dtype": "float32", "max_num_seqs": 1, "enforce_eager": eager}
     llm = LLM(**settings, speculative_config={**CASES["eagle3"].config, "policy": "fixed"})
-    sandbox = llm.engine.runner.sandbox
+    sandbox = llm.engine.runner.drafter
     assert sandbox is not None
     original, calls = sandbox.drafter.propose, []
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftproof import LLM, RequestOutput, SamplingParams, assets
+from draftproof import LLM, EngineConfig, RequestOutput, SamplingParams, assets
+from draftproof.attention.reference import reference_attention
 from draftproof.bench import internals
-from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
+from draftproof.cache.pool import KVShape, PagedCache
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified, no_proposal
 from draftproof.drafters.chain import EXPECTED, ChainDrafter, Record
+from draftproof.drafters.sandbox import DrafterSandbox
+from draftproof.kernels.graphs import EAGER, Recorded
+from draftproof.kernels.ops import TORCH
 
 PROMPTS = ["def add(a, b):", "import os\n" * 6, "class A"]
 
@@ -50,9 +55,17 @@ def a_round(rows: list[int], live: list[int], k: int = 3) -> Verified:
     )
 
 
-def chain(*members: Says) -> ChainDrafter:
-    made = ChainDrafter(members, [3] * len(members))
-    made._host_looks = True
+def boxed(drafter: Drafter) -> DrafterSandbox:
+    return DrafterSandbox(drafter, vocab_size=100, max_faults=3, time_limit=None)
+
+
+def chain(*members: Drafter, host_looks: bool = True) -> ChainDrafter:
+    made = ChainDrafter([boxed(m) for m in members], [3] * len(members), vocab_size=100)
+    cache = PagedCache([], torch.zeros(4, 1, dtype=torch.int32))
+    made.bind(
+        DraftRuntime(ops=TORCH, backend=reference_attention, cache=cache, graphs=EAGER, host_looks=host_looks)
+    )
+    made._host_looks = host_looks  # `Says` declares host_tokens
     return made
 
 
@@ -103,6 +116,183 @@ def test_drafts_that_were_dropped_say_nothing() -> None:
     for _ in range(5):
         proposers(made, a_round([1], [1]))
     assert made.records[0] == Record()
+
+
+class Fails(Says):
+    """Keeps keys and values, and raises in the rounds `at`."""
+
+    spec = DraftSpec(kv=(KVShape(heads=1, head_dim=8),), host_tokens=True)
+    at: tuple[int, ...] = ()
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        found = super().propose(verified, num_drafts)
+        if len(self.asked) - 1 in self.at:
+            raise RuntimeError("no idea")
+        return found
+
+
+@pytest.mark.parametrize("host_looks", [True, False])
+def test_a_member_that_raises_costs_itself_the_round(host_looks: bool) -> None:
+    """And, where it lost its state, the requests of that round; who takes their slots is drafted for again."""
+    first, second = Fails(1, 3, silent=(1,)), Says(2, 3)
+    first.at = (1,)
+    made = chain(first, second, host_looks=host_looks)
+    one, two = made._drafters
+    assert proposers(made, a_round([1, 1], [1, 1])) == [1, 2]
+    assert proposers(made, a_round([1, 1], [1, 1])) == [2, 2] and isinstance(one.error, RuntimeError)
+    one.lose([0, 1])  # as the runner says, who knows the slots
+    assert proposers(made, a_round([1, 1, 1], [1, 1, 1])) == [2, 2, 1]
+    assert first.asked[-1] == [0, 0, 3] and not one.drafts_for(0) and one.drafts_for(2)
+    made.admit(0, [], 0)
+    assert proposers(made, a_round([1, 1, 1], [1, 1, 1])) == [1, 2, 1]
+    assert (one.num_faults, two.num_faults) == (1, 0)
+
+
+@pytest.mark.parametrize("host_looks", [True, False])
+def test_an_id_that_is_none_is_cut_and_the_next_member_fills_in(host_looks: bool) -> None:
+    made = chain(Says(500, 3, silent=(1,)), Says(2, 3), host_looks=host_looks)
+    found = made.propose(a_round([1, 1], [1, 1]), 3)
+    assert found.tokens_RK.tolist() == [[2, 2, 2], [2, 2, 2]] and found.count_R.tolist() == [3, 3]
+    assert found.broken_R is not None and found.broken_R.tolist() == [1, 0]
+    assert found.drafter_R is not None and found.drafter_R.tolist() == [1, 1]
+
+
+def test_a_member_that_is_switched_off_leaves_the_others_drafting() -> None:
+    first = Fails(1, 3)
+    first.at = (0, 1, 2)
+    made = chain(first, Says(2, 3), host_looks=False)
+    with pytest.warns(RuntimeWarning, match="Fails switched off after 3 faults"):
+        assert [proposers(made, a_round([1], [1])) for _ in range(4)] == [[2]] * 4
+    assert made._drafters[0].off and len(first.asked) == 3
+    made.admit(0, [], 0)
+    assert made._drafters[0].able(torch.tensor([0, 1])).tolist() == [0, 0]
+
+
+class BadIds(Says):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(-5, 3)
+
+
+class Raises(Says):
+    spec = DraftSpec()
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(1, 3)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        raise RuntimeError("no idea")
+
+
+HEAD = {"model": str(assets.path("tiny-eagle3"))}
+
+
+@pytest.mark.filterwarnings("ignore:drafter .* switched off")
+@pytest.mark.parametrize("kind", [Raises, BadIds])
+def test_the_faults_of_a_users_member_are_counted_for_it_and_cost_the_others_nothing(kind: type) -> None:
+    users = {"method": f"{__name__}.{kind.__name__}"}
+    config = {"method": "chain", "drafters": [users, HEAD], "num_speculative_tokens": 4, "policy": "fixed"}
+    alone = {**HEAD, "num_speculative_tokens": 4, "policy": "fixed"}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with (
+        LLM(dtype="float32", speculative_config=alone) as head,
+        LLM(dtype="float32", speculative_config=config) as llm,
+    ):
+        expected = head.generate(PROMPTS, params, use_tqdm=False)
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        stats = llm.stats
+        assert [d.num_faults for d in stats.drafters] == [8, 0] and stats.num_drafter_faults == 8
+        assert stats.speculation == head.stats.speculation, "not a round of the head's is missing"
+        assert stats.drafters[1].speculation.num_accepted_tokens > 20
+        faults = [o.metrics.drafters[0].num_faults for o in found]
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert min(faults) >= 1 and max(faults) <= 8
+
+
+def test_a_head_that_raises_once_is_asked_again_for_later_requests_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside it n-gram goes on drafting for the request."""
+    config = {"method": "chain", "drafters": [{"method": "ngram"}, HEAD], "num_speculative_tokens": 4}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(dtype="float32", max_num_seqs=1, speculative_config={**config, "policy": "fixed"}) as llm:
+        head = llm.engine.runner.sandboxes[1]
+        original, wanted = head.drafter.propose, list[list[int]]()
+
+        def once(verified: Verified, num_drafts: int) -> Proposal:
+            wanted.append(verified.k_R.tolist())
+            if len(wanted) == 3:
+                raise RuntimeError("once")
+            return original(verified, num_drafts)
+
+        monkeypatch.setattr(head.drafter, "propose", once)
+        first, second = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert [d.num_faults for d in first.metrics.drafters] == [0, 1]
+    ngram, eagle3 = (d.speculation for d in first.metrics.drafters)
+    assert eagle3.num_rounds <= 2 and ngram.num_draft_tokens > 10
+    num_first = sum(1 for o in wanted[: wanted.index([4], 3)] if o == [0])
+    assert num_first > 5, "no drafts are asked of it until another request takes the slot"
+    assert second.metrics.drafters[1].num_faults == 0
+
+
+class Trusting(Drafter):
+    """Proposes the newest token, without a look at it; keeps what it was lent."""
+
+    spec = DraftSpec()
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.seen: list[Verified] = []
+
+    def bind(self, runtime: DraftRuntime) -> None:
+        self.runtime = runtime
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        self.seen.append(verified)
+        if not num_drafts:
+            return no_proposal(verified)
+        tokens_RK = self.runtime.ops.concat([verified.next_R[:, None]] * num_drafts)
+        return Proposal(tokens_RK, verified.k_R)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_a_users_class_is_lent_is_a_matter_of_trust(trusted: bool) -> None:
+    """The built-in member of the chain has live buffers and the engine's graphs in either case."""
+    users = {"method": f"{__name__}.Trusting", "trusted": trusted}
+    config = {"method": "chain", "drafters": [users, HEAD], "num_speculative_tokens": 3, "policy": "fixed"}
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(dtype="float32", speculative_config=config) as llm, LLM(dtype="float32") as plain:
+        expected = plain.generate(PROMPTS, params, use_tqdm=False)
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        runner = llm.engine.runner
+        own, head = (sandbox.drafter for sandbox in runner.sandboxes)
+        lent, heads = own.drafter.runtime, head._runtime
+        assert heads.graphs is runner.graphs and heads.cache.block_table_SB is runner.state.block_table_SB
+        assert (lent.graphs is runner.graphs) == trusted and (lent.known is not None) == trusted
+        assert (lent.cache.block_table_SB is runner.state.block_table_SB) == trusted
+        assert runner.on_device == runner.drafter_may_rest == trusted
+        assert llm.stats.num_drafter_faults == 0 and llm.stats.drafters[0].speculation.num_draft_tokens > 0
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_trusted_class_is_recorded_as_ours_are(trusted: bool) -> None:
+    config = {"method": f"{__name__}.Trusting", "trusted": trusted, "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(dtype="float32", speculative_config={**config, "policy": "fixed"}) as llm:
+        if not isinstance(llm.engine.runner.graphs, Recorded):
+            pytest.skip("needs the compiled operators")
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        calls = len(llm.engine.runner.drafter.drafter.drafter.seen)
+        assert llm.stats.num_drafter_faults == 0 and llm.stats.speculation.num_draft_tokens > 30
+        assert (calls < 20) == trusted, (calls, llm.stats.num_steps)
+
+
+def test_trust_is_for_classes_of_the_users() -> None:
+    with pytest.raises(ValueError, match=r"trusted=True: method='ngram' is the package's own; leave it out"):
+        LLM(speculative_config={"method": "ngram", "trusted": True})
+    with pytest.raises(ValueError, match=r"trusted=True: method='chain'.*give it to those of its drafters"):
+        LLM(speculative_config={"method": "chain", "trusted": True, "drafters": [{"method": "ngram"}]})
+    with pytest.raises(ValueError, match="trusted='yes'"):
+        LLM(speculative_config={"method": f"{__name__}.Trusting", "trusted": "yes"})
 
 
 def check_counts(llm: LLM, outputs: list[RequestOutput]) -> None:

@@ -185,8 +185,8 @@ def test_a_request_without_live_rows_writes_nothing(method: str) -> None:
     """A finished request whose slot the host has not taken back yet, beside one that goes on."""
     llm = engine(CASES[method].config)
     parts = llm.engine.runner
-    assert parts.sandbox is not None
-    drafter = parts.sandbox.drafter
+    assert parts.drafter is not None
+    drafter = parts.drafter.drafter
     assert isinstance(drafter, HeadDrafter)
     seen: list[Verified] = []
     propose = drafter.propose

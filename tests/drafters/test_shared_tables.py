@@ -127,7 +127,7 @@ def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
     """In an engine, where both lie as the machine's fastest product wants them; memory counts them once."""
     head = Path(__file__).parent.parent / "data" / "tiny-mtp"
     llm = LLM(speculative_config={"model": str(head)})
-    target, sandbox = llm.engine.runner.target, llm.engine.runner.sandbox
+    target, sandbox = llm.engine.runner.target, llm.engine.runner.drafter
     assert target.config.tie_word_embeddings
     assert sandbox is not None and isinstance(sandbox.drafter, HeadDrafter)
     network: Any = sandbox.drafter.head

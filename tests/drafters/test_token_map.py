@@ -32,7 +32,7 @@ def drafting(model: Path, **options: Any) -> LLM:
 
 
 def drafter(llm: LLM) -> Any:
-    sandbox = llm.engine.runner.sandbox
+    sandbox = llm.engine.runner.drafter
     assert sandbox is not None
     return sandbox.drafter
 

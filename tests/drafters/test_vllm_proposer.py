@@ -187,7 +187,7 @@ def test_what_it_returns_is_taken_or_counted_as_a_fault(name: str, fault: str) -
     llm = engine({"model": f"{HERE}.{name}", "max_faults": 10_000})
     before = torch.get_default_device(), torch.get_default_dtype()
     assert not compare(run(LLM(dtype="float32", max_model_len=256)), run(llm))
-    sandbox = llm.engine.runner.sandbox
+    sandbox = llm.engine.runner.drafter
     assert sandbox is not None and (sandbox.num_faults > 0) == bool(fault) and fault in sandbox.last_fault
     assert (llm.stats.speculation.num_draft_tokens > 0) == (not fault)
     assert (torch.get_default_device(), torch.get_default_dtype()) == before

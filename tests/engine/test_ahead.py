@@ -78,10 +78,10 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     assert isinstance(runner, ModelRunner)
     runner.graphs, runner.buckets, runner.async_depth = graphs, buckets, int(not runner.spec.host_tokens)
     if runner.spec.kv or runner.spec.borrow:
-        assert runner.sandbox is not None
+        assert runner.drafter is not None
         cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
         runtime = DraftRuntime(ops=runner.ops, backend=runner.backend, cache=cache, graphs=graphs)
-        runner.sandbox.drafter.bind(runtime)  # type: ignore[attr-defined]
+        runner.drafter.bind(runtime)
     runner.warm_up(lambda done, total: None)
     return graphs
 
@@ -206,7 +206,7 @@ def test_a_drafter_that_fails_while_it_is_captured_is_not_frozen_into_plain_deco
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = build("eagle3")
-    drafter = llm.engine.runner.sandbox.drafter  # type: ignore[union-attr]
+    drafter = llm.engine.runner.drafter.drafter
 
     def fails(*args: Any) -> Any:
         raise MemoryError("no room")

@@ -34,6 +34,7 @@ from tests.engine.poison import poison
 class Pending:
     target_seconds = draft_seconds = 0.0
     draft_state_lost = False
+    undrafted_slots = ()
 
     def __init__(self, results: list[RowResult]) -> None:
         self.results = results

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from draftproof import LLM, Proposal, SamplingParams, Verified
-from draftproof.drafters.base import Drafter, DraftSpec
+from draftproof.attention.reference import reference_attention
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec
 from draftproof.drafters.chain import ChainDrafter, Record
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.sandbox import DrafterSandbox
+from draftproof.kernels.graphs import EAGER
+from draftproof.kernels.ops import TORCH
 from tests.conformance.cases import CASES, REPEATS
 from tests.made.shared import DRAFT, EAGLE3
 
@@ -43,9 +48,9 @@ def test_a_member_drafts_no_more_than_its_own_k(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Record, "expected", lambda record, slot: 1.0)
     llm = engine([{"model": EAGLE3, "num_speculative_tokens": 2}, SUFFIX])
     assert llm.num_speculative_tokens == 16
-    sandbox = llm.engine.runner.sandbox
-    assert sandbox is not None and isinstance(sandbox.drafter, ChainDrafter)
-    head = sandbox.drafter._drafters[0]
+    sandbox = llm.engine.runner.drafter
+    assert isinstance(sandbox, ChainDrafter)
+    head = sandbox._drafters[0].drafter
     assert isinstance(head, HeadDrafter)
     counting = Counting(head.head)
     head.unroll._head = counting  # type: ignore[attr-defined]
@@ -114,9 +119,13 @@ def test_what_a_member_proposes_beyond_its_k_is_cut() -> None:
         draw=None,  # type: ignore[arg-type]
         history=lambda r: none,
     )
-    proposal = ChainDrafter([first, second], [2, 9]).propose(verified, 5)
+    members = [DrafterSandbox(d, vocab_size=100, max_faults=1, time_limit=None) for d in (first, second)]
+    chain = ChainDrafter(members, [2, 9], vocab_size=100)
+    cache = PagedCache([], torch.zeros(3, 1, dtype=torch.int32))
+    chain.bind(DraftRuntime(ops=TORCH, backend=reference_attention, cache=cache, graphs=EAGER))
+    proposal = chain.propose(verified, 5)
     assert (first.asked, second.asked) == ([2], [5])
-    assert proposal.count_R.tolist() == [0, 2, 2]
+    assert proposal.count_R.tolist() == [0, 1, 2]
     assert proposal.tokens_RK[1:].tolist() == [[10, 11, 0, 0, 0]] * 2
 
 

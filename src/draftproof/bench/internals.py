@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import Drafter, Verified
+from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -114,8 +115,9 @@ def keys_of(llm: LLM) -> Tensor:
 
 
 def drafter_of(llm: LLM) -> Drafter | None:
-    sandbox = _runner(llm).sandbox
-    return None if sandbox is None else sandbox.drafter
+    """The drafter without its sandbox, or the chain."""
+    drafter = _runner(llm).drafter
+    return drafter.drafter if isinstance(drafter, DrafterSandbox) else drafter
 
 
 def runs_ahead(llm: LLM) -> bool:

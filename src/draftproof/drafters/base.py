@@ -112,12 +112,16 @@ class Verified:
 
 @dataclass(slots=True)
 class Proposal:
-    """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R. drafter_R: index of the chain's
-    member that drafted; None: there is one drafter."""
+    """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R.
+
+    A chain's says more: drafter_R, the member that drafted, and broken_R, bit i of which is set where member i's drafts
+    were cut at an id that is none.
+    """
 
     tokens_RK: Tensor  # int64
     count_R: Tensor  # int64
     drafter_R: Tensor | None = None  # int64
+    broken_R: Tensor | None = None  # int64
 
 
 def no_proposal(verified: Verified) -> Proposal:

@@ -26,6 +26,7 @@ from draftproof.drafters.base import (
     Verified,
     name_of,
 )
+from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.models.cost import Cost
 
 EXPECTED = 1.0  # accepted drafts of a round by a member of which little is known
@@ -64,12 +65,14 @@ class ChainDrafter(Drafter):
     member i proposes at most.
 
     Members are asked in order, each for the requests whose proposal so far is expected to be accepted less than its
-    own. Where the host would have to wait for the device to know, the first that has a proposal wins.
+    own. Where the host would have to wait for the device to know, the first that has a proposal wins. A member that
+    fails is as one that has none, and where that cost it its state for a request it is not asked for that one again.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], most: Sequence[int]) -> None:
+    def __init__(self, drafters: Sequence[DrafterSandbox], most: Sequence[int], vocab_size: int) -> None:
         self._drafters = list(drafters)
         self._most = list(most)
+        self._vocab_size = vocab_size
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
         self._host_looks = False
         self.records = [Record() for _ in drafters]
@@ -113,6 +116,7 @@ class ChainDrafter(Drafter):
         tokens_RK = verified.next_R.new_zeros((verified.num_requests, num_drafts))
         count_R = torch.zeros_like(verified.k_R)
         drafter_R = torch.zeros_like(count_R)
+        broken_R = torch.zeros_like(count_R)
         slots = verified.slots_R.tolist() if self._host_looks else []
         if slots:
             self._look_back(verified, slots)
@@ -122,24 +126,32 @@ class ChainDrafter(Drafter):
             if slots and number:
                 better = [self.records[number].expected(s) > h for s, h in zip(slots, held, strict=True)]
                 open_R = verified.k_R * torch.tensor(better, device=count_R.device)
+            k_R = open_R.clamp(max=most) * drafter.able(verified.slots_R)
             # a member without open requests still ingests the rows, but does not draft
-            num = 0 if slots and not bool(open_R.any()) else min(num_drafts, most)
-            k_R = open_R.clamp(max=most)
+            num = 0 if slots and not bool(k_R.any()) else min(num_drafts, most)
             taps = self._taps_for(drafter.spec.taps, verified.taps)
             proposal = drafter.propose(dataclasses.replace(verified, k_R=k_R, taps=taps), num)
-            width = min(proposal.tokens_RK.shape[1], num)
-            given_R = proposal.count_R.clamp(max=width)
-            take_R = (open_R > 0) & (given_R > 0)
-            tokens_RK[:, :width] = torch.where(
-                take_R[:, None], proposal.tokens_RK[:, :width], tokens_RK[:, :width]
-            )
+            drafts_RK = proposal.tokens_RK[:, :num]
+            given_R, is_broken_R = self._cut(drafts_RK, torch.minimum(proposal.count_R, k_R))
+            broken_R += is_broken_R.long() << number
+            take_R = given_R > 0
+            width = drafts_RK.shape[1]
+            tokens_RK[:, :width] = torch.where(take_R[:, None], drafts_RK, tokens_RK[:, :width])
             count_R = torch.where(take_R, given_R, count_R)
             drafter_R = drafter_R.masked_fill(take_R, number)
             if slots:
                 self._hold(number, slots, take_R.tolist(), held)
             else:
                 open_R = open_R.masked_fill(take_R, 0)
-        return Proposal(tokens_RK, count_R, drafter_R)
+        return Proposal(tokens_RK, count_R, drafter_R, broken_R)
+
+    def _cut(self, drafts_RK: Tensor, count_R: Tensor) -> tuple[Tensor, Tensor]:
+        """How many drafts stand before the first id outside the vocabulary, and whether there is one."""
+        at_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+        count_R = count_R.clamp(0, len(at_K))
+        is_id_RK = (drafts_RK >= 0) & (drafts_RK < self._vocab_size)
+        num_good_R = (is_id_RK & (at_K < count_R[:, None])).long().cumprod(1).sum(1)
+        return num_good_R, num_good_R < count_R
 
     def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
         """Count how the proposals of the round before did: rows that stand beyond the first are accepted drafts. Where

@@ -12,7 +12,7 @@ from draftproof.drafters import vllm_proposer
 from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.users import UsersDrafter
+from draftproof.drafters.users import TrustedDrafter, UsersDrafter
 
 
 def find(name: str) -> Any:
@@ -58,7 +58,8 @@ def load(name: str, ctx: DraftContext) -> Drafter:
         with contained():
             wrong = _what_is_wrong(drafter, ctx.num_drafts)
             own_class = maker if is_class else type(drafter)
-            users = None if wrong else UsersDrafter(drafter, own_class.__name__, ctx.num_drafts)
+            kind = TrustedDrafter if ctx.own.trusted else UsersDrafter
+            users = None if wrong else kind(drafter, own_class.__name__, ctx.num_drafts)
     except DrafterError as error:
         raise ValueError(f"speculative_config: method={name!r}: its spec raised {error}") from error
     if users is None:

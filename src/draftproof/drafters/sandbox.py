@@ -1,4 +1,7 @@
-"""Keeps a drafter's faults from the user: whatever it does, the result is a proposal or none."""
+"""Keeps a drafter's faults from the user: whatever it does, the result is a proposal or none.
+
+Shapes: S slots, R requests.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,35 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from draftproof.drafters.base import Drafter, Proposal, Verified, name_of, no_proposal
+import torch
+from torch import Tensor
+
+from draftproof.cache.pool import PagedCache
+from draftproof.drafters.base import (
+    Drafter,
+    DraftRuntime,
+    Proposal,
+    RoundSize,
+    Verified,
+    name_of,
+    no_proposal,
+)
 from draftproof.drafters.contained import describe
+from draftproof.kernels.graphs import Graphs
+from draftproof.models.cost import Cost
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class ProposalResult:
-    """A proposal of the right shape; its ids and counts are still to be cut. `raised`: the drafter raised, so there are
-    no drafts, and every request's draft state is suspect."""
+class DrafterSandbox(Drafter):
+    """A drafter around one that may fail: counts faults, and gives up after `max_faults` of them. A chain has one a
+    member, so that a fault costs nobody but who made it.
 
-    proposal: Proposal
-    raised: bool = False
-
-
-class DrafterSandbox:
-    """Runs `propose`, counts faults, and gives up after `max_faults` of them.
-
-    Drafters of ours see live buffers; a user's is a `UsersDrafter`, which gets copies, and before each call `refresh`
-    brings up to date what it was lent at start. `time_limit` in seconds is checked when a call returns: code that never
-    returns needs a process of its own.
+    Drafters of ours, and a user's that he trusts, see live buffers. Another one gets copies (`UsersDrafter`): of the
+    block table too, and `new_graphs` makes it a service of graphs of its own; None: it is trusted. `time_limit` in
+    seconds is checked when a call returns: code that never returns needs a process of its own.
     """
 
     def __init__(
@@ -40,74 +48,127 @@ class DrafterSandbox:
         vocab_size: int,
         max_faults: int,
         time_limit: float | None,
-        refresh: Callable[[], object] = lambda: None,
+        new_graphs: Callable[[], Graphs] | None = None,
     ) -> None:
         self.drafter = drafter
-        self._refresh = refresh
+        self.spec = drafter.spec
+        self.name = name_of(drafter)
         self.num_faults = 0
         self.last_fault = ""
         self.off = False
+        self.error: Exception | None = None  # what the last `propose` raised
+        self._new_graphs = new_graphs
         self._vocab_size = vocab_size
         self._max_faults = max_faults
         self._time_limit = time_limit
+        self._lost: set[int] = set()  # slots whose state it lost: it drafts for them no more
+        self._able_S: Tensor | None = None  # 0 for those slots, or for all once it is off; else 1
+        self._tables: tuple[Tensor, Tensor] | None = (
+            None  # the engine's block table and the copy that is lent
+        )
+
+    @property
+    def is_trusted(self) -> bool:
+        return self._new_graphs is None
 
     @property
     def must_watch(self) -> bool:
         """Whether each call has to come through here: one that is run again without Python has no clock."""
         return self.off or self._time_limit is not None
 
-    def propose(self, verified: Verified, num_drafts: int) -> ProposalResult:
-        """Never raises for the drafter's sake."""
+    def bind(self, runtime: DraftRuntime) -> None:
+        """`Drafter.bind`; what it raises is the caller's to handle."""
+        table_SB = runtime.cache.block_table_SB
+        self._able_S = torch.ones(len(table_SB), dtype=torch.int64, device=table_SB.device)
+        if self._new_graphs is not None:
+            self._tables = table_SB, table_SB.clone()
+            cache = PagedCache(runtime.cache.layers, self._tables[1])
+            runtime = replace(runtime, cache=cache, graphs=self._new_graphs())
+        self.drafter.bind(runtime)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        """Never raises for the drafter's sake: see `error`."""
+        self.error = None
         if self.off:
-            return ProposalResult(no_proposal(verified))
+            return no_proposal(verified)
         start = time.perf_counter()
         try:
-            self._refresh()
+            if self._tables is not None:
+                table_SB, copy_SB = self._tables
+                copy_SB.copy_(table_SB)
             proposal = self.drafter.propose(verified, num_drafts)
             proposal = replace(proposal, tokens_RK=proposal.tokens_RK[:, :num_drafts])
         except Exception as error:
+            self.error = error
             self._count(describe(error), error)
-            return ProposalResult(no_proposal(verified), raised=True)
+            return no_proposal(verified)
         took = time.perf_counter() - start
         if self._time_limit is not None and took > self._time_limit:
             self._count(f"took {took:.3f} s, time_limit is {self._time_limit} s")
-        return ProposalResult(proposal)
+        return proposal
 
-    def count_bad_ids(self, num_requests: int) -> None:
-        """Count a fault: in this round the drafts of `num_requests` requests had to be cut at an id."""
+    def drafts_for(self, slot: int) -> bool:
+        """Whether it may still be asked for the request in this slot."""
+        return not self.off and slot not in self._lost
+
+    def able(self, slots_R: Tensor) -> Tensor:
+        """`drafts_for` of each slot as 1 or 0, on the device: a recorded pass reads what holds when it is run."""
+        assert self._able_S is not None, "bind comes before propose"
+        return self._able_S[slots_R]
+
+    def lose(self, slots: Sequence[int]) -> None:
+        """A round failed for the requests in these slots: keys and values that it should have kept are missing."""
+        if not self.spec.kv:
+            return
+        self._lost.update(slots)
+        if self._able_S is not None:
+            for slot in slots:
+                self._able_S[slot] = 0
+
+    def count_bad_ids(self, slots: Sequence[int]) -> None:
+        """Count a fault: in one round the drafts of these slots had to be cut at an id."""
         self._count(
-            f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {num_requests} requests"
+            f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {len(slots)} requests"
         )
+        self.lose(slots)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """`Drafter.admit`; what it raises is counted."""
-        self._notify("admit", slot, tokens, num_cached)
+        if slot in self._lost:
+            self._lost.discard(slot)
+            if self._able_S is not None and not self.off:
+                self._able_S[slot] = 1
+        self._notify("admit", lambda: self.drafter.admit(slot, tokens, num_cached))
 
     def release(self, slot: int) -> None:
         """`Drafter.release`; what it raises is counted."""
-        self._notify("release", slot)
+        self._notify("release", lambda: self.drafter.release(slot))
 
-    def _notify(self, name: str, *args: Any) -> None:
+    def cost(self, size: RoundSize) -> Cost | None:
+        return self.drafter.cost(size)
+
+    def _notify(self, name: str, call: Callable[[], None]) -> None:
         if self.off:
             return
         try:
-            getattr(self.drafter, name)(*args)
+            call()
         except Exception as error:
             self._count(f"{name}: {describe(error)}", error)
 
     def _count(self, what: str, error: Exception | None = None) -> None:
         self.num_faults = self.num_faults + 1
         self.last_fault = what
-        name = name_of(self.drafter)
         if self.num_faults == 1:
             log.warning(
-                "drafter %s: its first fault (output is not affected): %s%s", name, what, _places(error)
+                "drafter %s: its first fault (output is not affected): %s%s", self.name, what, _places(error)
             )
         if self.num_faults == self._max_faults:
             self.off = True
+            if self._able_S is not None:
+                self._able_S.zero_()
             warnings.warn(
-                f"drafter {name} switched off after {self.num_faults} faults; output is not affected, decoding goes "
-                f"on plainly. Last fault: {what}",
+                f"drafter {self.name} switched off after {self.num_faults} faults; output is not affected, decoding "
+                f"goes on without it. Last fault: {what}",
                 RuntimeWarning,
                 stacklevel=2,
             )

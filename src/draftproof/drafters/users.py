@@ -1,4 +1,4 @@
-"""A user's drafter as the engine sees it: given copies, contained while it runs, its proposals checked.
+"""A user's drafter as the engine sees it: given copies, contained while it runs, its proposals checked; or trusted.
 
 Shapes: R requests, K drafts, M rows that are sampled, V columns of logits.
 """
@@ -19,6 +19,43 @@ from draftproof.drafters.contained import DrafterError, contained
 from draftproof.models.cost import Cost
 
 
+class TrustedDrafter(Drafter):
+    """A drafter around a user's that he trusts: it sees live buffers, and what it gives is taken as it is, but for
+    shapes."""
+
+    def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
+        """Call inside `contained`: the user's `layout` is asked here, and never again."""
+        self.drafter: Any = drafter
+        self.name = name
+        layout = drafter.spec.layout(num_drafts)
+        self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
+
+    def bind(self, runtime: DraftRuntime) -> None:
+        try:
+            with contained():
+                _call_if_there(self.drafter, "bind", runtime)
+        except DrafterError as error:
+            raise DrafterError(f"{self.name}.bind(runtime) raised {error}") from error
+
+    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
+        _call_if_there(self.drafter, "admit", slot, tokens, num_cached)
+
+    def release(self, slot: int) -> None:
+        _call_if_there(self.drafter, "release", slot)
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        found = self.drafter.propose(verified, num_drafts)
+        if not isinstance(found, Proposal):
+            ids = _plain_ids(found, verified.num_requests, num_drafts)
+            return _proposal(ids, verified.k_R.device)
+        _check_shapes(found, verified.num_requests)
+        return found
+
+    def cost(self, size: RoundSize) -> Cost | None:
+        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        return None if self.spec.kv else Cost()
+
+
 class UsersDrafter(Drafter):
     """A drafter around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
 
@@ -33,44 +70,50 @@ class UsersDrafter(Drafter):
         lent = dataclasses.replace(runtime, known=None, price=None)
         try:
             with contained():
-                self._call_if_there("bind", lent)
+                _call_if_there(self.drafter, "bind", lent)
         except DrafterError as error:
             raise DrafterError(f"{self.name}.bind(runtime) raised {error}") from error
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         with contained():
-            self._call_if_there("admit", slot, list(tokens), num_cached)
+            _call_if_there(self.drafter, "admit", slot, list(tokens), num_cached)
 
     def release(self, slot: int) -> None:
         with contained():
-            self._call_if_there("release", slot)
+            _call_if_there(self.drafter, "release", slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         given = _copy(verified)
         with contained():
             ids = _plain_ids(self.drafter.propose(given, num_drafts), verified.num_requests, num_drafts)
-        counts = [len(row) for row in ids]
-        device = verified.k_R.device
-        width = max(counts, default=0)
-        padded = [row + [0] * (width - len(row)) for row in ids]
-        tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
-        return Proposal(tokens_RK, torch.tensor(counts, dtype=torch.int64, device=device))
+        return _proposal(ids, verified.k_R.device)
 
     def cost(self, size: RoundSize) -> Cost | None:
         """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
         return None if self.spec.kv else Cost()
 
-    def _call_if_there(self, name: str, *args: object) -> None:
-        """A method that a user's class may leave out."""
-        method = getattr(self.drafter, name, None)
-        if method is not None:
-            method(*args)
+
+def _call_if_there(drafter: Any, name: str, *args: object) -> None:
+    """A method that a user's class may leave out."""
+    method = getattr(drafter, name, None)
+    if method is not None:
+        method(*args)
+
+
+def _proposal(ids: list[list[int]], device: torch.device) -> Proposal:
+    """Lists of drafts, one a request, as a proposal."""
+    counts = [len(row) for row in ids]
+    width = max(counts, default=0)
+    padded = [row + [0] * (width - len(row)) for row in ids]
+    tokens_RK = torch.tensor(padded, dtype=torch.int64, device=device).view(len(ids), width)
+    return Proposal(tokens_RK, torch.tensor(counts, dtype=torch.int64, device=device))
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:
     """The result of a user's `propose` as a list of drafts a request, made of nothing but Python's own ints."""
     if isinstance(proposal, Proposal):
         _check_shapes(proposal, num_requests)
+        _check_counts(proposal)
         counts = proposal.count_R.tolist()
         rows = [row[:n] for row, n in zip(proposal.tokens_RK.tolist(), counts, strict=True)]
     elif isinstance(proposal, (list, tuple)):
@@ -100,7 +143,12 @@ def _check_shapes(proposal: Proposal, num_requests: int) -> None:
             )
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers")
-    if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
+
+
+def _check_counts(proposal: Proposal) -> None:
+    """A look at the values: on a GPU this waits for them."""
+    tokens, count = proposal.tokens_RK, proposal.count_R
+    if len(count) and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from draftproof import assets
 from draftproof.attention.base import AttentionBackend
@@ -122,16 +121,17 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
     num_target_bytes = base.planner.weight_bytes
-    drafter = _drafter(base, target, target_weights, plans, num_drafts) if plans else None
-    if drafter is not None:
-        target.check_taps(drafter.spec.taps.layers)
+    members = [
+        _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
+    ]
+    for member in members:
+        target.check_taps(member.spec.taps.layers)
     base.planner.certify()
-    methods = [p.method for plan in plans for p in (plan, *plan.inner)]
     is_auto = speculative is not None and speculative.is_auto
     drafting = _Drafting(
-        drafter,
+        _joined(members, [plan.num_drafts for plan in plans], base.model.vocab_size),
+        tuple(members),
         num_drafts,
-        trusted=not any(map(registry.is_custom, methods)),
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
         names=_names(plans),
@@ -244,19 +244,35 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
-def _drafter(
-    base: _Base, target: Decoder, target_weights: WeightSource, plans: Seq[DraftPlan], num_drafts: int
-) -> Drafter:
-    """num_drafts: the most that any drafter of the engine proposes."""
-    built = [_one_drafter(base, target, target_weights, plan, num_drafts) for plan in plans]
-    return built[0] if len(built) == 1 else ChainDrafter(built, [plan.num_drafts for plan in plans])
+def _joined(members: Seq[DrafterSandbox], most: Seq[int], vocab_size: int) -> Drafter | None:
+    """The members as one drafter. `most`: drafts that each proposes."""
+    if len(members) > 1:
+        return ChainDrafter(members, most, vocab_size)
+    return members[0] if members else None
+
+
+def _boxed(base: _Base, drafter: Drafter, plan: DraftPlan) -> DrafterSandbox:
+    assert base.config.speculative_config is not None
+    is_users = any(registry.is_custom(p.method) and not p.settings.trusted for p in (plan, *plan.inner))
+    return DrafterSandbox(
+        drafter,
+        vocab_size=base.model.vocab_size,
+        max_faults=base.config.speculative_config.max_faults,
+        time_limit=base.config.speculative_config.time_limit,
+        new_graphs=base.new_graphs if is_users else None,
+    )
 
 
 def _one_drafter(
     base: _Base, target: Decoder, target_weights: WeightSource, plan: DraftPlan, num_drafts: int
 ) -> Drafter:
-    """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone."""
+    """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone. num_drafts: the most that any
+    drafter of the engine proposes."""
     settings = plan.settings
+    inner = [_one_drafter(base, target, target_weights, p, num_drafts) for p in plan.inner]
+    if len(inner) > 1:
+        boxed = [_boxed(base, drafter, p) for drafter, p in zip(inner, plan.inner, strict=True)]
+        inner = [ChainDrafter(boxed, [p.num_drafts for p in plan.inner], base.model.vocab_size)]
     ctx = DraftContext(
         config=base.config,
         own=_own_settings(base.config, plan),
@@ -277,7 +293,7 @@ def _one_drafter(
         ),
         max_model_len=base.max_model_len,
         max_positions=base.max_model_len + num_drafts + 1,
-        inner=_drafter(base, target, target_weights, plan.inner, num_drafts) if plan.inner else None,
+        inner=inner[0] if inner else None,
     )
     drafter = registry.build(plan.method, ctx)
     log.info("%s", reporting.start_line(plan, drafter.spec, ctx))
@@ -304,8 +320,8 @@ class _Drafting:
     """The drafter and what the engine needs to know beside its spec."""
 
     drafter: Drafter | None
+    members: tuple[DrafterSandbox, ...]
     num_drafts: int
-    trusted: bool  # ours: it may see live buffers
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
     names: tuple[str, ...] = ()  # one a drafter, each another
@@ -318,6 +334,11 @@ class _Drafting:
     def spec(self) -> DraftSpec:
         return self.drafter.spec if self.drafter else DraftSpec()
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether every drafter is ours or trusted by the user: a pass with them is a function of device memory."""
+        return all(member.is_trusted for member in self.members)
+
 
 def _engine(
     base: _Base, target: Decoder, drafting: _Drafting, progress: ProgressCallback | None
@@ -325,8 +346,8 @@ def _engine(
     """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
     config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
-        nothing = dataclasses.replace(drafting, drafter=None, num_drafts=0, levels=(0,))
-        known = drafting if drafting.trusted else nothing
+        nothing = dataclasses.replace(drafting, drafter=None, members=(), num_drafts=0, levels=(0,))
+        known = drafting if drafting.is_trusted else nothing
         runner = _runner(base, target, known, num_blocks=2)
         # each graph keeps logits of its own
         num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
@@ -369,20 +390,15 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     num_drafts = drafting.num_drafts
     state = _state(base, num_drafts, spec.lookahead(num_drafts))
 
-    def cache(shapes: tuple[KVShape, ...], table_SB: Tensor = state.block_table_SB) -> PagedCache:
-        return allocate(list(shapes), table_SB, num_blocks, config.block_size, base.dtype, device)
+    def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
+        return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
 
-    # A user's drafter is lent a copy of the block table and graphs of its own: nothing that others read.
-    table_SB = state.block_table_SB if drafting.trusted else state.block_table_SB.clone()
-    refresh = _nothing if drafting.trusted else lambda: table_SB.copy_(state.block_table_SB)
-    draft_cache, target_cache = cache(spec.kv, table_SB), cache(target.kv)
-    lent = draft_cache.beside(target_cache, spec.borrow)
-    own_graphs = base.graphs if drafting.trusted else base.new_graphs()
+    draft_cache, target_cache = cache(spec.kv), cache(target.kv)
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
-        cache=lent,
-        graphs=own_graphs,
+        cache=draft_cache.beside(target_cache, spec.borrow),
+        graphs=base.graphs,
         host_looks=device.type == "cpu",
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
         # where steps are filled up to captured sizes, a proposal that ends early saves nothing
@@ -392,7 +408,7 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
-    on_device = drafting.trusted and not spec.host_tokens and config.verification == "exact"
+    on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
     return ModelRunner(
         target=target,
         ops=base.ops,
@@ -402,7 +418,8 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         state=state,
         table=table,
         verifier=_verifier(config, sampler, num_drafts),
-        sandbox=_boxed(config, drafting, base.model.vocab_size, refresh),
+        drafter=drafting.drafter,
+        sandboxes=drafting.members,
         spec=spec,
         scorer=LogprobScorer(target, sampler),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -410,9 +427,9 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
         num_drafts=num_drafts,
         drafter_names=drafting.names,
         levels=drafting.levels,
-        buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.trusted else (),
+        buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,
-        drafter_may_rest=drafting.trusted,
+        drafter_may_rest=drafting.is_trusted,
         async_depth=int(on_device and device.type == "cuda"),
         price=memory_lent.price,
         num_threads=torch.get_num_threads(),
@@ -469,22 +486,3 @@ def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
             drafter.bind(runtime)
     except DrafterError as error:
         raise ValueError(f"speculative_config: {error}") from error
-
-
-def _nothing() -> None:
-    """What is refreshed for a drafter of ours, which sees the live block table; a user's is a copy."""
-
-
-def _boxed(
-    config: EngineConfig, drafting: _Drafting, vocab_size: int, refresh: Callable[[], object]
-) -> DrafterSandbox | None:
-    if drafting.drafter is None:
-        return None
-    assert config.speculative_config is not None
-    return DrafterSandbox(
-        drafting.drafter,
-        vocab_size=vocab_size,
-        max_faults=config.speculative_config.max_faults,
-        time_limit=config.speculative_config.time_limit,
-        refresh=refresh,
-    )

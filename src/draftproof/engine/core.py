@@ -237,10 +237,13 @@ class EngineCore:
         )
         requests = self._step_requests = [rows.request for rows in output.rows]
         pending = self.runner.run(step)
-        is_missed = pending.draft_state_lost or (step.without_drafter and self.runner.drafter_has_kv)
+        is_missed = step.without_drafter and self.runner.drafter_has_kv
         for request, scheduled in zip(requests, step.scheduled, strict=True):
             if is_missed:
                 request.miss_drafter(scheduled.start)
+            elif pending.draft_state_lost:
+                is_partial = scheduled.slot not in pending.undrafted_slots
+                request.miss_drafter(scheduled.start, is_partial=is_partial)
             request.num_drafts = scheduled.num_drafts
             request.num_pending += scheduled.num_sampled
             request.num_computed += scheduled.num_rows - scheduled.num_sampled
@@ -343,7 +346,7 @@ class EngineCore:
         request.drafter = result.drafter
         request.drafter_faults += result.drafter_faults
         if result.draft_state_lost:
-            request.miss_drafter(first)
+            request.miss_drafter(first, is_partial=not result.nobody_drafts)
         num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
         if num_asked > 0 and delta.finish_reason is None:
             self.policy.proposed(request, num_asked, result.num_proposed)

@@ -6,7 +6,7 @@ sent to another process and run again. Shapes: R requests of a step, K drafts, T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -119,12 +119,13 @@ class StepInput:
 class RowResult:
     """What a pass did to one request: tokens emitted (the last may be missing for `failure`), drafts verified, drafts
     proposed for the next pass, and the index of the drafter that did; which drafters failed the request in this pass;
-    whether the draft cache now has a hole where it is."""
+    whether the draft cache now has a hole where it is, and then whether no drafter is left that drafts for it."""
 
     token_ids: list[int]
     num_drafted: int
     num_proposed: int
     draft_state_lost: bool = False
+    nobody_drafts: bool = False
     drafter: int = 0
     drafter_faults: tuple[int, ...] = ()
     failure: str = ""  # NO_NUMBER or NONE_LEFT in place of the last token
@@ -158,7 +159,12 @@ class PendingStep(Protocol):
     def draft_seconds(self) -> float: ...
     @property
     def draft_state_lost(self) -> bool:
-        """Known at the launch: the drafter failed for everybody in this step, and its cache has holes."""
+        """Known at the launch: a drafter failed for everybody in this step, and its cache has holes."""
+        ...
+
+    @property
+    def undrafted_slots(self) -> Collection[int]:
+        """Slots for which no drafter is left then."""
         ...
 
     def wait(self) -> list[RowResult]:

@@ -103,6 +103,8 @@ def _plan(
     if checkpoint is None:
         _refuse_settings_of_checkpoints(settings)
     row = registry.METHODS.get(method)
+    if not registry.is_custom(method):
+        _refuse_given(settings, ("trusted",), "is the package's own")
     if settings.parallel_drafting and not (row and row.parallel):
         raise ValueError(
             f"speculative_config: parallel_drafting=True: method={method!r} drafts one token after another; leave it "
@@ -120,6 +122,7 @@ def _chain(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
         )
     _refuse_model(settings)
     _refuse_settings_of_checkpoints(settings)
+    _refuse_given(settings, ("trusted",), "is the package's own")
     registry.own_options(registry.CHAIN, settings.options)
     return [_within(member, settings) for member in _members(settings, files)]
 

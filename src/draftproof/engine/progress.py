@@ -37,9 +37,8 @@ class Progress:
     node: int = ROOT  # id of the last registered page
     num_scored: int = 0  # prompt tokens whose logprobs are out or under way
     num_scores_out: int = 0
-    draft_hole: int | None = (
-        None  # first position whose draft KV is missing: nothing is drafted for it any more
-    )
+    draft_hole: int | None = None  # first position whose draft KV is missing in some drafter's cache
+    is_hole_partial: bool = False  # another drafter's cache has no hole
     num_preemptions: int = 0
     num_cached: int = 0
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
@@ -56,15 +55,16 @@ class Progress:
     @property
     def can_draft(self) -> bool:
         """Whether anything may still be drafted for it."""
-        return self.draft_hole is None and self.spec.most_drafts != 0
+        return (self.draft_hole is None or self.is_hole_partial) and self.spec.most_drafts != 0
 
     def at_most(self, num_drafts: int) -> int:
         """As many drafts, or as many as it allows."""
         most = self.spec.most_drafts
         return num_drafts if most is None else min(num_drafts, most)
 
-    def miss_drafter(self, position: int) -> None:
-        """The drafter did not see its rows from `position` on."""
+    def miss_drafter(self, position: int, *, is_partial: bool = False) -> None:
+        """A drafter did not see its rows from `position` on; `is_partial`: another one did, and drafts for it."""
+        self.is_hole_partial = is_partial and self.can_draft
         self.draft_hole = min(
             position, self.num_computed, position if self.draft_hole is None else self.draft_hole
         )
@@ -111,3 +111,4 @@ class Progress:
         ) = 0
         self.num_scored = self.num_scores_out
         self.draft_hole = None
+        self.is_hole_partial = False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
-from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
+from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.costs import levels_of, rounded_rows
 from draftproof.engine.interface import (
@@ -66,7 +66,7 @@ class VerifiedPass:
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
     """A step on its way to the host. `result`: one tensor, a row a request and perhaps more; columns: W tokens,
-    emitted, drafted, proposed, broken, drafter. `faults`: drafters that raised."""
+    emitted, drafted, proposed, broken (a bit a drafter), drafter. `faults`: drafters that raised."""
 
     runner: ModelRunner
     scheduled: Sequence[ScheduledRequest]
@@ -76,6 +76,7 @@ class LaunchedStep:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     draft_state_lost: bool = False
+    undrafted_slots: tuple[int, ...] = ()
     faults: tuple[int, ...] = ()
 
     def wait(self) -> list[RowResult]:
@@ -83,23 +84,28 @@ class LaunchedStep:
         if self.result is None:
             return []
         try:
-            rows = self.result.wait()
-            results = [self._row(r, row) for r, row in zip(range(len(self.scheduled)), rows, strict=False)]
+            rows = self.result.wait()[: len(self.scheduled)]
+            self.runner.count_bad_ids(
+                [(s.slot, row[-2]) for s, row in zip(self.scheduled, rows, strict=True)]
+            )
+            results = [self._row(r, row) for r, row in enumerate(rows)]
         except torch.AcceleratorError as error:
             raise _device_fault(error) from error
-        num_broken = sum(row[-2] for row in rows[: len(self.scheduled)])
-        if num_broken:
-            self.runner.count_bad_ids(num_broken)
         return results
 
     def _row(self, index: int, row: list[int]) -> RowResult:
-        *tokens, num_emitted, num_drafted, num_proposed, is_broken, drafter = row
+        *tokens, num_emitted, num_drafted, num_proposed, broken, drafter = row
         token_ids, failure = tokens[:num_emitted], ""
         if token_ids and token_ids[-1] < 0:  # by law 1 only the last can be, since a draft never equals it
             failure = NONE_LEFT if token_ids.pop() == sampler.NONE_LEFT else NO_NUMBER
-        lost = bool(is_broken) and self.runner.drafter_has_kv
-        faults = (*self.faults, drafter) if is_broken else self.faults
-        result = RowResult(token_ids, num_drafted, num_proposed, lost, drafter, faults, failure)
+        result = RowResult(token_ids, num_drafted, num_proposed, drafter=drafter, failure=failure)
+        result.drafter_faults = self.faults
+        if broken:
+            sandboxes, slot = self.runner.sandboxes, self.scheduled[index].slot
+            wrong = [number for number in range(len(sandboxes)) if broken >> number & 1]
+            result.drafter_faults += tuple(wrong)
+            result.draft_state_lost = any(sandboxes[number].spec.kv for number in wrong)
+            result.nobody_drafts = not any(s.drafts_for(slot) for s in sandboxes)
         if self.output_scores is not None:
             result.logprobs = self.output_scores.rows_of(index, token_ids)
         if self.prompt_scores is not None:
@@ -146,14 +152,15 @@ class ModelRunner:
     state: State
     table: SamplingTable
     verifier: Verifier
-    sandbox: DrafterSandbox | None
+    drafter: Drafter | None  # its sandbox, or a chain of them
+    sandboxes: tuple[DrafterSandbox, ...]
     spec: DraftSpec
     scorer: LogprobScorer
     graphs: Graphs
     on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
-    drafter_names: tuple[str, ...] = ()
+    drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
     levels: tuple[
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
@@ -185,16 +192,20 @@ class ModelRunner:
         return self.price is not None
 
     def drafter_health(self) -> DrafterHealth:
-        sandbox = self.sandbox
-        if sandbox is None or not sandbox.num_faults:
+        each = tuple(sandbox.num_faults for sandbox in self.sandboxes)
+        if not any(each):
             return HEALTHY
-        each = (sandbox.num_faults,) if len(self.drafter_names) == 1 else ()
-        return DrafterHealth(sandbox.off, sandbox.num_faults, sandbox.last_fault, each)
+        last_fault = next(s.last_fault for s in reversed(self.sandboxes) if s.num_faults)
+        return DrafterHealth(all(s.off for s in self.sandboxes), sum(each), last_fault, each)
 
-    def count_bad_ids(self, num_requests: int) -> None:
-        """So many requests' drafts had to be cut at an id that is none."""
-        if self.sandbox is not None:
-            self.sandbox.count_bad_ids(num_requests)
+    def count_bad_ids(self, found: Sequence[tuple[int, int]]) -> None:
+        """`found`: (slot, the drafters, a bit each, whose drafts for it had to be cut at an id that is none)."""
+        if not any(broken for _, broken in found):
+            return
+        for number, sandbox in enumerate(self.sandboxes):
+            slots = [slot for slot, broken in found if broken >> number & 1]
+            if slots:
+                sandbox.count_bad_ids(slots)
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """See `interface.Runner`."""
@@ -216,13 +227,13 @@ class ModelRunner:
         for slot in step.released:
             self.state.release(slot)
             self.table.release(slot)
-            if self.sandbox is not None:
-                self.sandbox.release(slot)
+            if self.drafter is not None:
+                self.drafter.release(slot)
         for a in step.admitted:
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
             self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
-            if self.sandbox is not None:
-                self.sandbox.admit(a.slot, list(a.token_ids), a.num_computed)
+            if self.drafter is not None:
+                self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
@@ -278,7 +289,7 @@ class ModelRunner:
         if not step.without_drafter and self.num_drafts:
             most = max(most, 1)
         level = next((k for k in self.levels if k >= most), most)
-        with_drafter = self.sandbox is not None and not step.without_drafter
+        with_drafter = self.drafter is not None and not step.without_drafter
         return self._decoding(num_requests, level, with_drafter=with_drafter)
 
     def _run_parts(
@@ -288,22 +299,23 @@ class ModelRunner:
 
         recorded: all that this reads lies where it lay when such a step ran first, `scheduled_4R` too.
         """
-        sandbox, graphs = self.sandbox, self.graphs if recorded else EAGER
+        drafter, graphs = self.drafter, self.graphs if recorded else EAGER
         slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
         slots += [self.state.scratch_slot] * (shape.num_sampled - len(slots))
         start = time.perf_counter()
-        if sandbox is None or not shape.with_drafter:
+        if drafter is None or not shape.with_drafter:
             function = partial(self.step_tensors, shape, slots, scheduled_4R)
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
             return closed
         checked = self._checked(shape, slots, scheduled_4R, graphs)
         middle = time.perf_counter()
-        draft = partial(self._draft, sandbox, checked, shape.num_drafts)
-        stays = self.on_device and not sandbox.must_watch and graphs.holds(_verify_key(shape))
-        closed, raised = (graphs if stays else EAGER).run(("draft", shape), draft, ())
-        launched.draft_state_lost = raised and self.drafter_has_kv
-        launched.faults = (0,) if raised and len(self.drafter_names) == 1 else ()
+        draft = partial(self._draft, drafter, checked, shape.num_drafts)
+        is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
+        stays = self.on_device and not is_watched and graphs.holds(_verify_key(shape))
+        closed, launched.faults = (graphs if stays else EAGER).run(("draft", shape), draft, ())
+        if launched.faults:
+            self._lose_state(launched)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
@@ -314,22 +326,38 @@ class ModelRunner:
         return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, slots_host, scheduled_4R), ())
 
     def _draft(
-        self, sandbox: DrafterSandbox, checked: VerifiedPass, num_drafts: int
-    ) -> tuple[PassOutputs, bool]:
-        """(what `_close` gives, whether the drafter raised)."""
-        result = sandbox.propose(checked.verified, num_drafts)
-        return self._close(checked, result.proposal), result.raised
+        self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
+    ) -> tuple[PassOutputs, tuple[int, ...]]:
+        """(what `_close` gives, the drafters that raised)."""
+        proposal = drafter.propose(checked.verified, num_drafts)
+        faults = tuple(i for i, sandbox in enumerate(self.sandboxes) if sandbox.error is not None)
+        return self._close(checked, proposal), faults
+
+    def _lose_state(self, launched: LaunchedStep) -> None:
+        """What the drafters that raised should have kept of everybody's rows is missing."""
+        failed, slots = [self.sandboxes[i] for i in launched.faults], [s.slot for s in launched.scheduled]
+        for sandbox in failed:
+            sandbox.lose(slots)
+        launched.draft_state_lost = any(sandbox.spec.kv for sandbox in failed)
+        launched.undrafted_slots = tuple(
+            slot for slot in slots if not any(s.drafts_for(slot) for s in self.sandboxes)
+        )
 
     def step_tensors(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> PassOutputs:
         """A whole pass, for requests that ask for no processing a function of device memory alone: (result_RX,
         logits_MV, hidden_TH).
 
-        The drafter is ours. Where it fails the pass cannot be captured, so nothing guards it here.
+        The drafter is trusted. A pass in which it fails cannot be captured, so that raises here.
         """
-        checked, sandbox = self.verify_rows(shape, slots_host, scheduled_4R), self.sandbox
-        if sandbox is None or not shape.with_drafter:
+        checked, drafter = self.verify_rows(shape, slots_host, scheduled_4R), self.drafter
+        if drafter is None or not shape.with_drafter:
             return self._close(checked, self.state.no_drafts(shape.num_requests))
-        return self._close(checked, sandbox.drafter.propose(checked.verified, shape.num_drafts))
+        closed, faults = self._draft(drafter, checked, shape.num_drafts)
+        for number in faults:
+            error = self.sandboxes[number].error
+            assert error is not None
+            raise error
+        return closed
 
     def verify_rows(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
@@ -370,7 +398,10 @@ class ModelRunner:
         drafter_R = proposal.drafter_R
         if drafter_R is None:
             drafter_R = self.state.nothing_S[: len(result.num_emitted_R)]
-        columns = (result.num_emitted_R, checked.draft_count_R, *stored, drafter_R)
+        num_stored_R, broken_R = stored
+        if proposal.broken_R is not None:
+            broken_R = proposal.broken_R
+        columns = (result.num_emitted_R, checked.draft_count_R, num_stored_R, broken_R, drafter_R)
         result_RX = self.ops.concat((result.tokens_RW, *(column_R[:, None] for column_R in columns)))
         return IntegerRows(result_RX), checked.logits_MV, checked.hidden_TH
 
@@ -412,7 +443,7 @@ class ModelRunner:
         """Seconds of a step in which nobody takes part, by the device's clock: (target's pass, draft pass). Where a
         step is one graph, all of it counts as the target's. A drafter that thinks on the host is not run."""
         num_requests, each = size.num_requests, 1 + size.num_verified
-        with_drafter = self.sandbox is not None and size.num_verified + size.num_drafts > 0
+        with_drafter = self.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
         shape, slot = self._widened(shape), self.state.scratch_slot
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts)] * num_requests
@@ -437,7 +468,7 @@ class ModelRunner:
 
     def _widened(self, shape: BatchShape) -> BatchShape:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
-        if self.buckets or self.sandbox is None or not shape.with_drafter:
+        if self.buckets or self.drafter is None or not shape.with_drafter:
             return shape
         return replace(shape, most_rows=1 + self.num_drafts, most_sampled=1 + self.num_drafts)
 
