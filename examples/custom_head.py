@@ -12,7 +12,7 @@ import dataclasses
 
 from torch import Tensor
 
-from draftproof import DraftSpec, InputLayout, Taps, assets
+from draftproof import DraftSpec, HeadLayout, Taps, assets
 from draftproof.attention.base import PagedAttention
 from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect
@@ -33,9 +33,9 @@ class MyHead(DraftHead):
         hidden = s.layers.hidden_size
         self.spec = DraftSpec(
             taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
-            layout=lambda _: InputLayout(context="all", shift=1),  # the row of state p carries token p + 1
             kv=(KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),),  # one layer of its own
         )
+        self.layout = HeadLayout(context="all", shift=1)  # the row of state p carries token p + 1
         self.ops = builder.ops  # gather, concat: what is made of them alone is recorded and costs no Python
         self.fc = builder.linear("fc", len(s.taps or ()) * ctx.target.config.hidden_size, hidden)
         self.state_norm = Norm.load(builder, "layers.0.hidden_norm", hidden, config.norm_eps)
@@ -66,6 +66,4 @@ def build(ctx: DraftContext) -> HeadDrafter:
     """Called once, with the target and everything there is to build from."""
     checkpoint = detect.read(assets.path("tiny-eagle3"))
     builder = ctx.builder.reading(checkpoint.weights)
-    return HeadDrafter(
-        MyHead(dataclasses.replace(ctx, checkpoint=checkpoint, builder=builder)), ctx.num_drafts
-    )
+    return HeadDrafter(MyHead(dataclasses.replace(ctx, checkpoint=checkpoint, builder=builder)))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftproof.config import EngineConfig, SpeculativeConfig
-    from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Proposal, Taps, Verified
+    from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
+    from draftproof.drafters.head import HeadLayout
     from draftproof.engine.core import EngineCore, TokenDelta
     from draftproof.engine.interface import RequestSpec
     from draftproof.frontend.llm import LLM
@@ -21,7 +22,7 @@ __all__ = [
     "Drafter",
     "EngineConfig",
     "EngineCore",
-    "InputLayout",
+    "HeadLayout",
     "Logprob",
     "Proposal",
     "RequestOutput",
@@ -35,7 +36,8 @@ __all__ = [
 
 _MODULES = {
     "config": ("EngineConfig", "SpeculativeConfig"),
-    "drafters.base": ("Drafter", "DraftSpec", "InputLayout", "Proposal", "Taps", "Verified"),
+    "drafters.base": ("Drafter", "DraftSpec", "Proposal", "Taps", "Verified"),
+    "drafters.head": ("HeadLayout",),
     "engine.core": ("EngineCore", "TokenDelta"),
     "engine.interface": ("RequestSpec",),
     "frontend.llm": ("LLM",),

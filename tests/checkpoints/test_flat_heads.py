@@ -37,7 +37,7 @@ def flat(folder: Path, form: str, **keys: Any) -> Path:
 
 def rows(pair: Pair) -> Tensor:
     """Logits of a prompt's rows and three mask rows behind them."""
-    features, mask, num = pair.head.features(pair.taps()), pair.head.spec.mask_token, 12
+    features, mask, num = pair.head.features(pair.taps()), pair.head.layout.mask_token, 12
     assert features is not None and mask == 255
     tokens = [*pair.tokens[1 : num + 1], mask, mask, mask]
     kept = [*range(num), *[len(pair.tokens)] * 3]

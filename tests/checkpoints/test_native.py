@@ -63,7 +63,7 @@ def test_modules_take_part_in_a_chain_that_asks_for_more_than_they_have() -> Non
     outputs, expected = (x.generate([PROMPT], params, use_tqdm=False)[0].outputs[0] for x in (llm, plain))
     assert outputs.token_ids == expected.token_ids
     assert llm.stats.num_drafter_faults == 0 and llm.stats.speculation.num_draft_tokens > 20
-    assert llm.engine.runner.spec.tokens_ahead(4) == 2
+    assert llm.engine.runner.spec.reads_ahead == 2
 
 
 def test_random_weights_stand_in_for_the_files() -> None:

@@ -69,7 +69,6 @@ PLACES = {
     "module": "leave()",
     "init": "Leaves.__init__ = leave",
     "spec": "Leaves.spec = property(leave)",
-    "layout": "Leaves.spec = DraftSpec(layout=leave)",
     "bind": "Leaves.bind = leave",
 }
 

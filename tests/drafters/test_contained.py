@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch
 
-from draftproof import LLM, DraftSpec, EngineConfig, InputLayout, Proposal, Verified
+from draftproof import LLM, DraftSpec, EngineConfig, Proposal, Verified
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.drafters.users import UsersDrafter
 from tests.conformance import faulty
@@ -84,7 +86,7 @@ def test_whatever_is_raised_is_one_kind_of_error(error: BaseException) -> None:
 class Records:
     """Keeps the config that it is made with."""
 
-    spec = DraftSpec(layout=lambda _: InputLayout(context="none"))
+    spec = DraftSpec()
     made: list[EngineConfig] = []  # noqa: RUF012
 
     def __init__(self, config: EngineConfig) -> None:
@@ -147,26 +149,24 @@ def test_what_a_module_a_constructor_and_bind_change_is_put_back_too(
     assert state() == before
 
 
-class Counts:
-    """A drafter whose layout says how often it was asked."""
-
-    def __init__(self) -> None:
-        self.asked = list[int]()
-        self.spec = DraftSpec(layout=self.layout)
-
-    def layout(self, num_drafts: int) -> InputLayout:
-        self.asked.append(num_drafts)
-        return InputLayout(context="all", masks=num_drafts)
+class SaysNothing:
+    spec = DraftSpec()
 
     def propose(self, verified: Verified, num_drafts: int) -> list[list[int]]:
         return []
 
 
-def test_a_layout_is_asked_for_once_where_its_code_is_contained() -> None:
-    drafter = Counts()
-    users = UsersDrafter(drafter, "Counts", 3)
-    assert users.spec.lookahead(3) == users.spec.lookahead(3) == 3
-    assert drafter.asked == [3]
+@pytest.mark.parametrize("spec", ["reads_ahead=-1", "lookahead=True", "lookahead='far'"])
+def test_a_spec_that_makes_no_sense_is_refused(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SOURCE.replace("DraftSpec()", f"DraftSpec({spec})")
+    (tmp_path / "odd_spec.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_spec", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match=f"spec.{spec}: must be an integer from 0"):
+        LLM(speculative_config={"method": "odd_spec.Drafter"})
 
 
 class Silent:
@@ -195,6 +195,6 @@ def test_counts_of_no_requests_are_whole_numbers() -> None:
         draw=Silent(),
         history=lambda r: none,
     )
-    proposal = UsersDrafter(Counts(), "Counts", 3).propose(verified, 3)
+    proposal = UsersDrafter(SaysNothing(), "SaysNothing").propose(verified, 3)
     assert proposal.count_R.dtype == proposal.tokens_RK.dtype == torch.int64
     assert proposal.count_R.shape == (0,) and proposal.tokens_RK.shape[0] == 0

@@ -35,7 +35,7 @@ def blocks(pair: Pair, anchors: list[int]) -> Tensor:
     """Hidden states [N, H] of a block at each anchor, each in a slot that remembers what is before it."""
     unroll, x = pair.drafter.unroll, pair.tokens
     assert isinstance(unroll, Parallel) and unroll._block is not None
-    size, mask = unroll.num_read, pair.head.spec.mask_token
+    size, mask = unroll.num_read, pair.head.layout.mask_token
     assert mask is not None
     features = pair.head.features(pair.taps())
     assert features is not None

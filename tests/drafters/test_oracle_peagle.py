@@ -17,7 +17,7 @@ def test_taps_equal_the_reference() -> None:
 def test_every_row_gives_the_reference_logits() -> None:
     """Element (anchor a, depth d) is row a + d of the pass whose last true row is a, each anchor in a slot."""
     pair = Pair("peagle", "target_llama")
-    x, io, mask = pair.tokens, pair.io, pair.head.spec.mask_token
+    x, io, mask = pair.tokens, pair.io, pair.head.layout.mask_token
     assert mask == 255
     features = pair.head.features(pair.taps())
     assert features is not None and len(features) == len(x) + 1  # the last is the mask rows'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,49 +32,20 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputLayout:
-    """The rows a head is fed after a target pass; `kernels.step.StepOps.draft_rows` has a worked example."""
-
-    context: Literal["all", "last", "none"]
-    shift: Literal[0, 1] = 0  # 1: the row at position p carries token p + 1 (EAGLE, MTP)
-    anchor: bool = False  # append the newest token as a row of its own
-    masks: int = 0  # then this many mask rows
-
-    def num_rows(self, num_verified: int) -> int:
-        """Rows fed for a request of which so many rows were verified."""
-        context = {"all": num_verified, "last": 1, "none": 0}[self.context]
-        return context + self.anchor + self.masks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """The needs of a method, as data. `layout` takes K, fixed for the engine's life."""
+    """The needs of a method, as data: all that the engine reads of a drafter."""
 
     taps: Taps = field(default_factory=Taps)
-    layout: Callable[[int], InputLayout] = lambda _: InputLayout(context="none")
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
     borrow: tuple[
         int, ...
     ] = ()  # indices of the target's caches that are read in place: they follow the own ones
-    advance: Literal[0, 1] = 1  # 0: rows stay where the first one was, and see what it saw (borrowed keys)
-    mask_token: int | None = None
-    anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
-    reads_ahead: int = (
-        0  # K/V at position p depend on tokens up to p + reads_ahead, where that is more than the shift
-    )
+    reads_ahead: int = 0  # K/V at position p depend on tokens up to p + reads_ahead
+    lookahead: int = 0  # positions past the verified rows that a pass writes to, where they are more than K
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
     )
-
-    def tokens_ahead(self, num_drafts: int) -> int:
-        """Number of tokens after its own that a row's keys and values depend on."""
-        return max(self.layout(num_drafts).shift, self.reads_ahead) if self.kv else 0
-
-    def lookahead(self, num_drafts: int) -> int:
-        """Number of positions past the verified rows that a draft pass may write to."""
-        layout = self.layout(num_drafts)
-        return max(num_drafts, layout.anchor + layout.masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

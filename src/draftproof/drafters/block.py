@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import HeadDrafter, PassSize
+from draftproof.drafters.head import HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.parallel import BlockHead, Decode, Parallel
 from draftproof.drafters.validation import check_leftovers, check_num_drafts, check_target, checked_mask_token
 from draftproof.drafters.vocabulary import embedding, output_head
@@ -57,6 +57,13 @@ class BlockNetwork(BlockHead):
         config = s.layers
         hidden = s.layers.hidden_size
         self.spec = _spec(ctx, s)
+        self.layout = HeadLayout(
+            context="none",
+            anchor=True,
+            masks=s.block_size - 1,
+            mask_token=checked_mask_token(ctx, s.mask_token),
+            anchor_predicts=s.sample_from_anchor,
+        )
         self._config = config
         self._ops = builder.ops
         self._fc = builder.linear("fc", len(s.taps) * ctx.target.config.hidden_size, hidden)
@@ -116,8 +123,8 @@ class BlockNetwork(BlockHead):
 
 def drafter(ctx: DraftContext, network: BlockNetwork, decode: Decode | None = None) -> HeadDrafter:
     check_leftovers(ctx)
-    unroll = Parallel(network, ctx.num_drafts, block=network, decode=decode)
-    return HeadDrafter(network, ctx.num_drafts, unroll)
+    unroll = Parallel(network, block=network, decode=decode)
+    return HeadDrafter(network, unroll)
 
 
 def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
@@ -134,8 +141,5 @@ def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
     ctx.notes["taps"] = "its config's"
     return DraftSpec(
         taps=Taps(layers=s.taps),
-        layout=lambda _: InputLayout(context="none", anchor=True, masks=s.block_size - 1),
         kv=kv_shapes(s.layers),
-        mask_token=checked_mask_token(ctx, s.mask_token),
-        anchor_predicts=s.sample_from_anchor,
     )

@@ -19,7 +19,6 @@ from draftproof.drafters.base import (
     Drafter,
     DraftRuntime,
     DraftSpec,
-    InputLayout,
     Proposal,
     RoundSize,
     Taps,
@@ -82,10 +81,10 @@ class ChainDrafter(Drafter):
         self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
         self.spec = DraftSpec(
             taps=self._taps,
-            layout=lambda k: _widest([s.layout(k) for s in specs]),
             kv=tuple(shape for s in specs for shape in s.kv),
             borrow=tuple(cache for s in specs for cache in s.borrow),
             reads_ahead=max(s.reads_ahead for s in specs),
+            lookahead=max(s.lookahead for s in specs),
             host_tokens=any(s.host_tokens for s in specs),
             estimates=any(s.estimates for s in specs),
         )
@@ -182,13 +181,3 @@ class ChainDrafter(Drafter):
     def _taps_for(self, wanted: Taps, taps: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         own = [taps[self._taps.layers.index(i)] for i in wanted.layers]
         return (*own, taps[-1]) if wanted.final else tuple(own)
-
-
-def _widest(layouts: Sequence[InputLayout]) -> InputLayout:
-    """A layout with all that the engine reads of one: whether rows look one token ahead, and how many follow the
-    verified ones."""
-    return InputLayout(
-        context="all",
-        shift=1 if any(layout.shift for layout in layouts) else 0,
-        masks=max(layout.anchor + layout.masks for layout in layouts),
-    )

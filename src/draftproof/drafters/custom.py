@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.drafters import vllm_proposer
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
+from draftproof.drafters.base import Drafter, DraftSpec
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.users import TrustedDrafter, UsersDrafter
+from draftproof.schema import is_whole
+
+MOST_AHEAD = 1024  # tokens, or positions
 
 
 def find(name: str) -> Any:
@@ -56,10 +59,10 @@ def load(name: str, ctx: DraftContext) -> Drafter:
         ) from fault
     try:
         with contained():
-            wrong = _what_is_wrong(drafter, ctx.num_drafts)
+            wrong = _what_is_wrong(drafter)
             own_class = maker if is_class else type(drafter)
             kind = TrustedDrafter if ctx.own.trusted else UsersDrafter
-            users = None if wrong else kind(drafter, own_class.__name__, ctx.num_drafts)
+            users = None if wrong else kind(drafter, own_class.__name__)
     except DrafterError as error:
         raise ValueError(f"speculative_config: method={name!r}: its spec raised {error}") from error
     if users is None:
@@ -73,7 +76,7 @@ def _name_vllm(name: str, fault: DrafterError) -> None:
         raise ValueError(vllm_proposer.advice(name)) from fault
 
 
-def _what_is_wrong(drafter: Any, num_drafts: int) -> str:
+def _what_is_wrong(drafter: Any) -> str:
     if not callable(getattr(drafter, "propose", None)):
         return "has no method propose(verified, num_drafts)"
     if not isinstance(getattr(drafter, "spec", None), DraftSpec):
@@ -81,8 +84,10 @@ def _what_is_wrong(drafter: Any, num_drafts: int) -> str:
             f"needs an attribute spec = DraftSpec(...), or a method propose({', '.join(vllm_proposer.POSITIONAL)}, "
             f"{vllm_proposer.NAMED[0]}=None) as vLLM calls it"
         )
-    if not isinstance(drafter.spec.layout(num_drafts), InputLayout):
-        return "spec.layout(K) must return an InputLayout"
+    for name in ("reads_ahead", "lookahead"):
+        number = getattr(drafter.spec, name)
+        if not is_whole(number, 0, MOST_AHEAD):
+            return f"spec.{name}={number!r}: must be an integer from 0 to {MOST_AHEAD}"
     if drafter.spec.borrow:
         return (
             f"spec.borrow={drafter.spec.borrow}: the target's keys and values are lent to methods of this package "

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftproof.config import parse_options
 from draftproof.drafters import token_map
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import HeadDrafter, HeadLayout
 from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load_decoder
 from draftproof.drafters.text_model import TextDrafter, context_of
 from draftproof.drafters.token_map import TokenMap
@@ -79,8 +79,8 @@ def _mapped_drafter(ctx: DraftContext, model: ModelConfig, mapped: TokenMap) -> 
 
 
 def _head_drafter(ctx: DraftContext, decoder: Decoder, ids_V: Tensor | None) -> HeadDrafter:
-    spec = DraftSpec(layout=lambda _: InputLayout(context="all", anchor=True), kv=decoder.kv)
-    return HeadDrafter(DraftModelHead(decoder, spec, ids_V), ctx.num_drafts)
+    layout = HeadLayout(context="all", anchor=True)
+    return HeadDrafter(DraftModelHead(decoder, layout, ids_V))
 
 
 def _text_drafter(ctx: DraftContext, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:

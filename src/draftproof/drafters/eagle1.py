@@ -28,4 +28,4 @@ def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(Eagle1Settings)
     norms = Norms(embed=s.norms, hidden=False, input=s.norms, final=s.norms)
     head = FusedHead(ctx, s.layers, Taps(final=True), norms, fc_bias=s.fc_bias)
-    return HeadDrafter(head, ctx.num_drafts)
+    return HeadDrafter(head)

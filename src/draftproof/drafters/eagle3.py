@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from draftproof.drafters.base import DraftSpec, InputLayout
+from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head import HeadDrafter, HeadLayout
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
 from draftproof.drafters.validation import check_leftovers
 from draftproof.models.decoder import kv_shapes
@@ -13,9 +13,8 @@ from draftproof.models.decoder import kv_shapes
 def build(ctx: DraftContext) -> HeadDrafter:
     spec = DraftSpec(
         taps=tapped(ctx),
-        layout=lambda _: InputLayout(context="all", shift=1),
         kv=kv_shapes(ctx.settings(TappedSettings).layers),
     )
-    head = TappedNetwork(ctx, spec)
+    head = TappedNetwork(ctx, spec, HeadLayout(context="all", shift=1))
     check_leftovers(ctx)
-    return HeadDrafter(head, ctx.num_drafts)
+    return HeadDrafter(head)

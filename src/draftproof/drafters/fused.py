@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
@@ -120,11 +120,8 @@ class FusedHead(DraftHead):
         check_hidden(ctx, config.hidden_size)
         builder = ctx.builder
         self._gather = builder.ops.gather
-        self.spec = DraftSpec(
-            taps=taps,
-            layout=lambda _: InputLayout(context="all", shift=1),
-            kv=kv_shapes(config),
-        )
+        self.spec = DraftSpec(taps=taps, kv=kv_shapes(config))
+        self.layout = HeadLayout(context="all", shift=1)
         table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
         self.network = FusedNetwork(
             builder, config, norms, table, prefix=prefix, fc_bias=fc_bias, state_first=state_first

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
+from draftproof.drafters.head import DraftHead, HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
 from draftproof.models import cost, gemma
 from draftproof.models.config import ModelConfig
@@ -79,10 +79,9 @@ class Gemma4Head(DraftHead):
         self._config = config
         self.spec = DraftSpec(
             taps=Taps(final=True),
-            layout=lambda _: InputLayout(context="last", shift=1),
             borrow=_caches_lent(ctx, config, s.backbone_hidden_size),
-            advance=0,
         )
+        self.layout = HeadLayout(context="last", shift=1, advance=0)
         ctx.notes["embed_tokens"] = "the target's"
         hidden = config.hidden_size
         backbone = s.backbone_hidden_size
@@ -189,4 +188,4 @@ def _token_order(ctx: DraftContext, num_centroids: int, num_chosen: int, vocab: 
 
 
 def build(ctx: DraftContext) -> HeadDrafter:
-    return HeadDrafter(Gemma4Head(ctx, ctx.settings(Gemma4Settings)), ctx.num_drafts)
+    return HeadDrafter(Gemma4Head(ctx, ctx.settings(Gemma4Settings)))

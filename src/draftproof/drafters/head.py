@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from draftproof.drafters.base import (
     DraftRuntime,
     DraftSpec,
     Draw,
-    InputLayout,
     Proposal,
     RoundSize,
     Verified,
@@ -42,10 +41,41 @@ class PassSize:
     itemsize: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLayout:
+    """The rows a head is fed after a target pass, and what they carry; `kernels.step.StepOps.draft_rows` has a worked
+    example."""
+
+    context: Literal["all", "last", "none"]
+    shift: Literal[0, 1] = 0  # 1: the row at position p carries token p + 1 (EAGLE, MTP)
+    anchor: bool = False  # append the newest token as a row of its own
+    masks: int = 0  # then this many mask rows
+    mask_token: int | None = None
+    advance: Literal[0, 1] = 1  # 0: rows stay where the first one was, and see what it saw (borrowed keys)
+    anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
+
+    def num_rows(self, num_verified: int) -> int:
+        """Rows fed for a request of which so many rows were verified."""
+        context = {"all": num_verified, "last": 1, "none": 0}[self.context]
+        return context + self.anchor + self.masks
+
+    def kernels(self, num_read: int) -> Layout:
+        """The same for a kernel; num_read: rows read per request."""
+        return Layout(
+            context=("none", "last", "all").index(self.context),
+            shift=self.shift,
+            anchor=int(self.anchor),
+            masks=self.masks,
+            num_read=num_read,
+            mask_token=self.mask_token or 0,
+        )
+
+
 class DraftHead(Protocol):
     """Level 2: a network that predicts the target's next tokens. `ids_V` maps its columns to target ids."""
 
     spec: DraftSpec
+    layout: HeadLayout
     ids_V: Tensor | None
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
@@ -105,18 +135,20 @@ class Unroll(Protocol):
 
 
 class HeadDrafter(Drafter):
-    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself."""
+    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself. Its spec is the head's,
+    and what follows from the head's layout."""
 
-    def __init__(self, head: DraftHead, num_drafts: int, unroll: Unroll | None = None) -> None:
-        self.spec = head.spec
+    def __init__(self, head: DraftHead, unroll: Unroll | None = None) -> None:
+        self._layout_fed = layout = head.layout
+        reads_ahead = max(head.spec.reads_ahead, layout.shift)
+        self.spec = replace(head.spec, reads_ahead=reads_ahead, lookahead=layout.anchor + layout.masks)
         self.head = head
         self.unroll = unroll or Recurrent(head)
-        self._layout_fed = layout = head.spec.layout(num_drafts)
-        self._fed = kernel_layout(head.spec, layout, self.unroll.num_read)
+        self._fed = layout.kernels(self.unroll.num_read)
         # where nothing is drafted, rows only keep the cache in step
         context = "all" if layout.context == "none" else layout.context
-        self._layout_idle = InputLayout(context=context, shift=layout.shift)
-        self._idle = kernel_layout(head.spec, self._layout_idle, 1)
+        self._layout_idle = HeadLayout(context=context, shift=layout.shift)
+        self._idle = self._layout_idle.kernels(1)
         self._runtime: DraftRuntime | None = None
 
     def bind(self, runtime: DraftRuntime) -> None:
@@ -158,17 +190,6 @@ class HeadDrafter(Drafter):
         size, layout = replace(size, num_drafts=num), self._layout_fed if num else self._layout_idle
         passes = self.unroll.passes(size, layout.num_rows(size.rows))
         return sum(map(self.head.cost, passes), self.unroll.choice_cost(size))
-
-
-def kernel_layout(spec: DraftSpec, given: InputLayout, num_read: int) -> Layout:
-    return Layout(
-        context=("none", "last", "all").index(given.context),
-        shift=given.shift,
-        anchor=int(given.anchor),
-        masks=given.masks,
-        num_read=num_read,
-        mask_token=spec.mask_token or 0,
-    )
 
 
 def draft_rows(runtime: DraftRuntime, layout: Layout, verified: Verified, num_drafts: int) -> DraftRows:
@@ -215,7 +236,7 @@ class Recurrent(Unroll):
         read_R = fed.read_RJ[:, 0].contiguous()
         positions_KR = fed.positions_KR
         context_lens_KR = fed.context_lens_KR
-        if not self._head.spec.advance:
+        if not self._head.layout.advance:
             step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
             positions_KR = (positions_KR - step_K1).clamp(min=-1)
             context_lens_KR = (context_lens_KR - step_K1).clamp(min=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_vocabulary
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig
@@ -32,9 +32,10 @@ class DraftModelSettings:
 class DraftModelHead(DraftHead):
     """A language model as a head."""
 
-    def __init__(self, decoder: Decoder, spec: DraftSpec, ids_V: Tensor | None = None) -> None:
+    def __init__(self, decoder: Decoder, layout: HeadLayout, ids_V: Tensor | None = None) -> None:
         self._decoder = decoder
-        self.spec = spec
+        self.spec = DraftSpec(kv=decoder.kv)
+        self.layout = layout
         self.ids_V = ids_V
 
     def features(self, taps: tuple[Tensor, ...]) -> None:

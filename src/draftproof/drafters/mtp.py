@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.drafters.base import Drafter, DraftSpec, InputLayout, Taps
+from draftproof.drafters.base import Drafter, DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.fused import FusedHead, FusedNetwork, Norms
 from draftproof.drafters.head import HeadDrafter
@@ -57,7 +57,7 @@ def _build_own(ctx: DraftContext) -> Drafter:
             f"{ctx.checkpoint.where}: num_hidden_layers={s.target_layers} of the model it was trained for, but the "
             f"target has {num_layers}; this draft head belongs to another target"
         )
-    return HeadDrafter(FusedHead(ctx, s.layers, Taps(layers=(num_layers,)), _NORMS), ctx.num_drafts)
+    return HeadDrafter(FusedHead(ctx, s.layers, Taps(layers=(num_layers,)), _NORMS))
 
 
 def _build_from_target(ctx: DraftContext) -> Drafter:
@@ -71,7 +71,7 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     num = min(s.num_modules, ctx.num_drafts)
     if num == 1:
         head = FusedHead(ctx, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
-        return HeadDrafter(head, ctx.num_drafts)
+        return HeadDrafter(head)
     table = cos_sin_table(s.layers.rope, ctx.max_positions, builder.device)
     modules = [
         FusedNetwork(
@@ -87,7 +87,6 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     ]
     spec = DraftSpec(
         taps=taps,
-        layout=lambda _: InputLayout(context="all", shift=1),
         kv=kv_shapes(s.layers) * num,
         reads_ahead=num,
     )

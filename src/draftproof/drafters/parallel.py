@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
-from draftproof.drafters.base import DraftRuntime, Draw, InputLayout, RoundSize, Verified
-from draftproof.drafters.head import DraftHead, PassSize, Unroll, draft_rows, kernel_layout
+from draftproof.drafters.base import DraftRuntime, Draw, RoundSize, Verified
+from draftproof.drafters.head import DraftHead, HeadLayout, PassSize, Unroll, draft_rows
 from draftproof.kernels.ops import Gather
 from draftproof.kernels.step import DraftRows
 from draftproof.models.cost import Cost
@@ -73,16 +73,14 @@ class _Inputs(NamedTuple):
 class Parallel(Unroll):
     """One pass for all drafts. `block`: the head where it remembers target states (its layout has no context)."""
 
-    def __init__(
-        self, head: DraftHead, num_drafts: int, block: BlockHead | None = None, decode: Decode | None = None
-    ) -> None:
+    def __init__(self, head: DraftHead, block: BlockHead | None = None, decode: Decode | None = None) -> None:
         self._head = head
         self._block = block
         self._decode = decode
-        self._first = 0 if head.spec.anchor_predicts else 1
-        self.num_read = 1 + head.spec.layout(num_drafts).masks
+        self._first = 0 if head.layout.anchor_predicts else 1
+        self.num_read = 1 + head.layout.masks
         self.most_drafts = self.num_read - self._first
-        self._context = kernel_layout(head.spec, InputLayout(context="all"), 1)
+        self._context = HeadLayout(context="all").kernels(1)
 
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
         context = fed

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec, InputLayout
+from draftproof.drafters.base import DraftSpec
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, HeadDrafter, PassSize
+from draftproof.drafters.head import DraftHead, HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.parallel import Parallel
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
 from draftproof.drafters.validation import check_leftovers, checked_mask_token
@@ -21,7 +21,7 @@ from draftproof.models.decoder import kv_shapes
 class PEagleHead(DraftHead):
     """The fused network; `mask_hidden` stands in for the tapped states of rows that have none."""
 
-    def __init__(self, ctx: DraftContext, spec: DraftSpec) -> None:
+    def __init__(self, ctx: DraftContext, spec: DraftSpec, layout: HeadLayout) -> None:
         assert ctx.checkpoint is not None
         if "embed_tokens.weight" not in ctx.checkpoint.weights:
             raise ValueError(
@@ -29,7 +29,8 @@ class PEagleHead(DraftHead):
                 "embedding of its own, not the target's; download the files again"
             )
         self.spec = spec
-        self._network = TappedNetwork(ctx, spec)
+        self.layout = layout
+        self._network = TappedNetwork(ctx, spec, layout)
         self.ids_V = self._network.ids_V
         self._mask_1X = _mask_state(ctx, (len(spec.taps.layers) or 1) * ctx.target.config.hidden_size)
 
@@ -63,12 +64,13 @@ def _mask_state(ctx: DraftContext, width: int) -> Tensor:
 
 def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(TappedSettings)
-    spec = DraftSpec(
-        taps=tapped(ctx),
-        layout=lambda k: InputLayout(context="all", shift=1, masks=k - 1),
-        kv=kv_shapes(s.layers),
+    spec = DraftSpec(taps=tapped(ctx), kv=kv_shapes(s.layers))
+    layout = HeadLayout(
+        context="all",
+        shift=1,
+        masks=ctx.num_drafts - 1,
         mask_token=checked_mask_token(ctx, s.mask_token),
     )
-    head = PEagleHead(ctx, spec)
+    head = PEagleHead(ctx, spec, layout)
     check_leftovers(ctx)
-    return HeadDrafter(head, ctx.num_drafts, Parallel(head, ctx.num_drafts))
+    return HeadDrafter(head, Parallel(head))

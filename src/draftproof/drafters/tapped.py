@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
-from draftproof.drafters.head import DraftHead, PassSize
+from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_target
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
@@ -42,7 +42,7 @@ class TappedSettings:
 class TappedNetwork(DraftHead):
     """EAGLE-3's network, and P-EAGLE's: fusion, layers and output head."""
 
-    def __init__(self, ctx: DraftContext, spec: DraftSpec) -> None:
+    def __init__(self, ctx: DraftContext, spec: DraftSpec, layout: HeadLayout) -> None:
         s = ctx.settings(TappedSettings)
         builder = ctx.builder
         config = s.layers
@@ -51,6 +51,7 @@ class TappedNetwork(DraftHead):
         self._settings = s
         self.ops = builder.ops
         self.spec = spec
+        self.layout = layout
 
         def norm(name: str, size: int) -> Norm:
             return Norm.load(builder, name, size, config.norm_eps)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.drafters.base import Drafter, DraftRuntime, Draw, Proposal, RoundSize, Verified
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.contained import DrafterError, contained
 from draftproof.models.cost import Cost
 
@@ -23,12 +23,11 @@ class TrustedDrafter(Drafter):
     """A drafter around a user's that he trusts: it sees live buffers, and what it gives is taken as it is, but for
     shapes."""
 
-    def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
-        """Call inside `contained`: the user's `layout` is asked here, and never again."""
+    def __init__(self, drafter: Any, name: str) -> None:
+        """Call inside `contained`: the user's `spec` is read here, and never again."""
         self.drafter: Any = drafter
         self.name = name
-        layout = drafter.spec.layout(num_drafts)
-        self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
+        self.spec: DraftSpec = drafter.spec
 
     def bind(self, runtime: DraftRuntime) -> None:
         try:
@@ -59,12 +58,11 @@ class TrustedDrafter(Drafter):
 class UsersDrafter(Drafter):
     """A drafter around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
 
-    def __init__(self, drafter: Any, name: str, num_drafts: int) -> None:
-        """Call inside `contained`: the user's `layout` is asked here, and never again."""
+    def __init__(self, drafter: Any, name: str) -> None:
+        """Call inside `contained`: the user's `spec` is read here, and never again."""
         self.drafter: Any = drafter
         self.name = name
-        layout = drafter.spec.layout(num_drafts)
-        self.spec = dataclasses.replace(drafter.spec, layout=lambda _: layout)
+        self.spec: DraftSpec = drafter.spec
 
     def bind(self, runtime: DraftRuntime) -> None:
         lent = dataclasses.replace(runtime, known=None, price=None)

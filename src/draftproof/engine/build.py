@@ -375,20 +375,20 @@ def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Sc
         num_blocks,
         config.block_size,
         sharing=config.enable_prefix_caching,
-        lookahead=spec.tokens_ahead(num_drafts),
+        lookahead=spec.reads_ahead if spec.kv else 0,
     )
     return Scheduler(
         pages,
         num_slots=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_lookahead=spec.lookahead(num_drafts),
+        num_lookahead=max(num_drafts, spec.lookahead),
     )
 
 
 def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> ModelRunner:
     config, device, spec = base.config, base.device, drafting.spec
     num_drafts = drafting.num_drafts
-    state = _state(base, num_drafts, spec.lookahead(num_drafts))
+    state = _state(base, num_drafts, max(num_drafts, spec.lookahead))
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
         return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)

@@ -67,7 +67,7 @@ class DraftRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`drafters.base.InputLayout` for a kernel. context: 0 none, 1 the last row, 2 all rows."""
+    """`drafters.head.HeadLayout` for a kernel. context: 0 none, 1 the last row, 2 all rows."""
 
     context: int
     shift: int
