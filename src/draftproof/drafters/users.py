@@ -111,7 +111,7 @@ def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[lis
     """The result of a user's `propose` as a list of drafts a request, made of nothing but Python's own ints."""
     if isinstance(proposal, Proposal):
         _check_shapes(proposal, num_requests)
-        _check_counts(proposal)
+        _check_counts(proposal, num_requests)
         counts = proposal.count_R.tolist()
         rows = [row[:n] for row, n in zip(proposal.tokens_RK.tolist(), counts, strict=True)]
     elif isinstance(proposal, (list, tuple)):
@@ -143,10 +143,10 @@ def _check_shapes(proposal: Proposal, num_requests: int) -> None:
             raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers")
 
 
-def _check_counts(proposal: Proposal) -> None:
+def _check_counts(proposal: Proposal, num_requests: int) -> None:
     """A look at the values: on a GPU this waits for them."""
     tokens, count = proposal.tokens_RK, proposal.count_R
-    if len(count) and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
+    if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
 
 
