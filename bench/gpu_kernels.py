@@ -28,6 +28,7 @@ from draftproof.kernels.gpu.planner import TimedGraph
 from draftproof.kernels.gpu.quantized import Fp8Tile
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.kernels.row_params import RowParams
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = H200.bytes / 1e6  # a microsecond, by the datasheet
@@ -231,7 +232,8 @@ def sampling() -> None:
         ):
             temperature, top_k, top_p, min_p = (torch.full((rows,), x, device=DEVICE) for x in params)
             seeds = torch.arange(rows, device=DEVICE)
-            call = partial(table.sample, logits, temperature, top_k, top_p, min_p, seeds, seeds, None)
+            given = RowParams.of(temperature, top_k, top_p, min_p, seeds)
+            call = partial(table.sample, logits, given, seeds, None)
             us = TimedGraph([call] * 4).microseconds()
             line += f" {title} {us:.1f};"
         us = TimedGraph([lambda: table.log_normalizer(logits)] * 4).microseconds()  # noqa: B023

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,12 +65,16 @@ def spoil(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Tensor, Tensor, Tens
         slots_M: Tensor,
         positions_M: Tensor,
         tokens_SL: Tensor,
-        slots_host: Sequence[int],
         rows: VerifyRows,
+        *,
+        has_processing: bool,
     ) -> VerifyResult:
         if rows.width == 1 or not len(logits_MV):
-            return original(self, logits_MV, slots_M, positions_M, tokens_SL, slots_host, rows)
-        sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+            given = (logits_MV, slots_M, positions_M, tokens_SL, rows)
+            return original(self, *given, has_processing=has_processing)
+        sampled_M = self.sampler.sample(
+            logits_MV, slots_M, positions_M, tokens_SL, has_processing=has_processing
+        )
         at_W = torch.arange(rows.width)
         drafts_RK = drafts_of(rows, at_W[:-1], tokens_SL).long()
         index_RK = row_index(rows, at_W, len(sampled_M))[:, :-1]

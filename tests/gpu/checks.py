@@ -10,12 +10,13 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, lookup, norm, rope, rows, sample
+from draftproof.kernels import activation, grouped, logits, lookup, norm, process, rope, rows, sample
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.experts import TORCH_EXPERTS, Routing
 from draftproof.kernels.gpu import activation as gpu_activation
@@ -24,12 +25,14 @@ from draftproof.kernels.gpu import grouped as gpu_grouped
 from draftproof.kernels.gpu import logits as gpu_logits
 from draftproof.kernels.gpu import lookup as gpu_lookup
 from draftproof.kernels.gpu import norm as gpu_norm
+from draftproof.kernels.gpu import process as gpu_process
 from draftproof.kernels.gpu import rope as gpu_rope
 from draftproof.kernels.gpu import rows as gpu_rows
 from draftproof.kernels.gpu import sample as gpu_sample
 from draftproof.kernels.gpu.attention import TritonAttention
 from draftproof.kernels.gpu.step import TritonStep
-from tests.gpu import step_cases
+from draftproof.kernels.row_params import RowParams, pack_row
+from tests.gpu import process_cases, step_cases
 from tests.gpu.attention_checks import (
     check_attention,
     check_attention_adds_up_many_chunks,
@@ -120,11 +123,10 @@ def check_rows(device: torch.device, dtype: torch.dtype) -> None:
             [table] * 4,
         ):
             assert torch.equal(gpu_rows.concat(parts), rows.concat_torch(parts))
-    columns = [randn(11, device=device) + i if i % 2 else torch.arange(11, device=device) for i in range(5)]
+    params = torch.randint(-(2**60), 2**60, (11, 8), device=device)
     for index in ([], [3], [10, 0, 3, 3], [*range(11)] * 100):
         at = torch.tensor(index, dtype=torch.int64, device=device)
-        for found, expected in zip(gpu_rows.pick(columns, at), rows.pick_torch(columns, at), strict=True):
-            assert found.dtype == expected.dtype and torch.equal(found, expected)
+        assert torch.equal(gpu_rows.gather(params, at), rows.gather_torch(params, at))
     numbers = torch.arange(6, device=device)[:, None]
     assert gpu_rows.gather(numbers, numbers[::2, 0]).view(-1).tolist() == [0, 2, 4]
 
@@ -229,11 +231,12 @@ SAMPLING = (
 )
 
 
-def draw_inputs(rows: int, device: torch.device, **given: float) -> tuple[Tensor, ...]:
-    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
-    columns = [torch.full((rows,), full[name], device=device) for name in full]
-    seeds = torch.arange(rows, device=device) * 0x123456789ABCDEF - 5
-    return (*columns, seeds, torch.arange(rows, device=device) + 40)
+def draw_inputs(rows: int, device: torch.device, **given: float) -> tuple[RowParams, Tensor]:
+    """Parameters, and the positions that are sampled."""
+    full: dict[str, Any] = {"temperature": 1.0, **given}
+    packed = [pack_row(seed=seed, **full) for seed in (m * 0x123456789ABCDEF - 5 for m in range(rows))]
+    params = RowParams(torch.tensor(packed, device=device))
+    return params, torch.arange(rows, device=device) + 40
 
 
 def check_sample(device: torch.device, dtype: torch.dtype) -> None:
@@ -258,6 +261,19 @@ def check_sample(device: torch.device, dtype: torch.dtype) -> None:
     ties[:, [4097, 13]] = 1.0
     given = draw_inputs(2, device, temperature=0.0)
     assert gpu_sample.sample(ties, *given, None).tolist() == [13, 13]
+    none = torch.full((2, 50), -torch.inf, device=device)
+    failures = torch.tensor([-2, -1], device=device)
+    assert gpu_sample.sample(none, *given, None, failures).tolist() == [-2, -1]
+
+
+def check_process(device: torch.device, dtype: torch.dtype) -> None:
+    """Random requests: penalties, lists of any kind, both and neither; rows that hold no number."""
+    for width in (37, 3000) if device.type == "cpu" else (37, 3000, 128256):
+        given = process_cases.case(width, device)
+        found_MV, failures_M = gpu_process.process(*given)
+        expected_MV, expected_M = process.process_torch(*given)
+        assert torch.equal(found_MV.view(torch.int32), expected_MV.view(torch.int32)), width
+        assert torch.equal(failures_M, expected_M) and set(expected_M.tolist()) == {-1, -2}
 
 
 def check_step(device: torch.device, dtype: torch.dtype) -> None:

@@ -318,10 +318,3 @@ def _row_calls(table: ops.Ops, dtype: torch.dtype) -> list[Callable[[slice], Ten
         store(64),
         store(20),
     ]
-
-
-def test_pick_takes_each_column_at_the_rows_slots(table: ops.Ops) -> None:
-    columns = (torch.tensor([0.5, 0.25, 1.0]), torch.tensor([7, -1, 2**40]))
-    numbers, integers = table.pick(columns, torch.tensor([2, 0, 2, 1]))
-    assert numbers.tolist() == [1.0, 0.5, 1.0, 0.25] and numbers.dtype == torch.float32
-    assert integers.tolist() == [2**40, 7, 2**40, -1]

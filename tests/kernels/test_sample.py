@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.kernels import native
 from draftproof.kernels.noise import LANE_A, LANE_B, MASK, MULTIPLIERS, derive, gumbel, token_bits, uniform
 from draftproof.kernels.ops import Sample
+from draftproof.kernels.row_params import RowParams, pack_row
 from draftproof.kernels.sample import SampleCompiled, probabilities_torch, sample_torch
 
 FILTERS = [
@@ -49,23 +50,23 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def columns(
-    rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.full((rows,), min_p),
-    )
+def alike(
+    rows: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> RowParams:
+    row = pack_row(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    return RowParams(torch.tensor([row]).expand(rows, -1).contiguous())
 
 
 def draw(
     sample: Sample, logits_MV: Tensor, ids_V: Tensor | None = None, seed: int = 0, **params: float
 ) -> Tensor:
     rows = len(logits_MV)
-    seeds_M = torch.full((rows,), seed)
-    return sample(logits_MV, *columns(rows, **params), seeds_M, torch.arange(rows), ids_V)
+    return sample(logits_MV, alike(rows, seed=seed, **params), torch.arange(rows), ids_V)
 
 
 def random_logits(rows: int, width: int, scale: float = 4.0, seed: int = 0) -> Tensor:
@@ -204,7 +205,7 @@ def test_probabilities_are_those_of_the_definition(params: dict[str, float], tem
     logits_MV = random_logits(40, 12, scale=2.0)
     logits_MV[:, 7] = logits_MV[:, 3]  # a tie somewhere, at the boundary in some rows
     expected = [brute_force(row, temperature, **full) for row in logits_MV.tolist()]  # type: ignore[arg-type]
-    probs_MV = probabilities_torch(logits_MV, *columns(40, temperature=temperature, **params))
+    probs_MV = probabilities_torch(logits_MV, alike(40, temperature=temperature, **params))
     assert torch.equal(probs_MV > 0, torch.tensor(expected) > 0)
     torch.testing.assert_close(probs_MV, torch.tensor(expected), rtol=1e-5, atol=1e-7)
 
@@ -223,7 +224,7 @@ def chi_square(counts_V: Tensor, probs_V: Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
 def test_draws_follow_the_probabilities(sample: Sample, params: dict[str, float], temperature: float) -> None:
     logits_1V = torch.tensor([[1.0, 0.2, -0.5, 1.0, 0.1, -2.0, 0.7]])
-    probs_V = probabilities_torch(logits_1V, *columns(1, temperature=temperature, **params))[0]
+    probs_V = probabilities_torch(logits_1V, alike(1, temperature=temperature, **params))[0]
     tokens_M = draw(sample, logits_1V.expand(20000, -1), seed=11, temperature=temperature, **params)
     assert chi_square(tokens_M.bincount(minlength=7), probs_V) > 1e-3
 
@@ -282,16 +283,16 @@ def mixed(rows: int) -> tuple[Tensor, ...]:
 def test_a_row_depends_on_nothing_but_itself(sample: Sample, width: int) -> None:
     rows = 9 if width > 10000 else 33
     logits_MV = random_logits(rows, width, scale=1.0)
-    params = (*mixed(rows), torch.arange(rows) * 7919 - 5, torch.arange(rows))
+    params, positions_M = RowParams.of(*mixed(rows), torch.arange(rows) * 7919 - 5), torch.arange(rows)
     torch.set_num_threads(1)
     alone_M = torch.cat(
-        [sample(logits_MV[m : m + 1], *[p[m : m + 1] for p in params], None) for m in range(rows)]
+        [sample(logits_MV[m : m + 1], params[m : m + 1], positions_M[m : m + 1], None) for m in range(rows)]
     )
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for size in (2, 3, rows):
             parts = [slice(i, i + size) for i in range(0, rows, size)]
-            tokens = [sample(logits_MV[s], *[p[s] for p in params], None) for s in parts]
+            tokens = [sample(logits_MV[s], params[s], positions_M[s], None) for s in parts]
             assert torch.equal(torch.cat(tokens), alone_M)
 
 

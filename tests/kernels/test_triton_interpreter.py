@@ -17,7 +17,7 @@ pytestmark = slow
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
-    *("norm", "activation", "soft_cap", "rows", "rope", "log_normalizer", "sample", "products"),
+    *("norm", "activation", "soft_cap", "rows", "rope", "log_normalizer", "sample", "process", "products"),
     *(
         "attention",
         "attention_adds_up_many_chunks",

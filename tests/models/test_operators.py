@@ -153,6 +153,6 @@ def test_what_no_pass_calls_is_not_certified_in_vain(name: str) -> None:
     listed = {
         case.name for case in target_cases(config, Where(device=CPU, dtype=torch.float32, block_size=BLOCK))
     }
-    of_logits = {case for case in listed if case.startswith(("sample", "log_normalizer"))}
-    assert len(of_logits) == 2
+    of_logits = {case for case in listed if case.startswith(("sample", "process", "log_normalizer"))}
+    assert len(of_logits) == 3
     assert listed - of_logits <= called_by(config)

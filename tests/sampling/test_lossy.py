@@ -175,7 +175,7 @@ def test_greedy_requests_get_the_exact_rule(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_in_mid_prefill_emit_nothing_and_a_row_without_a_number_emits_minus_one(mode: Mode) -> None:
     table = SamplingTable(3, V)
-    table.temperature_S.fill_(1.0)
+    table.params_S.temperature_M.fill_(1.0)
     verifier = LossyVerifier(Sampler(table, TORCH), mode, 2)
     rows = VerifyRows(
         first_R=torch.tensor([0, 99, 1]),
@@ -189,7 +189,9 @@ def test_requests_in_mid_prefill_emit_nothing_and_a_row_without_a_number_emits_m
     logits_MV[0] = torch.nan
     slots = [0, 2, 2]
     tokens_SL = torch.ones(3, 8, dtype=torch.int32)
-    verdict = verifier.verify(logits_MV, torch.tensor(slots), torch.tensor([3, 3, 4]), tokens_SL, slots, rows)
+    verdict = verifier.verify(
+        logits_MV, torch.tensor(slots), torch.tensor([3, 3, 4]), tokens_SL, rows, has_processing=False
+    )
     assert verdict.num_emitted_R[:2].tolist() == [1, 0]
     assert verdict.tokens_RW[:2].tolist() == [[-1] * 3] * 2
     assert verdict.num_emitted_R[2] >= 1
@@ -198,7 +200,7 @@ def test_requests_in_mid_prefill_emit_nothing_and_a_row_without_a_number_emits_m
 
 def test_a_reduced_draft_vocabulary_is_scattered_to_target_ids() -> None:
     table = SamplingTable(1, V)
-    table.temperature_S.fill_(1.0)
+    table.params_S.temperature_M.fill_(1.0)
     verifier = LossyVerifier(Sampler(table, TORCH), "rejection", 1)
     ids_V = torch.tensor([1, 4])
     draw = verifier.drawer(torch.tensor([0]), torch.tensor([3]))
@@ -211,7 +213,7 @@ def test_a_reduced_draft_vocabulary_is_scattered_to_target_ids() -> None:
         draft_count_R=torch.tensor([1]),
         width=2,
     )
-    q_RKV = verifier.distribution.of(rows, table.seed_S[:1], torch.tensor([[token]]))
+    q_RKV = verifier.distribution.of(rows, table.params_S.seeds_M[:1], torch.tensor([[token]]))
     expected_V = torch.zeros(V).index_copy_(0, ids_V, torch.softmax(torch.tensor([0.0, 1.0]), 0))
     torch.testing.assert_close(q_RKV[0, 0], expected_V)
     later = VerifyRows(
@@ -222,7 +224,7 @@ def test_a_reduced_draft_vocabulary_is_scattered_to_target_ids() -> None:
         draft_count_R=rows.draft_count_R,
         width=2,
     )
-    other_RKV = verifier.distribution.of(later, table.seed_S[:1], torch.tensor([[token]]))
+    other_RKV = verifier.distribution.of(later, table.params_S.seeds_M[:1], torch.tensor([[token]]))
     assert other_RKV[0, 0].tolist() == torch.eye(V)[token].tolist()  # another round's record does not count
 
 
@@ -238,5 +240,5 @@ def test_what_was_drawn_for_no_position_is_no_record() -> None:
         rows = VerifyRows(
             first_R=0 * one, num_R=2 * one, slots_R=slots_R, lengths_R=lengths_R, draft_count_R=one, width=2
         )
-        q_RKV = verifier.distribution.of(rows, table.seed_S[slots_R], drawn_R[:, None])
+        q_RKV = verifier.distribution.of(rows, table.params_S.seeds_M[slots_R], drawn_R[:, None])
         assert (float(q_RKV.max()) == 1) == certain

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftproof.kernels import native
+from draftproof.kernels.ops import TORCH, versions
+from draftproof.kernels.process import HEADER, NO_NUMBER, NONE_LEFT
 from draftproof.sampling.params import SamplingTable
-from draftproof.sampling.processing import process
 from draftproof.types import SamplingParams
+from tests.gpu import process_cases
 
 V = 11
 INF = float("inf")
@@ -33,8 +36,20 @@ def run(
     table.admit(1, params, 5, prompt_len, stop_ids, bad_words_ids)
     tokens_SL = torch.full((3, 32), 9, dtype=torch.int32)  # 9: left from an earlier owner
     tokens_SL[1, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    slots = [1] * len(positions)
-    return process(table, logits_MV, torch.tensor(slots), torch.tensor(positions), tokens_SL, slots)
+    return processed(table, logits_MV, [1] * len(positions), positions, tokens_SL)
+
+
+def processed(
+    table: SamplingTable, logits_MV: Tensor, slots: list[int], positions: list[int], tokens_SL: Tensor
+) -> Tensor:
+    """By every version, with the same bits."""
+    slots_M = torch.tensor(slots)
+    given = (table.params_S[slots_M], slots_M, torch.tensor(positions), tokens_SL, table.lists_SN)
+    found = [
+        ops.process(logits_MV, *given)[0] for ops in versions(torch.device("cpu"), native.load()).values()
+    ]
+    assert all(torch.equal(out_MV, found[0]) for out_MV in found)
+    return found[0]
 
 
 def noise(rows: int) -> Tensor:
@@ -141,30 +156,71 @@ def test_a_request_without_features_costs_nothing_and_keeps_its_bits() -> None:
     tokens_SL = torch.randint(0, V, (4, 20), dtype=torch.int32)
     logits_MV = noise(4)
     before = logits_MV.clone()
-    plain = process(
-        table, logits_MV, torch.tensor([0, 0, 1, 1]), torch.tensor([3, 4, 5, 6]), tokens_SL, [0, 0, 1, 1]
-    )
-    assert plain is logits_MV
+    assert not table.has_processing([0, 1]) and table.has_processing([0, 2])
     slots = [0, 2, 0, 2]
-    mixed_MV = process(table, logits_MV, torch.tensor(slots), torch.tensor([3, 4, 5, 6]), tokens_SL, slots)
+    mixed_MV = processed(table, logits_MV, slots, [3, 4, 5, 6], tokens_SL)
     assert torch.equal(mixed_MV[::2], before[::2])
     assert torch.equal(logits_MV, before)  # raw logits are still needed for logprobs
-    alone_MV = process(table, logits_MV[1:2], torch.tensor([2]), torch.tensor([4]), tokens_SL, [2])
+    alone_MV = processed(table, logits_MV[1:2], [2], [4], tokens_SL)
     assert torch.equal(mixed_MV[1:2], alone_MV)
     assert not torch.equal(mixed_MV[1], before[1])
 
 
 def test_a_released_slot_is_plain_again() -> None:
     table = SamplingTable(1, V)
-    fresh = {name: value.clone() for name, value in vars(table).items() if isinstance(value, Tensor)}
+    fresh = table.params_S.packed_MC.clone()
     params = SamplingParams(
         temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, frequency_penalty=1.0,
         repetition_penalty=2.0, allowed_token_ids=[1],
     )  # fmt: skip
     table.admit(0, params, 99, 4)
-    assert table.penalised
-    assert table.constraints
+    assert table.has_processing([0]) and not torch.equal(table.params_S.packed_MC, fresh)
     table.release(0)
-    assert not table.penalised
-    assert not table.constraints
-    assert all(torch.equal(getattr(table, name), value) for name, value in fresh.items())
+    assert not table.has_processing([0]) and torch.equal(table.params_S.packed_MC, fresh)
+
+
+def test_a_row_of_parameters_is_what_was_asked_for() -> None:
+    table = SamplingTable(2, V)
+    given = {"top_k": 3, "temperature": 0.5, "top_p": 0.25, "min_p": 0.125}
+    penalties = {"repetition_penalty": 2.0, "presence_penalty": -1.5, "frequency_penalty": 0.75}
+    table.admit(1, SamplingParams(**given, **penalties, min_tokens=6), -(2**63), 9)  # type: ignore[arg-type]
+    p = table.params_S
+    columns = (p.seeds_M, p.top_k_M, p.temperature_M, p.top_p_M, p.min_p_M)
+    columns += (p.repetition_M, p.presence_M, p.frequency_M, p.prompt_len_M, p.held_until_M)
+    assert [c.tolist()[1] for c in columns] == [-(2**63), 3, 0.5, 0.25, 0.125, 2.0, -1.5, 0.75, 9, 15]
+    assert [c.tolist()[0] for c in columns] == [0, 0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0]
+
+
+def test_a_list_that_is_longer_than_any_before_moves_all_and_is_a_generation_of_its_own() -> None:
+    table, size = SamplingTable(3, 5000), 5000
+    table.admit(0, SamplingParams(logit_bias={7: 2.0}), 1, 1)
+    first = table.lists_SN
+    table.admit(1, SamplingParams(allowed_token_ids=[0, 31, 32, 4999]), 1, 1)
+    assert table.generation == 2 and table.lists_SN.shape[1] >= HEADER + size // 32 > first.shape[1]
+    tokens_SL = torch.zeros(3, 4, dtype=torch.int32)
+    out_MV = processed(table, torch.zeros(2, size), [0, 1], [2, 2], tokens_SL)
+    assert out_MV[0].nonzero().flatten().tolist() == [7]
+    assert out_MV[1].isfinite().nonzero().flatten().tolist() == [0, 31, 32, 4999]
+
+
+def test_why_a_row_has_no_token() -> None:
+    logits_MV = noise(5)
+    logits_MV[0, 3], logits_MV[1, 3], logits_MV[2] = torch.nan, INF, -INF
+    logits_MV[3, 1:] = -INF
+    table = SamplingTable(1, V)
+    rows = torch.zeros(5, dtype=torch.int64)
+    given = (table.params_S[rows], rows, rows, torch.zeros(1, 2, dtype=torch.int32), table.lists_SN)
+    for ops in versions(torch.device("cpu"), native.load()).values():
+        assert ops.process(logits_MV, *given)[1].tolist() == [NO_NUMBER] * 3 + [NONE_LEFT] * 2
+
+
+@pytest.mark.parametrize("width", [37, 3000])
+def test_every_version_gives_the_bits_of_its_twin(width: int) -> None:
+    given = process_cases.case(width, torch.device("cpu"))
+    expected_MV, expected_M = TORCH.process(*given)
+    num_changed = (expected_MV != given[0]).any(1).sum()
+    assert num_changed > 20
+    for ops in versions(torch.device("cpu"), native.load()).values():
+        found_MV, found_M = ops.process(*given)
+        assert torch.equal(found_MV.view(torch.int32), expected_MV.view(torch.int32))
+        assert torch.equal(found_M, expected_M)

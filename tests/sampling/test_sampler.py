@@ -44,9 +44,11 @@ def test_a_row_gets_the_parameters_of_its_slot_wherever_it_stands() -> None:
     tokens_SL = torch.randint(0, V, (4, 30), dtype=torch.int32)
     slots = [3, 0, 2, 1, 1, 0, 2, 3]
     positions_M = torch.arange(5, 13)
-    tokens_M = s.sample(logits_MV, torch.tensor(slots), positions_M, tokens_SL, slots)
+    tokens_M = s.sample(logits_MV, torch.tensor(slots), positions_M, tokens_SL, has_processing=True)
     alone = [
-        s.sample(logits_MV[m : m + 1], torch.tensor([slot]), positions_M[m : m + 1], tokens_SL, [slot])
+        s.sample(
+            logits_MV[m : m + 1], torch.tensor([slot]), positions_M[m : m + 1], tokens_SL, has_processing=True
+        )
         for m, slot in enumerate(slots)
     ]
     assert torch.equal(tokens_M, torch.cat(alone))
@@ -60,7 +62,7 @@ def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens() -> None:
     slots_M = torch.arange(rows) % 3
     positions_M = torch.arange(rows)
     target_M = s.sample(
-        logits_MV, slots_M, positions_M, torch.zeros(4, 400, dtype=torch.int32), slots_M.tolist()
+        logits_MV, slots_M, positions_M, torch.zeros(4, 400, dtype=torch.int32), has_processing=False
     )
     assert torch.equal(s.draw(logits_MV, slots_M, positions_M), target_M)
     draw = s.drawer(torch.tensor([2, 1, 0]))

@@ -164,7 +164,9 @@ def test_verified_drafts_give_the_tokens_of_plain_decoding(temperature: float) -
             )
             positions_M = length + torch.arange(rows)
             slots = [0] * rows
-            verdict = verifier.verify(logits_MV, torch.tensor(slots), positions_M, tokens_SL, slots, verify)
+            verdict = verifier.verify(
+                logits_MV, torch.tensor(slots), positions_M, tokens_SL, verify, has_processing=True
+            )
             emitted = int(verdict.num_emitted_R)
             tokens_SL[0, length : length + emitted] = verdict.tokens_RW[0, :emitted]
             length, accepted = length + emitted, accepted + emitted - 1

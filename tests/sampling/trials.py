@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.ops import TORCH
+from draftproof.kernels.row_params import RowParams, pack_row
 from draftproof.kernels.sample import probabilities_torch
 from draftproof.sampling.lossy import Domains, LossyVerifier
 from draftproof.sampling.noise import row_seed
@@ -44,14 +45,9 @@ class Setting:
         return len(self.target) - 1
 
     def probabilities(self, logits_MV: Tensor) -> Tensor:
-        rows = len(logits_MV)
-        columns = (
-            torch.full((rows,), self.temperature),
-            torch.full((rows,), self.top_k),
-            torch.full((rows,), self.top_p),
-            torch.full((rows,), self.min_p),
-        )
-        return probabilities_torch(logits_MV, *columns).double()
+        row = pack_row(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        params = RowParams(torch.tensor([row]).expand(len(logits_MV), -1).contiguous())
+        return probabilities_torch(logits_MV, params).double()
 
     def joint(self) -> Tensor:
         """Probability of each text of W tokens under the target, [V**W]."""
@@ -104,12 +100,12 @@ class Trials:
     def __init__(self, s: Setting, mode: Mode, domains: Domains | None = None) -> None:
         self.s = s
         self.table = SamplingTable(N, V)
-        self.table.temperature_S.fill_(s.temperature)
-        self.table.top_k_S.fill_(s.top_k)
-        self.table.top_p_S.fill_(s.top_p)
-        self.table.min_p_S.fill_(s.min_p)
+        self.table.params_S.temperature_M.fill_(s.temperature)
+        self.table.params_S.top_k_M.fill_(s.top_k)
+        self.table.params_S.top_p_M.fill_(s.top_p)
+        self.table.params_S.min_p_M.fill_(s.min_p)
         first = row_seed(1, 0, 0)
-        self.table.seed_S.copy_(first + torch.arange(N))
+        self.table.params_S.seeds_M.copy_(first + torch.arange(N))
         self.verifier = LossyVerifier(Sampler(self.table, TORCH), mode, s.num_drafts, domains)
         self.slots_N = torch.arange(N)
         self.tokens_SL = torch.zeros(N, 16, dtype=torch.int32)
@@ -154,7 +150,9 @@ class Trials:
             width=width,
         )
         logits_MV = self.target_logits(length, width).flatten(0, 1)
-        return self.verifier.verify(logits_MV, slots_M, positions_M, self.tokens_SL, range(N), rows)
+        return self.verifier.verify(
+            logits_MV, slots_M, positions_M, self.tokens_SL, rows, has_processing=False
+        )
 
     def complete(self, length_N: Tensor) -> Tensor:
         """Draw what is missing of W tokens from the target; the texts as numbers, [N]."""

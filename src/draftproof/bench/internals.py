@@ -256,10 +256,10 @@ def captured_step(
         scheduled_4R = runner.state.load(scheduled, num_requests)
 
         def half(scheduled_4R: Tensor) -> tuple[Tensor, ...]:
-            return (runner.verify_rows(shape, [], scheduled_4R).result.tokens_RW,)
+            return (runner.verify_rows(shape, scheduled_4R).result.tokens_RW,)
 
         runner.graphs.prepare(("first half", shape), half, (scheduled_4R,))
-        full_step = partial(runner.step_tensors, shape, [])
+        full_step = partial(runner.step_tensors, shape)
         yield (
             partial(runner.graphs.run, ("step", shape), full_step, (scheduled_4R,)),
             partial(runner.graphs.run, ("first half", shape), half, (scheduled_4R,)),

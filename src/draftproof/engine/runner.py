@@ -114,7 +114,7 @@ class LaunchedStep:
 
 
 def _verify_key(shape: BatchShape) -> Key:
-    return "verify", shape.num_requests, shape.num_rows, shape.most_rows
+    return "verify", shape.num_requests, shape.num_rows, shape.most_rows, shape.processing
 
 
 def _device_fault(error: torch.AcceleratorError) -> DeviceFaultError:
@@ -241,8 +241,9 @@ class ModelRunner:
         scheduled, shape = step.scheduled, self._padded(step)
         if self.price is not None:
             self.price.fill_(step.price)
-        graph_safe = self.table.graph_safe(s.slot for s in scheduled)
-        full_graph = graph_safe and shape in self.captured
+        has_processing = self.table.has_processing(s.slot for s in scheduled)
+        processing = self.table.generation if has_processing else 0
+        full_graph = shape is not None and self._capture(shape, processing)
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
             if step.all_decode and repeats and self.graphs is not EAGER:
@@ -252,13 +253,14 @@ class ModelRunner:
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
+        shape = replace(shape, processing=processing)
         scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
         launched = LaunchedStep(runner=self, scheduled=scheduled)
         if full_graph:
-            function = partial(self.step_tensors, shape, [])
+            function = partial(self.step_tensors, shape)
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
-            recorded = step.all_decode and graph_safe and shape.repeats and self.graphs.calls_once
+            recorded = step.all_decode and shape.repeats and self.graphs.calls_once
             tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
@@ -277,6 +279,16 @@ class ModelRunner:
             missing -= more
             filled.append(s._replace(num_rows=s.num_rows + more, num_sampled=s.num_sampled + more))
         return filled
+
+    def _capture(self, shape: BatchShape, processing: int) -> bool:
+        """Whether steps of this shape are captured. One with processing is when it is met first, so that batches
+        without pay nothing for it."""
+        processed = replace(shape, processing=processing)
+        if shape in self.captured and processed not in self.captured:
+            function = partial(self.step_tensors, processed)
+            if self.graphs.prepare(("step", processed), function, (self.state.idle(processed),)):
+                self.captured.add(processed)
+        return processed in self.captured
 
     def _padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of
@@ -300,15 +312,13 @@ class ModelRunner:
         recorded: all that this reads lies where it lay when such a step ran first, `scheduled_4R` too.
         """
         drafter, graphs = self.drafter, self.graphs if recorded else EAGER
-        slots = [s.slot for s in launched.scheduled for _ in range(s.num_sampled)]
-        slots += [self.state.scratch_slot] * (shape.num_sampled - len(slots))
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
-            function = partial(self.step_tensors, shape, slots, scheduled_4R)
+            function = partial(self.step_tensors, shape, scheduled_4R)
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
             return closed
-        checked = self._checked(shape, slots, scheduled_4R, graphs)
+        checked = self._checked(shape, scheduled_4R, graphs)
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
@@ -319,11 +329,9 @@ class ModelRunner:
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
-    def _checked(
-        self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor, graphs: Graphs
-    ) -> VerifiedPass:
+    def _checked(self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs) -> VerifiedPass:
         """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
-        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, slots_host, scheduled_4R), ())
+        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R), ())
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
@@ -343,13 +351,12 @@ class ModelRunner:
             slot for slot in slots if not any(s.drafts_for(slot) for s in self.sandboxes)
         )
 
-    def step_tensors(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> PassOutputs:
-        """A whole pass, for requests that ask for no processing a function of device memory alone: (result_RX,
-        logits_MV, hidden_TH).
+    def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> PassOutputs:
+        """A whole pass, a function of device memory alone: (result_RX, logits_MV, hidden_TH).
 
         The drafter is trusted. A pass in which it fails cannot be captured, so that raises here.
         """
-        checked, drafter = self.verify_rows(shape, slots_host, scheduled_4R), self.drafter
+        checked, drafter = self.verify_rows(shape, scheduled_4R), self.drafter
         if drafter is None or not shape.with_drafter:
             return self._close(checked, self.state.no_drafts(shape.num_requests))
         closed, faults = self._draft(drafter, checked, shape.num_drafts)
@@ -359,7 +366,7 @@ class ModelRunner:
             raise error
         return closed
 
-    def verify_rows(self, shape: BatchShape, slots_host: list[int], scheduled_4R: Tensor) -> VerifiedPass:
+    def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
         rows, verify = self.state.fill(shape, scheduled_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
@@ -368,7 +375,12 @@ class ModelRunner:
         target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
         logits_MV, hidden_TH, *taps = graphs.run(key, target, inputs)
         result = self.verifier.verify(
-            logits_MV, rows.slots_M, rows.positions_M, self.state.slots.tokens_SL, slots_host, verify
+            logits_MV,
+            rows.slots_M,
+            rows.positions_M,
+            self.state.slots.tokens_SL,
+            verify,
+            has_processing=shape.processing > 0,
         )
         verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), self.verifier.drawer)
         return VerifiedPass(verified, result, rows.draft_count_R, logits_MV, hidden_TH)
@@ -419,7 +431,7 @@ class ModelRunner:
         ]
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
-            function = partial(self.step_tensors, shape, [])
+            function = partial(self.step_tensors, shape)
             if self.graphs.prepare(("step", shape), function, (self.state.idle(shape),)):
                 self.captured.add(shape)
         if shapes:
@@ -436,7 +448,7 @@ class ModelRunner:
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
         )
         for shape in (prompts, *(self._decoding(R, self.num_drafts) for R in self.buckets)):
-            self.step_tensors(shape, [], self.state.idle(shape))
+            self.step_tensors(shape, self.state.idle(shape))
 
     @_as_certified
     def measure(self, size: StepSize) -> tuple[float, float]:
@@ -451,14 +463,13 @@ class ModelRunner:
         scheduled_4R = self.state.load(scheduled, num_requests)
         try:
             if shape in self.captured:
-                function = partial(self.step_tensors, shape, [])
+                function = partial(self.step_tensors, shape)
                 run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
                 return device_seconds(run), 0.0
             recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
             if with_drafter and not self.on_device:
                 start = time.perf_counter()
-                slots = [slot] * shape.num_sampled
-                self._checked(shape, slots, scheduled_4R, self.graphs if recorded else EAGER)
+                self._checked(shape, scheduled_4R, self.graphs if recorded else EAGER)
                 return time.perf_counter() - start, 0.0
             launched = LaunchedStep(runner=self, scheduled=scheduled)
             self._run_parts(launched, shape, scheduled_4R, recorded=recorded)

@@ -17,7 +17,9 @@ from draftproof.kernels.activation import gelu_mul_torch, silu_mul_torch, soft_c
 from draftproof.kernels.exactness import Bits, Check, num_test_rows
 from draftproof.kernels.experts import Routing, TorchExperts
 from draftproof.kernels.norm import add_rms_norm_torch
+from draftproof.kernels.process import pack_list, process_torch
 from draftproof.kernels.rope import rope_store_torch
+from draftproof.kernels.row_params import CONSTRAINED, PENALISED, RowParams, pack_row
 from draftproof.kernels.sample import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
@@ -287,18 +289,15 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
     min_p_M = torch.where(kind_M == 4, 0.05, 0.0)
     seeds_M = torch.arange(num_rows, device=device) * 7919 + 1
     positions_M = torch.arange(num_rows, device=device) + 5
-    columns = (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M)
+    params = RowParams.of(temperature_M, top_k_M, top_p_M, min_p_M, seeds_M)
 
     def run(version: Any, rows_T: Tensor) -> Bits:
-        return (version(logits_MV[rows_T], *(column_M[rows_T] for column_M in columns), None),)
+        return (version(logits_MV[rows_T], params[rows_T], positions_M[rows_T], None),)
 
-    def wrong(logits_MV: Tensor, *given: Any) -> Tensor:
+    def wrong(logits_MV: Tensor, params: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
         """Noise of the row's place in the batch."""
-        temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M, ids_V = given
         place_M = torch.arange(len(logits_MV), device=device)
-        return sample_torch(
-            logits_MV, temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M + place_M, ids_V
-        )
+        return sample_torch(logits_MV, params, positions_M + place_M, ids_V)
 
     return Check(
         num_rows=num_rows,
@@ -307,6 +306,37 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
         wrong=wrong,
         device=device,
     )
+
+
+def process_check(vocab_size: int, device: torch.device) -> Check:
+    """Rows of two slots by turns: one with penalties, one with a list of every kind."""
+    num_rows, length, half = SAMPLED_ROWS, 40, vocab_size // 2
+    generator = _generator(13)
+    logits_MV = (2 * torch.randn(num_rows, vocab_size, generator=generator)).to(device)
+    tokens_SL = torch.randint(0, vocab_size, (2, length), generator=generator, dtype=torch.int32)
+    tokens_SL[:, 1::3] = tokens_SL[:, :1]
+    word = [*tokens_SL[1, 18:20].tolist(), half]
+    numbers = pack_list([0, half], {1: 2.5, half: -3.0}, [[half], word], range(half + 1), vocab_size)
+    lists_SN = torch.tensor([[0] * len(numbers), numbers], dtype=torch.int32)
+    rows = [
+        pack_row(prompt_len=9, flags=PENALISED, repetition=1.3, presence=0.4, frequency=0.1),
+        pack_row(prompt_len=9, flags=CONSTRAINED, held_until=15),
+    ]
+    slots_M = (torch.arange(num_rows) % 2).to(device)
+    positions_M = (torch.arange(num_rows) // 2 % (length - 10) + 10).to(device)
+    params = RowParams(torch.tensor(rows).to(device)[slots_M])
+    tokens_SL, lists_SN = tokens_SL.to(device), lists_SN.to(device)
+
+    def run(version: Any, rows_T: Tensor) -> Bits:
+        given = (params[rows_T], slots_M[rows_T], positions_M[rows_T])
+        found: Bits = version(logits_MV[rows_T], *given, tokens_SL, lists_SN)
+        return found
+
+    def wrong(logits_MV: Tensor, params: RowParams, slots_M: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """The text of the first row's slot for all of them."""
+        return process_torch(logits_MV, params, slots_M[:1].expand_as(slots_M), *given)
+
+    return Check(num_rows=num_rows, width=2 * vocab_size, run=run, wrong=wrong, device=device)
 
 
 class _WrongExperts(TorchExperts):

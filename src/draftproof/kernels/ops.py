@@ -25,12 +25,14 @@ from draftproof.kernels import (
     lookup,
     native,
     norm,
+    process,
     rope,
     rows,
     sample,
     step,
 )
 from draftproof.kernels.experts import ExpertOps
+from draftproof.kernels.row_params import RowParams
 from draftproof.kernels.step import StepOps
 from draftproof.kernels.step_compiled import CompiledStep
 
@@ -94,12 +96,6 @@ class Gather(Protocol):
         ...
 
 
-class Pick(Protocol):
-    def __call__(self, columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
-        """column[index] of each of five vectors, the sampling parameters: [T]; index int64."""
-        ...
-
-
 class Concat(Protocol):
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Matrices of equally many rows side by side."""
@@ -115,16 +111,28 @@ class Swap(Protocol):
 class Sample(Protocol):
     def __call__(
         self,
-        logits_MV: Tensor,  # fp32, processed except for the four parameters below
-        temperature_M: Tensor,  # fp32; 0 = argmax
-        top_k_M: Tensor,  # int64; 0 = off
-        top_p_M: Tensor,  # fp32; 1 = off
-        min_p_M: Tensor,  # fp32; 0 = off
-        seeds_M: Tensor,  # int64: row seed
+        logits_MV: Tensor,  # fp32, processed except for temperature and filters
+        params: RowParams,
         positions_M: Tensor,  # int64: position of the token that is sampled
         ids_V: Tensor | None,  # int64: target id of each column (reduced draft vocabulary), None = identity
+        failures_M: Tensor | None = None,  # int64: in place of a token where a row has no number; None: -1
     ) -> Tensor:
-        """Law 1: the token is a function of its row. Returns int64 [M] target ids, -1 where a row has no number."""
+        """Law 1: the token is a function of its row. Returns int64 [M] target ids."""
+        ...
+
+
+class Process(Protocol):
+    def __call__(
+        self,
+        logits_MV: Tensor,  # fp32, left as it is
+        params: RowParams,
+        slots_M: Tensor,  # int64
+        positions_M: Tensor,  # int64: the position that each row samples
+        tokens_SL: Tensor,  # int32: known tokens, then the drafts being verified
+        lists_SN: Tensor,  # int32: see kernels/process.py
+    ) -> tuple[Tensor, Tensor]:
+        """(the logits after everything but temperature and filters, new; why a row will have no token, int64 [M]: its
+        logits were no numbers, or were and the request rules every token out)."""
         ...
 
 
@@ -164,10 +172,10 @@ class Ops:
     silu_mul: GateMul
     gelu_mul: GateMul
     gather: Gather
-    pick: Pick
     concat: Concat
     swap: Swap
     sample: Sample
+    process: Process
     log_normalizer: LogNormalizer
     soft_cap: SoftCap
     lookup: Lookup
@@ -183,10 +191,10 @@ TORCH = Ops(
     silu_mul=activation.silu_mul_torch,
     gelu_mul=activation.gelu_mul_torch,
     gather=rows.gather_torch,
-    pick=rows.pick_torch,
     concat=rows.concat_torch,
     swap=rows.swap_torch,
     sample=sample.sample_torch,
+    process=process.process_torch,
     log_normalizer=logits.log_normalizer_torch,
     soft_cap=activation.soft_cap_torch,
     lookup=lookup.lookup_torch,
@@ -221,10 +229,10 @@ def compiled_ops(library: native.Library) -> Ops:
         silu_mul=activation.GateMulCompiled(library, gelu=False),
         gelu_mul=activation.GateMulCompiled(library, gelu=True),
         gather=rows.GatherCompiled(library),
-        pick=rows.PickCompiled(library),
         concat=rows.ConcatCompiled(library),
         swap=rows.SwapCompiled(library),
         sample=sample.SampleCompiled(library),
+        process=process.ProcessCompiled(library),
         log_normalizer=logits.LogNormalizerCompiled(library),
         soft_cap=activation.SoftCapCompiled(library),
         lookup=lookup.LookupCompiled(library),
@@ -235,7 +243,18 @@ def compiled_ops(library: native.Library) -> Ops:
 
 def triton_ops() -> Ops:
     """The operators in Triton; needs triton. `swap`, which only copies and is rare, keeps to torch."""
-    from draftproof.kernels.gpu import activation, experts, logits, lookup, norm, rope, rows, sample, step
+    from draftproof.kernels.gpu import (
+        activation,
+        experts,
+        logits,
+        lookup,
+        norm,
+        process,
+        rope,
+        rows,
+        sample,
+        step,
+    )
 
     return replace(
         TORCH,
@@ -246,9 +265,9 @@ def triton_ops() -> Ops:
         silu_mul=activation.silu_mul,
         gelu_mul=activation.gelu_mul,
         gather=rows.gather,
-        pick=rows.pick,
         concat=rows.concat,
         sample=sample.sample,
+        process=process.process,
         log_normalizer=logits.log_normalizer,
         soft_cap=activation.soft_cap,
         lookup=lookup.lookup,

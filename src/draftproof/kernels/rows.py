@@ -18,11 +18,6 @@ def gather_torch(table_VH: Tensor, index_T: Tensor) -> Tensor:
     return table_VH.index_select(0, index_T.clamp(min=0))
 
 
-def pick_torch(columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
-    """column[index] of each; index int64."""
-    return tuple(column_V.index_select(0, index_T) for column_V in columns)
-
-
 def concat_torch(parts: Sequence[Tensor]) -> Tensor:
     """Matrices of equally many rows side by side."""
     return torch.cat(list(parts), dim=-1)
@@ -51,23 +46,6 @@ class GatherCompiled:
             out_TH,
         )
         return out_TH
-
-
-class PickCompiled:
-    """`pick_torch` in C++: as calls that can be recorded."""
-
-    def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_gather", "3P2q")
-
-    def __call__(self, columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
-        num = len(index_T)
-        found = []
-        for column_V in columns:
-            out_T = column_V.new_empty(num)
-            pointers = (column_V.data_ptr(), index_T.data_ptr(), out_T.data_ptr())
-            self._run(self._pack(*pointers, num, column_V.element_size()), out_T)
-            found.append(out_T)
-        return tuple(found)
 
 
 class ConcatCompiled:

@@ -12,35 +12,33 @@ from torch import Tensor
 
 from draftproof.kernels.native import Library
 from draftproof.kernels.noise import gumbel
+from draftproof.kernels.row_params import RowParams
 
 
 def sample_torch(
     logits_MV: Tensor,
-    temperature_M: Tensor,
-    top_k_M: Tensor,
-    top_p_M: Tensor,
-    min_p_M: Tensor,
-    seeds_M: Tensor,
+    params: RowParams,
     positions_M: Tensor,
     ids_V: Tensor | None,
+    failures_M: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.Sample`. A row with NaN, +inf or nothing above -inf gives -1."""
+    """See `ops.Sample`. A row with NaN, +inf or nothing above -inf has no token."""
+    temperature_M = params.temperature_M
     logits_MV = logits_MV.float()
     max_M1 = logits_MV.amax(-1, keepdim=True)
     score_MV = logits_MV - max_M1
     sampled_M = temperature_M > 0
     if _any(sampled_M):
-        scaled_MV = _filtered(score_MV, temperature_M, top_k_M, top_p_M, min_p_M)
+        scaled_MV = _filtered(score_MV, params)
         columns_V = torch.arange(logits_MV.shape[1], device=logits_MV.device) if ids_V is None else ids_V
-        noisy_MV = scaled_MV + gumbel(seeds_M, positions_M, columns_V)
+        noisy_MV = scaled_MV + gumbel(params.seeds_M, positions_M, columns_V)
         score_MV = torch.where(sampled_M[:, None], noisy_MV, score_MV)
     tokens_M = _lowest_argmax(score_MV, ids_V)
-    return torch.where(torch.isfinite(max_M1[:, 0]), tokens_M, -1)
+    none_M = tokens_M.new_tensor(-1) if failures_M is None else failures_M
+    return torch.where(torch.isfinite(max_M1[:, 0]), tokens_M, none_M)
 
 
-def probabilities_torch(
-    logits_MV: Tensor, temperature_M: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor
-) -> Tensor:
+def probabilities_torch(logits_MV: Tensor, params: RowParams) -> Tensor:
     """The distribution `sample` draws from, fp32 [M, V]; temperature 0 is all on the argmax (the lowest id).
 
     A row with NaN, +inf or nothing above -inf is NaN throughout.
@@ -49,12 +47,12 @@ def probabilities_torch(
     max_M1 = logits_MV.amax(-1, keepdim=True)
     score_MV = logits_MV - max_M1
     best_M1 = _lowest_argmax(score_MV, None)[:, None]
-    filtered_MV = _filtered(score_MV, temperature_M, top_k_M, top_p_M, min_p_M)
+    filtered_MV = _filtered(score_MV, params)
     weight_MV = filtered_MV.double().exp_()
     # cumsum adds in column order whatever the number of rows; torch's sum over a long row does not.
     probs_MV = (weight_MV / weight_MV.cumsum(-1)[:, -1:]).float()
     greedy_MV = torch.zeros_like(probs_MV).scatter_(1, best_M1, 1.0)
-    probs_MV = torch.where(temperature_M[:, None] > 0, probs_MV, greedy_MV)
+    probs_MV = torch.where(params.temperature_M[:, None] > 0, probs_MV, greedy_MV)
     return torch.where(torch.isfinite(max_M1), probs_MV, torch.nan)
 
 
@@ -71,10 +69,10 @@ def _lowest_argmax(score_MV: Tensor, ids_V: Tensor | None) -> Tensor:
     return torch.where(top_MV, ids_V, torch.iinfo(torch.int64).max).amin(-1)
 
 
-def _filtered(
-    score_MV: Tensor, temperature_M: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor
-) -> Tensor:
+def _filtered(score_MV: Tensor, params: RowParams) -> Tensor:
     """d = score / temperature, -inf where a filter drops the token; score is logit - max."""
+    temperature_M, top_k_M = params.temperature_M, params.top_k_M
+    top_p_M, min_p_M = params.top_p_M, params.min_p_M
     scaled_MV = score_MV / torch.where(temperature_M > 0, temperature_M, 1.0)[:, None]
     filters_M = (top_k_M > 0) | (top_p_M < 1) | (min_p_M > 0)
     if not _any(filters_M):
@@ -105,31 +103,28 @@ class SampleCompiled:
     """`ops.Sample` in C++: rows in parallel, noise in vectors, logarithms only for tokens that can still win."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_sample", "9P3q")
+        self._run, self._pack = library.packed("dp_sample", "6P3q")
 
     def __call__(
         self,
         logits_MV: Tensor,
-        temperature_M: Tensor,
-        top_k_M: Tensor,
-        top_p_M: Tensor,
-        min_p_M: Tensor,
-        seeds_M: Tensor,
+        params: RowParams,
         positions_M: Tensor,
         ids_V: Tensor | None,
+        failures_M: Tensor | None = None,
     ) -> Tensor:
         """See `ops.Sample`."""
         logits_MV = logits_MV.float().contiguous()
-        columns = [
-            x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M, seeds_M, positions_M.long())
-        ]
+        packed_MC, positions_M = params.packed_MC.contiguous(), positions_M.long().contiguous()
         ids_V = None if ids_V is None else ids_V.long().contiguous()
         rows, width = logits_MV.shape
-        tokens_M = seeds_M.new_empty(rows)
+        tokens_M = packed_MC.new_empty(rows)
         args = self._pack(
             logits_MV.data_ptr(),
-            *[x.data_ptr() for x in columns],
+            packed_MC.data_ptr(),
+            positions_M.data_ptr(),
             0 if ids_V is None else ids_V.data_ptr(),
+            0 if failures_M is None else failures_M.data_ptr(),
             tokens_M.data_ptr(),
             rows,
             width,

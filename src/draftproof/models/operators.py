@@ -177,3 +177,4 @@ def _logits(model: ModelConfig, where: Where) -> Iterator[Case]:
         yield Case("soft_cap", f"{vocab} at {cap:g}", partial(checks.soft_cap_check, vocab, cap, device))
     yield Case("log_normalizer", str(vocab), partial(checks.log_normalizer_check, vocab, device))
     yield Case("sample", str(vocab), partial(checks.sample_check, vocab, device))
+    yield Case("process", str(vocab), partial(checks.process_check, vocab, device))

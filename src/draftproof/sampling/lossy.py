@@ -9,17 +9,16 @@ Shapes: M rows, R requests, K draft slots, W = K + 1, V vocabulary, S slots, L p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from draftproof.kernels.row_params import RowParams
 from draftproof.kernels.sample import probabilities_torch
 from draftproof.sampling.noise import Domain, derive, exponential, token_bits, uniform
-from draftproof.sampling.params import RowParams
-from draftproof.sampling.sampler import NO_NUMBER, Draw, Sampler, say_why
+from draftproof.sampling.sampler import NO_NUMBER, Draw, Sampler
 from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result
 
 
@@ -98,9 +97,7 @@ class LossyVerifier:
         self._sampler = sampler
         self._accept = accept_rejection if mode == "rejection" else accept_block
         self._domains = domains or Domains()
-        self.distribution = DraftDistribution(
-            table.temperature_S.shape[0], num_drafts, table.vocab_size, table.device
-        )
+        self.distribution = DraftDistribution(table.num_slots, num_drafts, table.vocab_size, table.device)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
         """See `Verifier`."""
@@ -112,29 +109,34 @@ class LossyVerifier:
         slots_M: Tensor,
         positions_M: Tensor,
         tokens_SL: Tensor,
-        slots_host: Sequence[int],
         rows: VerifyRows,
+        *,
+        has_processing: bool,
     ) -> VerifyResult:
         """See `Verifier`."""
         at_W = torch.arange(rows.width, device=logits_MV.device)
         if logits_MV.shape[0] == 0:
             zero_R = torch.zeros_like(rows.num_R)
             return VerifyResult((zero_R - 1)[:, None].expand(-1, rows.width), zero_R)
-        processed_MV = self._sampler.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        params = self._sampler.rows(slots_M)
+        params, failures_M = self._sampler.rows(slots_M), None
         index_RW = row_index(rows, at_W, logits_MV.shape[0])
+        processed_MV = logits_MV
+        if has_processing:
+            given = self._sampler.process(logits_MV, params, slots_M, positions_M, tokens_SL)
+            processed_MV, failures_M = given
         p_RWV = _probabilities(processed_MV, params)[index_RW].double()
         drafts_RK = drafts_of(rows, at_W[:-1], tokens_SL).long()
         live_RK = at_W[:-1] < rows.draft_count_R[:, None]
         drafts_RK = torch.where(live_RK, drafts_RK, 0)
-        seeds_R = self._sampler.table.seed_S[rows.slots_R]
+        seeds_R = self._sampler.table.params_S.seeds_M[rows.slots_R]
         q_RKV = self.distribution.of(rows, seeds_R, drafts_RK).double() * live_RK[..., None]
         accept_seeds_R = derive(seeds_R, self._domains.accept, rows.lengths_R)
         u_RK = _uniforms(accept_seeds_R, rows.lengths_R, at_W[:-1])
         accepted_R, residual_RV = self._accept(p_RWV, q_RKV, drafts_RK, live_RK, u_RK)
         last_R = self._draw_residual(residual_RV, seeds_R, rows, accepted_R)
-        if processed_MV is not logits_MV:
-            last_R = say_why(last_R, logits_MV[index_RW.gather(1, accepted_R[:, None])[:, 0]])
+        if failures_M is not None:
+            failures_R = failures_M[index_RW.gather(1, accepted_R[:, None])[:, 0]]
+            last_R = torch.where(last_R < 0, failures_R, last_R)
         padded_RW = torch.nn.functional.pad(drafts_RK, (0, 1))
         tokens_RW = torch.where(at_W == accepted_R[:, None], last_R[:, None], padded_RW)
         return verify_result(tokens_RW, accepted_R, rows, at_W)
@@ -239,7 +241,7 @@ def _mass(weight_RV: Tensor) -> Tensor:
 
 
 def _probabilities(logits_MV: Tensor, p: RowParams) -> Tensor:
-    return probabilities_torch(logits_MV, p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M)
+    return probabilities_torch(logits_MV, p)
 
 
 def _uniforms(seeds_R: Tensor, lengths_R: Tensor, at_K: Tensor) -> Tensor:

@@ -1,77 +1,40 @@
 """The sampling parameters of every slot, on the device, and the host's knowledge of which slots need processing.
 
-Shapes: S slots, M rows, V vocabulary, W bad words, N ids, C tokens of the longest bad word but its last.
+Shapes: S slots, V vocabulary, N numbers of the longest list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from draftproof.kernels.process import HEADER, pack_list
+from draftproof.kernels.row_params import CONSTRAINED, NUM_COLUMNS, PENALISED, RowParams, pack_row
+from draftproof.kernels.transfer import upload
 from draftproof.types import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class BadWords:
-    """Token sequences that must not appear in the output: prefixes right-aligned, -1 = any token."""
-
-    prefix_WC: Tensor
-    length_W: Tensor  # tokens of the prefix
-    last_W: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraints:
-    """The changes of one request to its logits, besides penalties. None or 0: no change."""
-
-    prompt_len: int
-    forbidden_V: Tensor | None = None  # bool
-    bad_words: BadWords | None = None
-    min_tokens: int = 0
-    stop_N: Tensor | None = None  # int64: masked while fewer than min_tokens are generated
-    bias_ids_N: Tensor | None = None
-    bias_N: Tensor | None = None  # fp32
-
-    @property
-    def active(self) -> bool:
-        parts = (self.forbidden_V, self.bad_words, self.stop_N, self.bias_N)
-        return any(part is not None for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class RowParams:
-    """The four parameters and the seed of each row, as `ops.sample` takes them."""
-
-    temperature_M: Tensor
-    top_k_M: Tensor
-    top_p_M: Tensor
-    min_p_M: Tensor
-    seeds_M: Tensor
-
-
 class SamplingTable:
-    """Parameters per slot. A free slot is greedy and unconstrained, so padding rows that name it are harmless."""
+    """Parameters per slot. A free slot is greedy and unconstrained, so padding rows that name it are harmless.
+
+    `lists_SN`: what each slot rules out and weighs, as `kernels.process` reads it. A longer list than any before moves
+    all to a larger table, and `generation`, from 1, counts these: what was recorded with an earlier one is stale.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        def column(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_slots,), value, dtype=dtype, device=device)
-
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.temperature_S = column(0, torch.float32)
-        self.top_k_S = column(0, torch.int64)
-        self.top_p_S = column(1, torch.float32)
-        self.min_p_S = column(0, torch.float32)
-        self.seed_S = column(0, torch.int64)
-        self.prompt_len_S = column(0, torch.int64)
-        self.repetition_S = column(1, torch.float32)
-        self.presence_S = column(0, torch.float32)
-        self.frequency_S = column(0, torch.float32)
-        self.constraints: dict[int, Constraints] = {}
-        self.penalised: set[int] = set()
+        free = torch.tensor(pack_row(), dtype=torch.int64, device=self.device)
+        self.params_S = RowParams(free.expand(num_slots, NUM_COLUMNS).clone())
+        self.lists_SN = torch.zeros((num_slots, 16 * HEADER), dtype=torch.int32, device=self.device)
+        self.generation = 1
+        self._free = free
+        self._processed: set[int] = set()  # slots whose requests ask for more than temperature and filters
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.params_S)
 
     def admit(
         self,
@@ -87,78 +50,47 @@ class SamplingTable:
         checked against the vocabulary.
         """
         self.release(slot)
-        self.temperature_S[slot] = params.temperature
-        self.top_k_S[slot] = max(params.top_k, 0)
-        self.top_p_S[slot] = params.top_p
-        self.min_p_S[slot] = params.min_p
-        self.seed_S[slot] = row_seed
-        self.prompt_len_S[slot] = prompt_len
-        self.repetition_S[slot] = params.repetition_penalty
-        self.presence_S[slot] = params.presence_penalty
-        self.frequency_S[slot] = params.frequency_penalty
+        held_back = [i for i in sorted(stop_ids) if 0 <= i < self.vocab_size] if params.min_tokens else []
+        words = [word for word in bad_words_ids or [] if word]
+        flags = 0
+        if held_back or words or params.logit_bias or params.allowed_token_ids is not None:
+            flags |= CONSTRAINED
+            bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+            self._store_list(slot, pack_list(held_back, bias, words, allowed, self.vocab_size))
         if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
-            self.penalised.add(slot)
-        constraints = self._constraints(params, prompt_len, stop_ids, bad_words_ids or [])
-        if constraints.active:
-            self.constraints[slot] = constraints
+            flags |= PENALISED
+        if flags:
+            self._processed.add(slot)
+        row = pack_row(
+            seed=row_seed,
+            top_k=max(params.top_k, 0),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            prompt_len=prompt_len,
+            flags=flags,
+            held_until=prompt_len + params.min_tokens,
+        )
+        self.params_S.packed_MC[slot] = upload(row, self.device)
 
     def release(self, slot: int) -> None:
         """Give `slot` a free slot's values again."""
-        self.constraints.pop(slot, None)
-        self.penalised.discard(slot)
-        for column_S in (self.temperature_S, self.top_k_S, self.min_p_S, self.seed_S, self.prompt_len_S):
-            column_S[slot] = 0
-        for column_S in (self.presence_S, self.frequency_S):
-            column_S[slot] = 0
-        for column_S in (self.top_p_S, self.repetition_S):
-            column_S[slot] = 1
+        self._processed.discard(slot)
+        self.params_S.packed_MC[slot] = self._free
 
-    def graph_safe(self, slots: Iterable[int]) -> bool:
-        """Whether a step graph can hold these slots' requests: they ask for temperature and filters only."""
-        if not self.constraints and not self.penalised:
-            return True
-        return all(slot not in self.constraints and slot not in self.penalised for slot in slots)
+    def has_processing(self, slots: Iterable[int]) -> bool:
+        """Whether any of these slots' requests asks for more than temperature and filters."""
+        return bool(self._processed) and not self._processed.isdisjoint(slots)
 
-    @property
-    def columns(self) -> tuple[Tensor, ...]:
-        """The fields of `RowParams`, a value for each slot."""
-        return (self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.seed_S)
-
-    def _constraints(
-        self,
-        params: SamplingParams,
-        prompt_len: int,
-        stop_ids: frozenset[int],
-        bad_words_ids: list[list[int]],
-    ) -> Constraints:
-        forbidden_V = stop_N = bias_ids_N = bias_N = None
-        if params.allowed_token_ids is not None:
-            forbidden_V = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
-            forbidden_V[self._ids(params.allowed_token_ids)] = False
-        held_back = [i for i in sorted(stop_ids) if 0 <= i < self.vocab_size]
-        if params.min_tokens and held_back:
-            stop_N = self._ids(held_back)
-        if params.logit_bias:
-            bias_ids_N = self._ids(params.logit_bias)
-            values = list(params.logit_bias.values())
-            bias_N = torch.tensor(values, dtype=torch.float32, device=self.device)
-        return Constraints(
-            prompt_len=prompt_len,
-            forbidden_V=forbidden_V,
-            bad_words=self._bad_words([w for w in bad_words_ids if w]),
-            min_tokens=params.min_tokens if stop_N is not None else 0,
-            stop_N=stop_N,
-            bias_ids_N=bias_ids_N,
-            bias_N=bias_N,
-        )
-
-    def _bad_words(self, words: list[list[int]]) -> BadWords | None:
-        if not words:
-            return None
-        width = max(len(w) for w in words) - 1
-        prefixes = [[-1] * (width - len(w) + 1) + w[:-1] for w in words]
-        prefix_WC = torch.tensor(prefixes, dtype=torch.int64, device=self.device).view(len(words), width)
-        return BadWords(prefix_WC, self._ids(len(w) - 1 for w in words), self._ids(w[-1] for w in words))
-
-    def _ids(self, ids: Iterable[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+    def _store_list(self, slot: int, numbers: list[int]) -> None:
+        width = self.lists_SN.shape[1]
+        if len(numbers) > width:
+            while width < len(numbers):
+                width *= 2
+            larger_SN = self.lists_SN.new_zeros((self.num_slots, width))
+            larger_SN[:, : self.lists_SN.shape[1]] = self.lists_SN
+            self.lists_SN, self.generation = larger_SN, self.generation + 1
+        self.lists_SN[slot, : len(numbers)] = upload(numbers, self.device).int()

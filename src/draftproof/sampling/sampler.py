@@ -5,18 +5,16 @@ Shapes: M rows, V vocabulary, S slots, L positions, R requests of a round, N alt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftproof.kernels.ops import Ops
-from draftproof.sampling.params import RowParams, SamplingTable
-from draftproof.sampling.processing import process
-
-NO_NUMBER = -1  # in place of a token: the target's logits held NaN or inf
-NONE_LEFT = -2  # or they were fine, and what the request asks for ruled every token out
+from draftproof.kernels.process import NO_NUMBER as NO_NUMBER
+from draftproof.kernels.process import NONE_LEFT as NONE_LEFT
+from draftproof.kernels.row_params import RowParams
+from draftproof.sampling.params import SamplingTable
 
 
 class Sampler:
@@ -28,18 +26,14 @@ class Sampler:
 
     def rows(self, slots_M: Tensor) -> RowParams:
         """The parameters of each row; slots_M int64 [M]."""
-        return RowParams(*self.ops.pick(self.table.columns, slots_M))
+        return RowParams(self.ops.gather(self.table.params_S.packed_MC, slots_M))
 
     def process(
-        self,
-        logits_MV: Tensor,
-        slots_M: Tensor,
-        positions_M: Tensor,
-        tokens_SL: Tensor,
-        slots_host: Sequence[int],
-    ) -> Tensor:
-        """The logits after everything but temperature and filters; `logits_MV` itself where nothing is asked for."""
-        return process(self.table, logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+        self, logits_MV: Tensor, params: RowParams, slots_M: Tensor, positions_M: Tensor, tokens_SL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `ops.Process`."""
+        lists_SN = self.table.lists_SN
+        return self.ops.process(logits_MV, params, slots_M, positions_M, tokens_SL, lists_SN)
 
     def sample(
         self,
@@ -47,16 +41,19 @@ class Sampler:
         slots_M: Tensor,
         positions_M: Tensor,
         tokens_SL: Tensor,
-        slots_host: Sequence[int],
+        *,
+        has_processing: bool,
     ) -> Tensor:
         """The token of each target row: int64 [M], `NO_NUMBER` or `NONE_LEFT` where no token is possible.
 
         logits_MV fp32, left as it is; slots_M, positions_M int64: the slot and the position that is sampled;
-        tokens_SL int32: known tokens, then the drafts being verified; slots_host: slots_M on the host.
+        tokens_SL int32: known tokens, then the drafts being verified; has_processing: some row's request asks for more
+        than temperature and filters.
         """
-        processed_MV = self.process(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
-        tokens_M = self._choose(processed_MV, self.rows(slots_M), positions_M, None)
-        return tokens_M if processed_MV is logits_MV else say_why(tokens_M, logits_MV)
+        params, failures_M = self.rows(slots_M), None
+        if has_processing:
+            logits_MV, failures_M = self.process(logits_MV, params, slots_M, positions_M, tokens_SL)
+        return self.ops.sample(logits_MV, params, positions_M, None, failures_M)
 
     def draw(
         self, logits_MV: Tensor, slots_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
@@ -66,7 +63,7 @@ class Sampler:
         The filters cost nothing where a request sets none and raise acceptance where it does. ids_V int64: target id
         of each column of a reduced vocabulary. Returns int64 [M] target ids.
         """
-        return self._choose(logits_MV, self.rows(slots_M), positions_M, ids_V)
+        return self.ops.sample(logits_MV, self.rows(slots_M), positions_M, ids_V)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor | None = None) -> RoundDraw:
         """`draw` for the requests of one round, as a drafter calls it: rows name requests, not slots."""
@@ -87,15 +84,6 @@ class Sampler:
         top_ids_MN = top_ids(logits_MV, num)
         top_MN = logits_MV.gather(1, top_ids_MN) - norm_M1
         return (chosen_M1 - norm_M1)[:, 0], above_MV.sum(-1) + 1, top_ids_MN, top_MN
-
-    def _choose(self, logits_MV: Tensor, p: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
-        return RoundDraw(self.ops, p)(logits_MV, None, positions_M, ids_V)
-
-
-def say_why(tokens_M: Tensor, logits_MV: Tensor) -> Tensor:
-    """tokens_M, in which an impossible token tells whether the raw logits or their processing are to blame."""
-    had_numbers_M = torch.isfinite(logits_MV.amax(-1))
-    return torch.where((tokens_M < 0) & had_numbers_M, NONE_LEFT, tokens_M)
 
 
 class Draw(Protocol):
@@ -127,8 +115,7 @@ class RoundDraw:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        p = self._params
-        return (p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M)
+        return (self._params.packed_MC,)
 
     def over(self, inputs: tuple[Tensor, ...]) -> RoundDraw:
         """A draw like this one, from other inputs."""
@@ -138,12 +125,8 @@ class RoundDraw:
         self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
         """See `Draw`."""
-        p = self._params
-        if rows_M is not None:
-            p = RowParams(*(column_R[rows_M] for column_R in self.inputs))
-        return self._ops.sample(
-            logits_MV, p.temperature_M, p.top_k_M, p.top_p_M, p.min_p_M, p.seeds_M, positions_M, ids_V
-        )
+        params = self._params if rows_M is None else self._params[rows_M]
+        return self._ops.sample(logits_MV, params, positions_M, ids_V)
 
 
 def top_ids(logits_MV: Tensor, num: int) -> Tensor:

@@ -6,7 +6,6 @@ S slots, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,8 +48,9 @@ class Verifier(Protocol):
         slots_M: Tensor,
         positions_M: Tensor,
         tokens_SL: Tensor,
-        slots_host: Sequence[int],
         rows: VerifyRows,
+        *,
+        has_processing: bool,
     ) -> VerifyResult:
         """The emitted tokens, from raw logits of the sampled rows, which are left as they are."""
         ...
@@ -72,11 +72,14 @@ class ExactVerifier:
         slots_M: Tensor,
         positions_M: Tensor,
         tokens_SL: Tensor,
-        slots_host: Sequence[int],
         rows: VerifyRows,
+        *,
+        has_processing: bool,
     ) -> VerifyResult:
         """See `Verifier`."""
-        sampled_M = self.sampler.sample(logits_MV, slots_M, positions_M, tokens_SL, slots_host)
+        sampled_M = self.sampler.sample(
+            logits_MV, slots_M, positions_M, tokens_SL, has_processing=has_processing
+        )
         return accept_exact(sampled_M, rows, tokens_SL, self.sampler.ops.step)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:

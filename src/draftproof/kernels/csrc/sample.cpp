@@ -9,6 +9,7 @@
 
 #include "common.h"
 #include "pool.h"
+#include "row_params.h"
 
 namespace {
 
@@ -263,32 +264,32 @@ int64_t gumbel_max(const Row& row, float low, int64_t seed, int64_t position, Sc
 }  // namespace
 
 struct SampleArgs {
-    const float *logits, *temperature;
-    const int64_t* top_k;
-    const float *top_p, *min_p;
-    const int64_t *seeds, *positions, *ids;
+    const float* logits;
+    const RowParams* params;
+    const int64_t *positions, *ids, *failures;
     int64_t* out;
     int64_t rows, width, threads;
 };
 
 extern "C" void dp_sample(const SampleArgs* a) {
-    const float *logits = a->logits, *temperature = a->temperature, *top_p = a->top_p, *min_p = a->min_p;
-    const int64_t *top_k = a->top_k, *seeds = a->seeds, *positions = a->positions, *ids = a->ids;
+    const float* logits = a->logits;
+    const int64_t *positions = a->positions, *ids = a->ids;
     int64_t *out = a->out, rows = a->rows, width = a->width, threads = a->threads;
     int64_t members = rows > 1 ? team(threads, rows * width) : 1;
     parallel(members, rows, [&](int64_t r) {
         Row row{logits + r * width, ids, width};
-        float top = largest(row), t = temperature[r];
+        const RowParams& p = a->params[r];
+        float top = largest(row), t = p.temperature;
         if (!std::isfinite(top)) {
-            out[r] = -1;
+            out[r] = a->failures ? a->failures[r] : -1;
         } else if (!(t > 0)) {
             out[r] = greedy(row, top);
-        } else if (top_k[r] > 0 || top_p[r] < 1 || min_p[r] > 0) {
+        } else if (p.top_k > 0 || p.top_p < 1 || p.min_p > 0) {
             Filter filter(row, top, t);
-            float low = filter.threshold(top_k[r], top_p[r], min_p[r]);
-            out[r] = gumbel_max(row, low, seeds[r], positions[r], [&](int64_t i) { return load(&filter.d[i]); });
+            float low = filter.threshold(p.top_k, p.top_p, p.min_p);
+            out[r] = gumbel_max(row, low, p.seed, positions[r], [&](int64_t i) { return load(&filter.d[i]); });
         } else {
-            out[r] = gumbel_max(row, -INFINITY, seeds[r], positions[r],
+            out[r] = gumbel_max(row, -INFINITY, p.seed, positions[r],
                                 [&](int64_t i) { return (row.at(i) - top) / t; });
         }
     });

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.kernels.gpu.launch import dense, on, pdl
+from draftproof.kernels.gpu.launch import on, pdl
 from draftproof.kernels.gpu.pdl import begin
 from draftproof.kernels.rows import concat_torch
 
@@ -28,22 +28,6 @@ def _gather_kernel(table, index, out, width, BLOCK: tl.constexpr, PDL: tl.conste
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.maximum(tl.load(index + t), 0).to(tl.int64)
     tl.store(out + t * width + h, tl.load(table + v * width + h, mask=h < width), mask=h < width)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _pick_kernel(
-    a, b, c, d, e, index, out_a, out_b, out_c, out_d, out_e, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Copy BLOCK rows of each of five columns."""
-    begin(PDL)
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = t < rows
-    v = tl.load(index + t, mask=here, other=0)
-    tl.store(out_a + t, tl.load(a + v, mask=here), mask=here)
-    tl.store(out_b + t, tl.load(b + v, mask=here), mask=here)
-    tl.store(out_c + t, tl.load(c + v, mask=here), mask=here)
-    tl.store(out_d + t, tl.load(d + v, mask=here), mask=here)
-    tl.store(out_e + t, tl.load(e + v, mask=here), mask=here)
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["a", "b", "c", "out"])
@@ -73,18 +57,6 @@ def gather(table_VH: Tensor, index_T: Tensor) -> Tensor:
                 table_VH, index_T, out_TH, width, BLOCK=BLOCK, **pdl(table_VH)
             )
     return out_TH
-
-
-def pick(columns: Sequence[Tensor], index_T: Tensor) -> tuple[Tensor, ...]:
-    """`rows.pick_torch`, of the five columns that a row's sampling needs."""
-    index_T = dense(index_T)
-    found = tuple(column_V.new_empty(len(index_T)) for column_V in columns)
-    if len(index_T):
-        with on(index_T):
-            _pick_kernel[(triton.cdiv(len(index_T), BLOCK),)](
-                *map(dense, columns), index_T, *found, len(index_T), BLOCK=BLOCK, **pdl(index_T)
-            )
-    return found
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

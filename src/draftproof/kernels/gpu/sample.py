@@ -15,7 +15,8 @@ from torch import Tensor
 
 from draftproof.kernels.gpu.launch import dense, on, pdl, power_of_two
 from draftproof.kernels.gpu.pdl import begin
-from draftproof.kernels.gpu.threshold import limits
+from draftproof.kernels.gpu.threshold import COLUMNS, FLOATS, limits
+from draftproof.kernels.row_params import RowParams
 
 PIECE, BLOCK = 4096, 1024
 WIDEST = 1 << 18  # columns; masses are summed in 64 bits
@@ -82,9 +83,9 @@ def _draw_kernel(
     piece = tl.program_id(1)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + row * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + row * FLOATS)
     limit = tl.load(limits + row)
-    seed = tl.load(seeds + row)
+    seed = tl.load(seeds + row * COLUMNS)
     position = tl.load(positions + row)
     key_a = _key(seed, position, 0x9E3779B9)
     key_b = _key(seed, position, 0x85EBCA77)
@@ -111,9 +112,10 @@ def _draw_kernel(
 
 @triton.jit
 def _winner_kernel(
-    tops, best_scores, best_ids, tokens, PIECES: tl.constexpr, POW: tl.constexpr, PDL: tl.constexpr
+    tops, best_scores, best_ids, failures, tokens,
+    PIECES: tl.constexpr, POW: tl.constexpr, FAILS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The row's token; -1 where its largest logit is no finite number."""
+    """The row's token; its failure, or -1, where its largest logit is no finite number."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, POW)
@@ -122,18 +124,18 @@ def _winner_kernel(
     score_P = tl.load(best_scores + row * PIECES + p, mask=inside, other=-float("inf"))
     id_P = tl.load(best_ids + row * PIECES + p, mask=inside, other=NOBODY)
     token = tl.min(tl.where(score_P == tl.max(score_P, axis=0), id_P, NOBODY), axis=0)
-    tl.store(tokens + row, tl.where(tl.abs(top) < float("inf"), token, -1))
+    failure = tl.full((), -1, tl.int64)
+    if FAILS:
+        failure = tl.load(failures + row)
+    tl.store(tokens + row, tl.where(tl.abs(top) < float("inf"), token, failure))
 
 
 def sample(
     logits_MV: Tensor,
-    temperature_M: Tensor,
-    top_k_M: Tensor,
-    top_p_M: Tensor,
-    min_p_M: Tensor,
-    seeds_M: Tensor,
+    params: RowParams,
     positions_M: Tensor,
     ids_V: Tensor | None,
+    failures_M: Tensor | None = None,
 ) -> Tensor:
     """See `ops.Sample`. Raises ValueError for more than WIDEST columns."""
     rows, width = logits_MV.shape
@@ -147,20 +149,20 @@ def sample(
     tops = logits_MV.new_empty(rows, pieces)
     scores = logits_MV.new_empty(rows, pieces)
     ids = tokens_M.new_empty(rows, pieces)
-    filters = [x.contiguous() for x in (temperature_M, top_k_M, top_p_M, min_p_M)]
+    params = RowParams(dense(params.packed_MC))
     size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces)}
     soon = pdl(logits_MV)
     with on(logits_MV):
         _top_kernel[(rows, pieces)](logits_MV, tops, V=width, PIECES=pieces, PIECE=PIECE, **soon, num_warps=8)
-        limits_M = limits(logits_MV, tops, filters, pieces, PIECE)
+        limits_M = limits(logits_MV, tops, params, pieces, PIECE)
         _draw_kernel[(rows, pieces)](
             logits_MV,
             tops,
-            filters[0],
+            params.temperature_M,
             limits_M,
-            seeds_M.contiguous(),
+            params.seeds_M,
             positions_M.long().contiguous(),
-            seeds_M if ids_V is None else ids_V.long().contiguous(),
+            tokens_M if ids_V is None else ids_V.long().contiguous(),
             scores,
             ids,
             **size,
@@ -171,6 +173,15 @@ def sample(
             num_warps=4,
         )
         _winner_kernel[(rows,)](
-            tops, scores, ids, tokens_M, PIECES=pieces, POW=size["POW"], **soon, num_warps=1
+            tops,
+            scores,
+            ids,
+            tokens_M if failures_M is None else failures_M,
+            tokens_M,
+            PIECES=pieces,
+            POW=size["POW"],
+            FAILS=failures_M is not None,
+            **soon,
+            num_warps=1,
         )
     return tokens_M

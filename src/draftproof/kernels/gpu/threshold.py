@@ -8,8 +8,6 @@ go over them alone, or over the whole row where they do not decide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,10 @@ from torch import Tensor
 
 from draftproof.kernels.gpu.launch import pdl, power_of_two
 from draftproof.kernels.gpu.pdl import begin
+from draftproof.kernels.row_params import NUM_COLUMNS, RowParams
 
+COLUMNS = tl.constexpr(NUM_COLUMNS)  # of a row's parameters, in int64
+FLOATS = tl.constexpr(2 * NUM_COLUMNS)  # and in fp32
 CANDIDATES = tl.constexpr(8192)  # also the columns of one step
 BINS = tl.constexpr(128)
 BINS_PER_UNIT = tl.constexpr(8.0)
@@ -93,10 +94,10 @@ def _settings(
     tops, temperatures, top_ks, top_ps, min_ps, m, V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr
 ):
     """(whether row m needs a search, its largest logit, its limit by min-p)."""
-    temperature = tl.load(temperatures + m)
-    top_k = tl.load(top_ks + m)
-    top_p = tl.load(top_ps + m)
-    lowest = tl.log(tl.load(min_ps + m).to(tl.float64)).to(tl.float32)
+    temperature = tl.load(temperatures + m * FLOATS)
+    top_k = tl.load(top_ks + m * COLUMNS)
+    top_p = tl.load(top_ps + m * FLOATS)
+    lowest = tl.log(tl.load(min_ps + m * FLOATS).to(tl.float64)).to(tl.float32)
     p = tl.arange(0, POW)
     top = tl.max(tl.load(tops + m * PIECES + p, mask=p < PIECES, other=-float("inf")), axis=0)
     filtered = ((top_k > 0) & (top_k < V)) | (top_p < 1.0)
@@ -123,7 +124,7 @@ def counts_kernel(
     piece = tl.program_id(1)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
-        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m), V, PIECE)
+        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m * FLOATS), V, PIECE)
         at = m * PIECES + piece
         counts_B = tl.histogram(_bin(distance), BINS, mask=exists)
         tl.store(counts + at * BINS + tl.arange(0, BINS), counts_B)
@@ -154,7 +155,7 @@ def aside_kernel(
     active, top, _ = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
         bins, first = _fitting(counts, m, piece, PIECES, POW)
-        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m), V, PIECE)
+        distance, exists = _piece(logits + m * V, piece, top, tl.load(temperatures + m * FLOATS), V, PIECE)
         aside = exists & (_bin(distance) < bins)
         at = first + tl.cumsum(aside.to(tl.int32), axis=0) - 1
         tl.store(spare + m * CANDIDATES + at, distance, mask=aside)
@@ -170,9 +171,9 @@ def threshold_kernel(
     m = tl.program_id(0).to(tl.int64)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
     if active:
-        temperature = tl.load(temperatures + m)
-        top_k = tl.load(top_ks + m)
-        share = tl.load(top_ps + m).to(tl.float64)
+        temperature = tl.load(temperatures + m * FLOATS)
+        top_k = tl.load(top_ks + m * COLUMNS)
+        share = tl.load(top_ps + m * FLOATS).to(tl.float64)
         use_k = (top_k > 0) & (top_k < V)
         use_p = share < 1.0
         wanted_k = top_k.to(tl.float64)
@@ -199,14 +200,14 @@ def threshold_kernel(
     tl.store(limits + m, limit)
 
 
-def limits(logits_MV: Tensor, tops: Tensor, filters: Sequence[Tensor], pieces: int, piece: int) -> Tensor:
-    """The bits of the largest |d| that stays, int32 [M]. `filters`: temperature, top-k, top-p, min-p of each row;
-    `tops` [M, pieces]: largest logits."""
+def limits(logits_MV: Tensor, tops: Tensor, params: RowParams, pieces: int, piece: int) -> Tensor:
+    """The bits of the largest |d| that stays, int32 [M]. `tops` [M, pieces]: largest logits."""
     rows, width = logits_MV.shape
     counts = tops.new_empty(rows, pieces, BINS.value, dtype=torch.int32)
     masses = tops.new_empty(rows, pieces, dtype=torch.int64)
     spare = tops.new_empty(rows, CANDIDATES.value)
     out_M = tops.new_empty(rows, dtype=torch.int32)
+    filters = (params.temperature_M, params.top_k_M, params.top_p_M, params.min_p_M)
     given = (logits_MV, tops, *filters)
     size = {"V": width, "PIECES": pieces, "POW": power_of_two(pieces), **pdl(logits_MV)}
     counts_kernel[(rows, pieces)](*given, counts, masses, **size, PIECE=piece, num_warps=8)

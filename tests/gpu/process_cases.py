@@ -1,0 +1,43 @@
+"""Random requests and rows for the operator that processes logits."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.row_params import RowParams
+from draftproof.sampling.params import SamplingTable
+from draftproof.types import SamplingParams
+
+NUM_SLOTS, LENGTH, NUM_ROWS = 9, 60, 48
+
+
+def case(width: int, device: torch.device) -> tuple[Tensor, RowParams, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `ops.Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
+    rng = random.Random(width)
+    few = [rng.randrange(width) for _ in range(6)]  # that texts are made of, so that they repeat
+    tokens = [[rng.choice(few) for _ in range(LENGTH)] for _ in range(NUM_SLOTS)]
+    table = SamplingTable(NUM_SLOTS, width, device)
+    for slot in range(1, NUM_SLOTS):
+        wants = random.Random(slot)
+        bias = {rng.randrange(width): rng.uniform(-9, 9) for _ in range(200)}
+        words = [[rng.choice(few) for _ in range(rng.randrange(1, 4))] for _ in range(9)]
+        params = SamplingParams(
+            repetition_penalty=wants.choice([1.0, 0.7, 1.3]),
+            presence_penalty=wants.choice([0.0, 0.4]),
+            frequency_penalty=wants.choice([0.0, 0.1, -0.3]),
+            min_tokens=wants.choice([0, 9]),
+            max_tokens=None,
+            logit_bias=wants.choice([None, bias]),
+            allowed_token_ids=wants.choice([None, None, few + list(range(0, width, 3))]),
+        )
+        own_words = words if wants.random() < 0.5 else None
+        table.admit(slot, params, slot, 8, frozenset(few[:2]), own_words)
+    logits_MV = torch.randn(NUM_ROWS, width, generator=torch.Generator().manual_seed(width))
+    logits_MV[3, 5], logits_MV[4, 6], logits_MV[5] = torch.nan, torch.inf, -torch.inf
+    slots_M = torch.tensor([m % NUM_SLOTS for m in range(NUM_ROWS)], device=device)
+    positions_M = torch.tensor([rng.randrange(1, LENGTH + 1) for _ in range(NUM_ROWS)], device=device)
+    tokens_SL = torch.tensor(tokens, dtype=torch.int32, device=device)
+    return logits_MV.to(device), table.params_S[slots_M], slots_M, positions_M, tokens_SL, table.lists_SN
