@@ -91,12 +91,6 @@ def build(method: str | None, **settings: Any) -> LLM:
     return LLM(dtype="float32", **{**drafting, **settings})
 
 
-def is_plain(p: SamplingParams) -> bool:
-    """Nothing but temperature and filters; a seed of its own, so that it may come at any time."""
-    processed = p.repetition_penalty != 1 or p.frequency_penalty or p.logit_bias or p.allowed_token_ids
-    return not processed and not p.min_tokens and (p.temperature == 0 or p.seed is not None)
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "five at a time, chunks of 24": {"max_num_seqs": 5, "max_num_batched_tokens": 24},
@@ -130,12 +124,8 @@ def test_running_ahead_changes_nothing(
     graphs = ahead(llm)
     outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
     assert not compare(expected, outputs)
-    kept = [i for i, p in enumerate(wanted.params) if is_plain(p)]  # only these run as whole steps
-    outputs = llm.generate(
-        [wanted.prompts[i] for i in kept], [wanted.params[i] for i in kept], use_tqdm=False
-    )
-    assert not compare([expected[i] for i in kept], outputs)
     assert graphs.num_replays > 5
+    assert any(key[0] == "step" and key[1].processing for key in graphs.entries)
     if name == "preempted":
         assert llm.stats.num_preemptions
     if method:

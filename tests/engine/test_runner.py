@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, SamplingParams, assets
+from draftproof.bench.compare import compare
 from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
@@ -66,8 +67,43 @@ def test_a_decode_step_with_a_drafter_of_ours_is_two_programs(num_drafts: int) -
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
         shape = BatchShape.decoding(1, 1 + num_drafts, num_drafts)
-        assert runner.graphs.holds(("verify", 1, 1 + num_drafts, 1 + num_drafts))
-        assert runner.graphs.holds(("draft", shape))
+        number = runner.graphs.holds(("verify", 1, 1 + num_drafts, 1 + num_drafts, 0))
+        assert number and runner.graphs.holds(("draft", shape, number))
+
+
+ASKING = {
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {5: -3.0, 7: 1.0}},
+    "bad words": {"bad_words": ["return", " the"]},
+    "allowed ids": {"allowed_token_ids": list(range(5, 4000))},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": [5, 6, 7]},
+}
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize("config", [None, EAGLE3], ids=["plain", "eagle3"])
+@pytest.mark.parametrize("asked", ASKING)
+def test_a_request_with_processing_of_logits_leaves_its_batch_in_recorded_programs(
+    config: dict[str, Any] | None, asked: str
+) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)] * 2
+    params.append(SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, **ASKING[asked]))
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    with (
+        LLM(dtype="float32", speculative_config=config) as llm,
+        LLM(dtype="float32", enforce_eager=True) as eager,
+    ):
+        runner, expected = llm.engine.runner, eager.generate(prompts, params, use_tqdm=False)
+        assert isinstance(runner, ModelRunner)
+        kind = "step" if config is None else "verify"
+
+        def recorded() -> list[Any]:
+            return [key for key in runner.graphs.recorded_keys() if key[0] == kind]  # type: ignore[attr-defined]
+
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert any((key[1].processing if config is None else key[-1]) for key in recorded())
+    assert not compare(expected, found)
+    assert found[0].outputs[0].token_ids != found[2].outputs[0].token_ids, "it makes a difference"
 
 
 @pytest.mark.parametrize("config", [None, EAGLE3], ids=["plain", "eagle3"])

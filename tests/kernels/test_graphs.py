@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof.kernels import graphs, native
 from draftproof.kernels.graphs import OFTEN, Recorded
-from draftproof.kernels.ops import select
+from draftproof.kernels.ops import Ops, select
 
 
 def rows(seed: int, count: int = 3) -> Tensor:
@@ -41,14 +41,65 @@ def test_a_function_that_computes_by_other_means_runs_as_it_is(library: native.L
     assert recorded.program(("key",)) is None
 
 
-def test_programs_stop_at_a_bound_on_memory(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
-    monkeypatch.setattr(graphs, "MOST_BYTES", 1)
-    for count in (*[2] * OFTEN, *[3] * 2 * OFTEN):
-        given = rows(0, count)
+def often(recorded: Recorded, ops: Ops, count: int, times: int = OFTEN) -> None:
+    """Run one function of so many rows until it is recorded."""
+    given = rows(0, count)
+    for _ in range(times):
         (out,) = recorded.run(("rows", count), lambda x_TH: (ops.silu_mul(x_TH),), (given,))
         assert torch.equal(out, ops.silu_mul(given))
-    assert recorded.program(("rows", 2)) is not None and recorded.program(("rows", 3)) is None
+
+
+def test_the_least_recently_used_program_gives_way_and_may_come_again(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    for count in (1, 2):
+        often(recorded, ops, count)
+    number = recorded.holds(("rows", 2))
+    often(recorded, ops, 1, times=1)  # used again, so the other one is the older
+    often(recorded, ops, 3)
+    assert recorded.recorded_keys() == [("rows", 1), ("rows", 3)]
+    often(recorded, ops, 2, times=OFTEN - 1)
+    assert not recorded.holds(("rows", 2)), "it is counted from the start"
+    often(recorded, ops, 2, times=1)
+    assert recorded.recorded_keys() == [("rows", 3), ("rows", 2)]
+    assert recorded.holds(("rows", 2)) not in (0, number), "what was recorded over the first one is stale"
+
+
+def test_memory_is_counted_and_bounded(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given, 64 columns a row, and what comes out, 32; and of two programs the older one goes."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    often(recorded, ops, 2)
+    assert recorded.num_bytes == 2 * (64 + 32) * 4
+    monkeypatch.setattr(graphs, "MOST_BYTES", 4 * (64 + 32) * 4)
+    often(recorded, ops, 3)
+    assert recorded.recorded_keys() == [("rows", 3)] and recorded.num_bytes == 3 * (64 + 32) * 4
+    often(recorded, ops, 5, times=2 * OFTEN)
+    assert recorded.recorded_keys() == [("rows", 3)], "larger than all may be together"
+
+
+def test_what_cannot_be_recorded_takes_nobodys_place(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it tried again and again, nor are keys kept without end."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    often(recorded, ops, 1)
+    tried = []
+
+    def function(x_TH: Tensor) -> Tensor:
+        tried.append(library.is_recording)
+        return x_TH + 1
+
+    for number in range(20):
+        for _ in range(2 * OFTEN):
+            recorded.run(("sum", number), function, (rows(0),))
+    assert recorded.recorded_keys() == [("rows", 1)] and sum(tried) == 20
+    monkeypatch.setattr(graphs, "MOST_MET", 5)
+    for number in range(50):
+        recorded.run(("once", number), function, (rows(0),))
+    assert len(recorded._table._num_met) <= 20 + 5 and sum(tried) == 20
 
 
 def test_a_function_s_own_runs_become_part_of_its_program(library: native.Library) -> None:

@@ -301,13 +301,11 @@ def test_noise_and_probabilities_of_a_row_have_the_same_bits_in_any_batch(width:
     rows = 4
     logits_MV = random_logits(rows, width, scale=1.0)
     seeds_M, ids_V = torch.arange(rows), torch.arange(width)
-    params = mixed(rows)
+    params = RowParams.of(*mixed(rows), seeds_M)
     torch.set_num_threads(1)
     noise = [gumbel(seeds_M[m : m + 1], seeds_M[m : m + 1], ids_V)[0] for m in range(rows)]
-    probs = [
-        probabilities_torch(logits_MV[m : m + 1], *[p[m : m + 1] for p in params])[0] for m in range(rows)
-    ]
+    probs = [probabilities_torch(logits_MV[m : m + 1], params[m : m + 1])[0] for m in range(rows)]
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(gumbel(seeds_M, seeds_M, ids_V), torch.stack(noise))
-        assert torch.equal(probabilities_torch(logits_MV, *params), torch.stack(probs))
+        assert torch.equal(probabilities_torch(logits_MV, params), torch.stack(probs))

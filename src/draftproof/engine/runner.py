@@ -322,8 +322,8 @@ class ModelRunner:
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
-        stays = self.on_device and not is_watched and graphs.holds(_verify_key(shape))
-        closed, launched.faults = (graphs if stays else EAGER).run(("draft", shape), draft, ())
+        number = 0 if is_watched or not self.on_device else graphs.holds(_verify_key(shape))
+        closed, launched.faults = (graphs if number else EAGER).run(("draft", shape, number), draft, ())
         if launched.faults:
             self._lose_state(launched)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle

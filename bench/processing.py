@@ -1,0 +1,82 @@
+"""What one request with penalties costs the requests beside it: a decoding step with it and without it, by turns.
+
+    python bench/processing.py [--device cuda] [--model MODEL] [--batch 16] [--drafter '{"model": "..."}']
+
+Prints the median time of a step for each batch: nobody asks for processing of logits, one request does, all do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from draftproof import LLM, SamplingParams
+
+ONE_THAT_ASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.05},
+    "lists": {"logit_bias": {5: -1.0}, "bad_words": [" never said"], "min_tokens": 8},
+}
+
+
+def arms(batch: int, num_tokens: int) -> dict[str, list[SamplingParams]]:
+    """The parameters of each request, by the name of the arm."""
+    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+    plain = [SamplingParams(**common)] * batch
+    found = {"nobody": plain}
+    for name, asked in list(ONE_THAT_ASKS.items())[1:]:
+        found[f"one: {name}"] = [SamplingParams(**common, **asked), *plain[1:]]
+        found[f"all: {name}"] = [SamplingParams(**common, **asked)] * batch
+    return found
+
+
+def step_ms(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> float:
+    """Milliseconds of a step, the prompts' own included: they are short."""
+    steps, start = llm.stats.num_steps, time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return 1e3 * (time.perf_counter() - start) / (llm.stats.num_steps - steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--drafter", type=json.loads, help="a speculative_config as JSON")
+    given = parser.parse_args()
+    drafting = {"policy": "fixed", **given.drafter} if given.drafter else None
+    with LLM(
+        given.model,
+        device=given.device,
+        dtype=given.dtype,
+        load_format=given.load_format,
+        max_num_seqs=given.batch,
+        max_model_len=512,
+        enable_prefix_caching=False,
+        speculative_config=drafting,
+    ) as llm:
+        prompts = [{"prompt_token_ids": [7 + i, 9, 11 + i, 13]} for i in range(given.batch)]
+        asked = arms(given.batch, given.tokens)
+        found: dict[str, list[float]] = {name: [] for name in asked}
+        for number in range(given.repeats + 2):
+            for name, params in asked.items():
+                ms = step_ms(llm, prompts, params)
+                if number >= 2:  # graphs are made in the first
+                    found[name].append(ms)
+    nobody = statistics.median(found["nobody"])
+    for name, times in found.items():
+        median = statistics.median(times)
+        print(
+            f"{name:16} {median:8.3f} ms a step ({min(times):.3f} to {max(times):.3f}), {median / nobody:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
