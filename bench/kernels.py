@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     library = None if args.torch else native.load()
     table = ops.select(torch.device("cpu"), library)
-    attend = registry.select(torch.device("cpu"), library, None)
+    attend: Any = registry.select(torch.device("cpu"), library, None)
     planner = LinearPlanner(torch.device("cpu"), exact=True, max_rows=64, library=library)
     print(f"{args.dtype}, {torch.get_num_threads()} threads, operators: {table.name}; us")
     print(f"{'':16}" + "".join(f"{rows:>9} rows" for rows in ROWS))

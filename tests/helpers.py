@@ -47,10 +47,11 @@ class Paged:
         per_slot = -(-max_len // block_size)
         order = torch.randperm(num_slots * per_slot, generator=torch.Generator().manual_seed(0))
         table_SB = (order + 1).view(num_slots, per_slot).int()
-        self.cache = allocate(list(kv), table_SB, num_slots * per_slot + 1, block_size, dtype, CPU)
         self.ops = select(CPU, library)
         # without a library the one that needs no certificate: what else there is may be inexact on some machine
         self.backend = backend or (registry.select(CPU, library) if library else ChunkedAttention(TREES))
+        num_blocks = num_slots * per_slot + 1
+        self.cache = allocate(list(kv), table_SB, num_blocks, block_size, dtype, CPU, self.backend.layout)
 
     def attention(
         self, positions_T: Tensor, slots_T: Tensor, context_lens_T: Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftproof.attention.base import FunctionBackend
 from draftproof.attention.exactness import AttentionShape, scores_check, split_by_the_batch, values_check
 from draftproof.attention.registry import BACKENDS
 from draftproof.config import EngineConfig
@@ -39,7 +40,9 @@ def test_triton_attention_is_certified(cuda: torch.device, name: str, dtype: tor
 
 def test_attention_split_by_the_batch_is_refused(cuda: torch.device) -> None:
     for make in (scores_check, values_check):
-        assert not is_exact(make(LARGE["8b"], 16, torch.bfloat16, cuda), split_by_the_batch, 1)
+        assert not is_exact(
+            make(LARGE["8b"], 16, torch.bfloat16, cuda), FunctionBackend(split_by_the_batch), 1
+        )
 
 
 def test_all_that_an_engine_uses_is_certified() -> None:

@@ -5,17 +5,17 @@ Shapes: T rows, S slots, B blocks per slot, D head size; in a pass over draft bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from draftproof.cache.pool import PagedCache
+from draftproof.cache.pool import KVShape, LayerKV, PagedCache, paged
 from draftproof.kernels.ops import Ops
 
 
-class AttentionBackend(Protocol):
-    """Softmax attention of each row over the first `context_lens_T` positions of its slot.
+class RowAttention(Protocol):
+    """Softmax attention of each row over the first `context_lens_T` positions of its slot, in the paged layout.
 
     Law 2: the grid of key chunks starts at absolute position 0 (sliding windows too) and has a constant size; chunks
     are computed whole, padded and masked; a wholly masked chunk is an exact no-op. Keys are read from the cache only.
@@ -78,52 +78,90 @@ class AttentionSpec:
     v_norm_D: Tensor | None = None
 
 
-@dataclass(slots=True)
-class PagedAttention:
-    """Attention as a layer calls it during one pass: store this pass's keys and values, then attend."""
+@dataclass(frozen=True, slots=True)
+class QueryRows:
+    """The rows of a pass that call attention together, as `Rows` has them."""
 
-    ops: Ops
-    backend: AttentionBackend
-    cache: PagedCache
-    rows: Rows
-    _begun: dict[int, AttentionBackend] = field(default_factory=dict)
+    slots_T: Tensor
+    context_lens_T: Tensor
+    max_query_len: int = 0
 
-    def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
-        q_THD = self.store(layer, qkv_TX, spec)
-        rows = self.rows
-        block = self.rows.block
-        if block is None:
-            return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
-        if not spec.causal:
-            window = spec.window + len(block.rows_JR) if spec.window else 0
-            return self._attend(-2, layer, q_THD, rows.slots_T, block.context_lens_T, window, spec)
-        return self._staggered(layer, q_THD, block.rows_JR, spec)
 
-    def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """Keys and values into the cache; q [T, num_heads, D], normed and rotated. Columns of q may be left out."""
-        kv = self.cache.layers[layer]
-        return self.ops.rope_store(
+class AttentionPass(Protocol):
+    """Attention for the layers of one pass, whose rows stay as they are."""
+
+    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor) -> Tensor:
+        """Each row over what it sees of its slot's keys: [T, num_heads * D] in q's dtype; a padding row is zero."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """How keys and values lie in the cache, are stored and attended to."""
+
+    def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Sizes of a layer's keys, and of its values; blocks come first."""
+        ...
+
+    def store(
+        self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
+    ) -> Tensor:
+        """Norm and rotate, and keep keys and values: q [T, num_heads, D]. Columns of q may be left out."""
+        ...
+
+    def query(
+        self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
+    ) -> Tensor:
+        """Norm and rotate q, [T, num_heads, D]; nothing is stored."""
+        ...
+
+    def plan(self, rows: QueryRows) -> AttentionPass:
+        """What the calls of a pass share: all that depends on its rows alone."""
+        ...
+
+
+class PagedBackend(AttentionBackend):
+    """A backend on the paged layout whose operators `Ops` has, and whose calls share no work. A subclass is a
+    `RowAttention`, or has a `plan` of its own."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table_SB: Tensor,
+        slots_T: Tensor,
+        context_lens_T: Tensor,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        """See `RowAttention`."""
+        raise NotImplementedError
+
+    def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return paged(shape, num_blocks, block_size)
+
+    def store(
+        self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
+    ) -> Tensor:
+        return ops.rope_store(
             qkv_TX,
-            self.rows.positions_T,
-            self.rows.slots_T,
+            rows.positions_T,
+            rows.slots_T,
             spec.cos_sin_PD,
             spec.q_norm_D,
             spec.k_norm_D,
             spec.eps,
             kv.k,
             None if kv.v is kv.k else kv.v,
-            self.cache.block_table_SB,
+            block_table_SB,
             spec.v_norm_D,
         )
 
-    def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
-        rows = self.rows
-        kv = self.cache.layers[layer]
-        table = self.cache.block_table_SB
+    def query(
+        self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
+    ) -> Tensor:
         none = kv.k[:, :0]
-        q_THD = self.ops.rope_store(
+        return ops.rope_store(
             q_TX,
             rows.positions_T,
             rows.slots_T,
@@ -133,42 +171,97 @@ class PagedAttention:
             spec.eps,
             none,
             none,
-            table,
+            block_table_SB,
         )
-        return self._attend(-1, layer, q_THD, rows.slots_T, rows.context_lens_T, spec.window, spec)
 
-    def _staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
+    def plan(self, rows: QueryRows) -> AttentionPass:
+        return FunctionPass(self, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPass:
+    """A pass of calls that share no more than their rows."""
+
+    function: RowAttention
+    rows: QueryRows
+
+    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor) -> Tensor:
+        rows = self.rows
+        return self.function(
+            q_THD, kv.k, kv.v, block_table_SB, rows.slots_T, rows.context_lens_T, spec.window, spec.scale
+        )
+
+
+@dataclass(frozen=True)
+class FunctionBackend(PagedBackend):
+    """The backend around a function."""
+
+    function: RowAttention
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self.function(*arguments)
+
+
+@dataclass(slots=True)
+class PagedAttention:
+    """Attention as a layer calls it during one pass: store this pass's keys and values, then attend."""
+
+    ops: Ops
+    backend: AttentionBackend
+    cache: PagedCache
+    rows: Rows
+    _own: AttentionPass | None = None  # over the rows as they are
+    _whole: AttentionPass | None = None  # over rows that see their block's end
+    _staggered: list[AttentionPass] = field(default_factory=list)  # over the j-th row of each block
+
+    def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
+        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
+        q_THD = self.store(layer, qkv_TX, spec)
+        block = self.rows.block
+        if block is None:
+            return self._attend_own(layer, q_THD, spec)
+        if not spec.causal:
+            return self._attend_whole(layer, q_THD, block, spec)
+        return self._attend_staggered(layer, q_THD, block.rows_JR, spec)
+
+    def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
+        """Keys and values into the cache; q [T, num_heads, D], normed and rotated. Columns of q may be left out."""
+        kv, table_SB = self.cache.layers[layer], self.cache.block_table_SB
+        return self.backend.store(self.ops, qkv_TX, self.rows, spec, kv, table_SB)
+
+    def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
+        kv, table_SB = self.cache.layers[layer], self.cache.block_table_SB
+        q_THD = self.backend.query(self.ops, q_TX, self.rows, spec, kv, table_SB)
+        return self._attend_own(layer, q_THD, spec)
+
+    def _attend_own(self, layer: int, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
+        if self._own is None:
+            rows = self.rows
+            self._own = self.backend.plan(QueryRows(rows.slots_T, rows.context_lens_T, rows.max_query_len))
+        return self._own.attend(q_THD, spec, self.cache.layers[layer], self.cache.block_table_SB)
+
+    def _attend_whole(self, layer: int, q_THD: Tensor, block: BlockRows, spec: AttentionSpec) -> Tensor:
+        if self._whole is None:
+            rows = self.rows
+            self._whole = self.backend.plan(QueryRows(rows.slots_T, block.context_lens_T, rows.max_query_len))
+        if spec.window:
+            spec = replace(spec, window=spec.window + len(block.rows_JR))
+        return self._whole.attend(q_THD, spec, self.cache.layers[layer], self.cache.block_table_SB)
+
+    def _attend_staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
         """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
-        gather = self.ops.gather
+        gather, rows = self.ops.gather, self.rows
         num_rows, *head = q_THD.shape
+        if not self._staggered:
+            for index_R in rows_JR.unbind():
+                slots_R, context_lens_R = (
+                    gather(x_T.view(-1, 1), index_R).view(-1) for x_T in (rows.slots_T, rows.context_lens_T)
+                )
+                self._staggered.append(self.backend.plan(QueryRows(slots_R, context_lens_R, 1)))
         outs = []
-        for j, index_R in enumerate(rows_JR.unbind()):
-            q_RX = gather(q_THD.view(num_rows, -1), index_R)
-            slots_R1, context_lens_R1 = (
-                gather(x_T.view(-1, 1), index_R) for x_T in (self.rows.slots_T, self.rows.context_lens_T)
-            )
-            window = spec.window + j + 1 if spec.window else 0
-            q_RHD = q_RX.view(-1, *head)
-            outs.append(
-                self._attend(j, layer, q_RHD, slots_R1.view(-1), context_lens_R1.view(-1), window, spec)
-            )
+        for j, (attention, index_R) in enumerate(zip(self._staggered, rows_JR.unbind(), strict=True)):
+            q_RHD = gather(q_THD.view(num_rows, -1), index_R).view(-1, *head)
+            own = replace(spec, window=spec.window + j + 1) if spec.window else spec
+            outs.append(attention.attend(q_RHD, own, self.cache.layers[layer], self.cache.block_table_SB))
         return self.ops.concat(outs).view(num_rows, -1)
-
-    def _attend(
-        self,
-        kind: int,
-        layer: int,
-        q_THD: Tensor,
-        slots_T: Tensor,
-        context_lens_T: Tensor,
-        window: int,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """One call of the backend. `kind` tells apart calls whose rows are the same, since a backend may share work
-        between those: from 0 on they are one row of each block, -2 rows that see their block's end, -1 all others."""
-        if kind not in self._begun:
-            begin = getattr(self.backend, "begin", lambda _: self.backend)
-            self._begun[kind] = begin(1 if kind >= 0 else self.rows.max_query_len)
-        kv = self.cache.layers[layer]
-        table = self.cache.block_table_SB
-        return self._begun[kind](q_THD, kv.k, kv.v, table, slots_T, context_lens_T, window, spec.scale)

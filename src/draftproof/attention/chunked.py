@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftproof.attention.base import PagedBackend
 from draftproof.attention.gathered import CHUNK, attend_by_length
 from draftproof.kernels.sums import tree_sum
 
@@ -85,8 +86,8 @@ PRODUCTS = Products(scores=_blas_scores, values=_constant_products)
 TREES = Products(scores=_tree_scores, values=_tree_values)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedAttention:
+@dataclass(frozen=True)
+class ChunkedAttention(PagedBackend):
     """An `AttentionBackend` over chunks, with one of the two kinds of products."""
 
     products: Products

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftproof.attention.base import AttentionBackend, AttentionSpec, FunctionBackend, QueryRows
+from draftproof.cache.pool import LayerKV
 from draftproof.kernels.exactness import Bits, Check
 from draftproof.kernels.sums import pieces_sum
 
@@ -46,20 +47,15 @@ class _Data:
     block_table_SB: Tensor
     slots_T: Tensor
     context_lens_T: Tensor
-    window: int
-    scale: float
+    spec: AttentionSpec
 
-    def run(self, version: Any, rows_T: Tensor) -> Bits:
-        """`version` as a layer calls it: told how many neighbouring rows a slot has at most, where it asks."""
+    def run(self, version: AttentionBackend, rows_T: Tensor) -> Bits:
+        """`version` as a layer calls it: told how many neighbouring rows a slot has at most."""
         slots_T = self.slots_T[rows_T]
         context_lens_T = self.context_lens_T[rows_T]
-        begin = getattr(version, "begin", None)
-        attend = version if begin is None else begin(_most_neighbours(slots_T))
-        out_TX = attend(
-            self.q_THD[rows_T], self.k_cache, self.v_cache, self.block_table_SB, slots_T, context_lens_T,
-            self.window, self.scale,
-        )  # fmt: skip
-        return (out_TX,)
+        attention = version.plan(QueryRows(slots_T, context_lens_T, _most_neighbours(slots_T)))
+        kv = LayerKV(self.k_cache, self.v_cache)
+        return (attention.attend(self.q_THD[rows_T], self.spec, kv, self.block_table_SB),)
 
 
 def _most_neighbours(slots_T: Tensor) -> int:
@@ -101,8 +97,14 @@ def _check(
         block_table_SB=table_SB.to(device),
         slots_T=torch.tensor([slot for slot, _ in rows], device=device),
         context_lens_T=torch.tensor([end for _, end in rows], device=device),
-        window=shape.window,
-        scale=scale,
+        spec=AttentionSpec(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            scale=scale,
+            window=shape.window,
+            cos_sin_PD=torch.empty(0),  # what is in the cache is rotated
+        ),
     )
     return Check(
         num_rows=len(rows),
@@ -110,7 +112,7 @@ def _check(
         groups=_prompts(rows),
         proof_rows=tuple(i for i, (slot, end) in enumerate(rows) if end == CONTEXTS[slot]),
         run=data.run,
-        wrong=split_by_the_batch,
+        wrong=FunctionBackend(split_by_the_batch),
         too_short=min(shape.head_dim, shape.window or SHORT) < SHORT,
         device=device,
     )

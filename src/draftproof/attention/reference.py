@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftproof.attention.base import FunctionBackend
+
 
 def reference_attention(
     q_THD: Tensor,
@@ -19,7 +21,7 @@ def reference_attention(
     window: int,
     scale: float,
 ) -> Tensor:
-    """See `AttentionBackend`. A row is computed alone, so nothing but its own context can reach it."""
+    """See `RowAttention`. A row is computed alone, so nothing but its own context can reach it."""
     num_rows, num_heads, head_dim = q_THD.shape
     out_THD = torch.zeros_like(q_THD)
     for row, (slot, end) in enumerate(zip(slots_T.tolist(), context_lens_T.tolist(), strict=True)):
@@ -44,3 +46,6 @@ def _visible(cache: Tensor, blocks_B: Tensor, start: int, end: int) -> Tensor:
     block_size = cache.shape[2]
     vectors_LND = cache[blocks_B[positions // block_size].long(), :, positions % block_size]
     return vectors_LND.double().transpose(0, 1).contiguous()
+
+
+REFERENCE = FunctionBackend(reference_attention)

@@ -10,8 +10,9 @@ import torch
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.chunked import PRODUCTS, TREES, ChunkedAttention
 from draftproof.attention.compiled import CompiledAttention
-from draftproof.attention.reference import reference_attention
-from draftproof.attention.sdpa import sdpa_attention
+from draftproof.attention.reference import REFERENCE
+from draftproof.attention.sdpa import SDPA
+from draftproof.attention.torch_sdpa import TorchSdpa
 from draftproof.cache.pool import KVShape
 from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
@@ -32,6 +33,9 @@ class Entry:
     needs_library: bool = False
     needs_triton: bool = False
     by_name_only: bool = False  # for comparison: never chosen by itself
+    is_exact: bool = True  # False: for exact=False alone
+    most_dim: int | None = None  # head size that it takes
+    most_together: int | None = None  # sizes of all query heads that share keys, together
 
 
 def _compiled(library: Library | None) -> AttentionBackend:
@@ -40,31 +44,44 @@ def _compiled(library: Library | None) -> AttentionBackend:
 
 
 def _triton(library: Library | None) -> AttentionBackend:
-    from draftproof.kernels.gpu.attention import TritonAttention
+    from draftproof.attention.triton import TritonBackend
 
-    return TritonAttention()
+    return TritonBackend()
 
 
 BACKENDS: dict[str, Entry] = {
     "compiled": Entry(_compiled, ("cpu",), needs_library=True),
-    "sdpa": Entry(lambda _: sdpa_attention, ("cpu",)),
+    "sdpa": Entry(lambda _: SDPA, ("cpu",)),
     "chunked": Entry(lambda _: ChunkedAttention(PRODUCTS), ("cpu",)),
     "elementwise": Entry(lambda _: ChunkedAttention(TREES), ("cpu",)),
-    "triton": Entry(_triton, ("cuda",), needs_triton=True),
-    "reference": Entry(lambda _: reference_attention, ("cpu", "cuda"), by_name_only=True),
+    "triton": Entry(
+        _triton, ("cuda",), needs_triton=True, most_dim=MOST_TRITON_DIM, most_together=MOST_TRITON_TILE
+    ),
+    "torch_sdpa": Entry(lambda _: TorchSdpa(), ("cpu", "cuda"), by_name_only=True, is_exact=False),
+    "reference": Entry(lambda _: REFERENCE, ("cpu", "cuda"), by_name_only=True),
 }
 
 
-def check_sizes(device: torch.device, name: str | None, heads: int, shapes: Sequence[KVShape]) -> None:
-    """ValueError for heads that no backend here can take: `heads` query heads, `shapes` the layers' caches."""
-    if not gpu.available(device) or name == "reference":
+def check_sizes(
+    device: torch.device,
+    name: str | None,
+    heads: int | None,
+    shapes: Sequence[KVShape],
+    whose: str = "this model",
+) -> None:
+    """ValueError for heads that no backend here can take: `heads` query heads (None: a key has one at least), `shapes`
+    the layers' caches."""
+    if not gpu.available(device) or name not in (None, *BACKENDS):
         return
+    entry = BACKENDS[name or "triton"]
+    most_dim, most_together = entry.most_dim, entry.most_together
     for shape in shapes:
-        group = heads // shape.heads
-        if shape.head_dim > MOST_TRITON_DIM or group * shape.head_dim > MOST_TRITON_TILE:
+        group = heads // shape.heads if heads else 1
+        is_wide = most_dim is not None and shape.head_dim > most_dim
+        if is_wide or (most_together is not None and group * shape.head_dim > most_together):
             raise ValueError(
-                f"device={str(device)!r}: a group of {group} heads of size {shape.head_dim}, as of this model, is more "
-                f"than attention on a GPU takes yet (size {MOST_TRITON_DIM}, {MOST_TRITON_TILE} together); use "
+                f"device={str(device)!r}: a group of {group} heads of size {shape.head_dim}, as of {whose}, is more "
+                f"than attention on a GPU takes yet (size {most_dim}, {most_together} together); use "
                 "device='cpu'"
             )
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.attention.base import FunctionBackend
 from draftproof.attention.gathered import CHUNK, attend_by_length
 
 MIN_QUERIES = 4  # torch's fp32 kernel takes other paths (and other bits) below this many query rows
@@ -30,7 +31,7 @@ def sdpa_attention(
     window: int,
     scale: float,
 ) -> Tensor:
-    """See `AttentionBackend`."""
+    """See `RowAttention`."""
     return attend_by_length(
         partial(_attend, scale=scale),
         lambda _: MAX_ROWS,
@@ -57,3 +58,6 @@ def _attend(q_THD: Tensor, k_TNLD: Tensor, v_TNLD: Tensor, seen_TL: Tensor, scal
         q_TNGD, k_TNLD, v_TNLD, attn_mask=bias_TL[:, None, None, :], scale=scale
     )
     return out_TNGD[:, :, :group].reshape(q_THD.shape)
+
+
+SDPA = FunctionBackend(sdpa_attention)

@@ -7,7 +7,7 @@ Block 0 is never handed out: it is scratch, which unused table entries name, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class KVShape:
 
 @dataclass(slots=True)
 class LayerKV:
-    k: Tensor  # [num_blocks, heads, block_size, head_dim]
+    k: Tensor  # [num_blocks, ...]: the layout is the attention backend's
     v: Tensor  # k itself where they are shared
 
 
@@ -52,6 +52,16 @@ class PagedCache:
                 layer.v.index_fill_(0, blocks, 0)
 
 
+Layout = Callable[
+    [KVShape, int, int], tuple[int, ...]
+]  # shape, number of blocks, block size -> sizes of the keys
+
+
+def paged(shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """The layout that `Ops` knows: in a block head by head, position by position."""
+    return num_blocks, shape.heads, block_size, shape.head_dim
+
+
 def allocate(
     shapes: list[KVShape],
     block_table_SB: Tensor,
@@ -59,11 +69,12 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    layout: Layout = paged,
 ) -> PagedCache:
-    """A cache of `num_blocks` blocks for layers of the given shapes."""
+    """A cache of `num_blocks` blocks for layers of the given shapes, as the attention backend lays it out."""
 
     def one(shape: KVShape) -> Tensor:
-        size = (num_blocks, shape.heads, block_size, shape.head_dim)
+        size = layout(shape, num_blocks, block_size)
         if device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
         # the system's memory costs nothing before it is written to; torch.zeros would write to all of it

@@ -37,6 +37,7 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
+    num_heads: int | None = None  # query heads of an own layer; None: nobody says
     borrow: tuple[
         int, ...
     ] = ()  # indices of the target's caches that are read in place: they follow the own ones

@@ -142,4 +142,5 @@ def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
     return DraftSpec(
         taps=Taps(layers=s.taps),
         kv=kv_shapes(s.layers),
+        num_heads=s.layers.num_heads,
     )

@@ -11,9 +11,11 @@ from draftproof.models.decoder import kv_shapes
 
 
 def build(ctx: DraftContext) -> HeadDrafter:
+    layers = ctx.settings(TappedSettings).layers
     spec = DraftSpec(
         taps=tapped(ctx),
-        kv=kv_shapes(ctx.settings(TappedSettings).layers),
+        kv=kv_shapes(layers),
+        num_heads=layers.num_heads,
     )
     head = TappedNetwork(ctx, spec, HeadLayout(context="all", shift=1))
     check_leftovers(ctx)

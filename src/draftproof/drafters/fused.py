@@ -120,7 +120,7 @@ class FusedHead(DraftHead):
         check_hidden(ctx, config.hidden_size)
         builder = ctx.builder
         self._gather = builder.ops.gather
-        self.spec = DraftSpec(taps=taps, kv=kv_shapes(config))
+        self.spec = DraftSpec(taps=taps, kv=kv_shapes(config), num_heads=config.num_heads)
         self.layout = HeadLayout(context="all", shift=1)
         table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
         self.network = FusedNetwork(

@@ -34,7 +34,7 @@ class DraftModelHead(DraftHead):
 
     def __init__(self, decoder: Decoder, layout: HeadLayout, ids_V: Tensor | None = None) -> None:
         self._decoder = decoder
-        self.spec = DraftSpec(kv=decoder.kv)
+        self.spec = DraftSpec(kv=decoder.kv, num_heads=decoder.config.num_heads)
         self.layout = layout
         self.ids_V = ids_V
 

@@ -88,6 +88,7 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     spec = DraftSpec(
         taps=taps,
         kv=kv_shapes(s.layers) * num,
+        num_heads=s.layers.num_heads,
         reads_ahead=num,
     )
     embed_VH = embedding(ctx, s.layers)

@@ -64,7 +64,7 @@ def _mask_state(ctx: DraftContext, width: int) -> Tensor:
 
 def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(TappedSettings)
-    spec = DraftSpec(taps=tapped(ctx), kv=kv_shapes(s.layers))
+    spec = DraftSpec(taps=tapped(ctx), kv=kv_shapes(s.layers), num_heads=s.layers.num_heads)
     layout = HeadLayout(
         context="all",
         shift=1,

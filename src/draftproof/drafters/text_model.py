@@ -84,7 +84,9 @@ class TextDrafter(Drafter):
         block_bytes = size * sum(shape.bytes_per_token(dtype) for shape in self._decoder.kv)
         num_blocks = max(each, min(num_slots * each, MOST_BYTES // block_bytes))
         table_SB = torch.zeros((num_slots, each), dtype=torch.int32, device=device)
-        cache = allocate(list(self._decoder.kv), table_SB, num_blocks + 1, size, dtype, device)
+        cache = allocate(
+            list(self._decoder.kv), table_SB, num_blocks + 1, size, dtype, device, runtime.backend.layout
+        )
         self._pages = PageAllocator(num_blocks + 1, size, sharing=False, lookahead=0)
         self._runtime = DraftRuntime(
             ops=runtime.ops, backend=runtime.backend, cache=cache, graphs=runtime.graphs

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from draftproof import assets
+from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
@@ -125,7 +126,12 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
     for member in members:
-        target.check_taps(member.spec.taps.layers)
+        spec = member.spec
+        target.check_taps(spec.taps.layers)
+        whose = f"drafter {member.name}"
+        registry_of_attention.check_sizes(
+            base.device, config.attention_backend, spec.num_heads, spec.kv, whose
+        )
     base.planner.certify()
     is_auto = speculative is not None and speculative.is_auto
     drafting = _Drafting(
@@ -391,7 +397,8 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     state = _state(base, num_drafts, max(num_drafts, spec.lookahead))
 
     def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
-        return allocate(list(shapes), state.block_table_SB, num_blocks, config.block_size, base.dtype, device)
+        size, table_SB, layout = config.block_size, state.block_table_SB, base.backend.layout
+        return allocate(list(shapes), table_SB, num_blocks, size, base.dtype, device, layout)
 
     draft_cache, target_cache = cache(spec.kv), cache(target.kv)
     memory_lent = DraftRuntime(

@@ -86,6 +86,12 @@ def select(
     ops, backend = next(iter(tables.values())), next(iter(backends.values()))
     if not config.exact:
         return ops, backend
+    name = config.attention_backend
+    if name is not None and not registry.BACKENDS[name].is_exact:
+        raise ValueError(
+            f"attention_backend={name!r}: a row's bits may depend on its neighbours; leave it out, or give up the "
+            "promise with exact=False"
+        )
     certifier, show = OperatorCertifier(where.device, library), progress or (lambda what, done, total: None)
     changed: dict[str, Any] = {}
     grouped = by_operator(target_cases(model, where))

@@ -35,8 +35,8 @@ def rope_store_torch(
 
     live_T = positions_T >= 0
     cos_sin_T1R = cos_sin_PD[positions_T.clamp(min=0)].unsqueeze(1)
-    q_TND = _norm_rotate(q_TND, q_norm_D, eps, cos_sin_T1R).to(qkv_TX.dtype)
-    k_TND = _norm_rotate(k_TND, k_norm_D, eps, cos_sin_T1R)
+    q_TND = norm_rotate(q_TND, q_norm_D, eps, cos_sin_T1R).to(qkv_TX.dtype)
+    k_TND = norm_rotate(k_TND, k_norm_D, eps, cos_sin_T1R)
     if v_norm_D is not None:
         v_TND = normalize(v_TND.float(), v_norm_D, eps)
 
@@ -51,7 +51,7 @@ def rope_store_torch(
     return torch.where(live_T[:, None, None], q_TND, torch.zeros((), dtype=q_TND.dtype, device=q_TND.device))
 
 
-def _norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: Tensor) -> Tensor:
+def norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: Tensor) -> Tensor:
     """Norm over D (if any), then rotate the first rotary_dim of it; fp32 out."""
     x_TND = x_TND.float()
     if norm_D is not None:
