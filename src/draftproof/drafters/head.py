@@ -60,7 +60,7 @@ class HeadLayout:
         return context + self.anchor + self.masks
 
     def kernels(self, num_read: int) -> Layout:
-        """The same for a kernel; num_read: rows read per request."""
+        """The record that kernels read; num_read: rows read per request."""
         return Layout(
             context=("none", "last", "all").index(self.context),
             shift=self.shift,

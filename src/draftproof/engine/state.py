@@ -34,9 +34,7 @@ class BatchShape:
     num_drafts: int  # the most that any request wants after it
     repeats: bool  # passes of this size come again and again: worth running them as graphs
     with_drafter: bool = True
-    processing: int = (
-        0  # of logits, beyond temperature and filters: the table's generation; 0: nobody asks for any
-    )
+    processing: int = 0  # generation of the sampling table, where logits are processed beyond filters; else 0
 
     @classmethod
     def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool, with_drafter: bool = True) -> BatchShape:

@@ -17,8 +17,8 @@ from draftproof.kernels.gpu.launch import pdl, power_of_two
 from draftproof.kernels.gpu.pdl import begin
 from draftproof.kernels.row_params import NUM_COLUMNS, RowParams
 
-COLUMNS = tl.constexpr(NUM_COLUMNS)  # of a row's parameters, in int64
-FLOATS = tl.constexpr(2 * NUM_COLUMNS)  # and in fp32
+COLUMNS = tl.constexpr(NUM_COLUMNS)  # int64 columns of a row's parameters
+FLOATS = tl.constexpr(2 * NUM_COLUMNS)  # fp32 columns
 CANDIDATES = tl.constexpr(8192)  # also the columns of one step
 BINS = tl.constexpr(128)
 BINS_PER_UNIT = tl.constexpr(8.0)
