@@ -70,13 +70,12 @@ def test_rows_see_their_context_and_their_block(backend: str, window: int, causa
     ours_NX = attn(0, qkv_NX, spec)
     q_NHD = rotated(qkv_NX.view(-1, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS], rows.positions_T)
     kv = cache.cache.layers[0]
+    cached = [x if x.shape[1] == KV_HEADS else x.transpose(1, 2) for x in (kv.k, kv.v)]
     table_SB = cache.cache.block_table_SB.long()
     for n, (slot, position) in enumerate(zip(rows.slots_T.tolist(), rows.positions_T.tolist(), strict=True)):
         anchor = ANCHORS[slot]
         seen = torch.tensor(visible(anchor, position - anchor, window, causal))
-        keys, values = (
-            x[table_SB[slot, seen // 4], :, seen % 4].repeat_interleave(2, 1) for x in (kv.k, kv.v)
-        )
+        keys, values = (x[table_SB[slot, seen // 4], :, seen % 4].repeat_interleave(2, 1) for x in cached)
         weights_HL = torch.einsum("hd,lhd->hl", q_NHD[n], keys).mul(spec.scale).softmax(-1)
         expected = torch.einsum("hl,lhd->hd", weights_HL, values).reshape(-1)
         torch.testing.assert_close(ours_NX[n], expected, rtol=1e-4, atol=1e-5)
