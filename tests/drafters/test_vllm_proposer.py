@@ -200,7 +200,7 @@ def test_what_it_returns_is_taken_or_counted_as_a_fault(name: str, fault: str) -
         ({"model": f"{HERE}.Raises", "max_model_len": 200}, "Raises"),
         (
             {"method": "chain", "drafters": [{"method": "suffix"}, {"model": f"{HERE}.Raises"}]},
-            "chain of SuffixDrafter, Raises",
+            "Raises",
         ),
     ],
 )

@@ -125,7 +125,8 @@ def test_running_ahead_changes_nothing(
     outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5
-    assert any(key[0] == "step" and key[1].processing for key in graphs.entries)
+    if llm.engine.runner.async_depth:
+        assert any(key[0] == "step" and key[1].processing for key in graphs.entries)
     if name == "preempted":
         assert llm.stats.num_preemptions
     if method:

@@ -73,10 +73,10 @@ def test_a_decode_step_with_a_drafter_of_ours_is_two_programs(num_drafts: int) -
 
 ASKING = {
     "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
-    "bias": {"logit_bias": {5: -3.0, 7: 1.0}},
+    "bias": {"logit_bias": {396: -30.0, 7: 1.0}},
     "bad words": {"bad_words": ["return", " the"]},
-    "allowed ids": {"allowed_token_ids": list(range(5, 4000))},
-    "min_tokens": {"min_tokens": 20, "stop_token_ids": [5, 6, 7]},
+    "allowed ids": {"allowed_token_ids": [i for i in range(5, 4000) if i != 396]},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": [5, 270, 396]},
 }
 
 
