@@ -14,14 +14,13 @@ from torch import Tensor
 
 from draftproof import DraftSpec, HeadLayout, Taps, assets
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
 from draftproof.checkpoints import detect
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.drafters.vocabulary import embedding, output_head
-from draftproof.models.layers import DecoderLayer, Norm, run_layers
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.builder import Norm
+from draftproof.models.layers import load_layers, rope_tables, run_layers
 
 
 class MyHead(DraftHead):
@@ -33,14 +32,15 @@ class MyHead(DraftHead):
         hidden = s.layers.hidden_size
         self.spec = DraftSpec(
             taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
-            kv=(KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),),  # one layer of its own
+            kv=config.caches,  # those of one layer of its own
+            attention=config.attention_shapes,
         )
         self.layout = HeadLayout(context="all", shift=1)  # the row of state p carries token p + 1
         self.ops = builder.ops  # gather, concat: what is made of them alone is recorded and costs no Python
         self.fc = builder.linear("fc", len(s.taps or ()) * ctx.target.config.hidden_size, hidden)
         self.state_norm = Norm.load(builder, "layers.0.hidden_norm", hidden, config.norm_eps)
-        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
-        self.layer = DecoderLayer(builder, "layers.0", config, table, 0, 0, 2 * hidden)
+        tables = rope_tables(config, ctx.max_positions, builder.device)
+        (self.layer,) = load_layers(builder, "layers.", config, tables, first_input=2 * hidden)
         self.norm = Norm.load(builder, "norm", hidden, config.norm_eps)
         self.embed_VH = embedding(ctx, config)  # the target's, where the file has none
         self.ids_V, self.head = output_head(ctx, config, s.draft_vocab_size)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draftproof.models.loading import Weights
+from draftproof.models.weights import Weights
 
 SEEDS = range(4)
 # An fp32 pass rounds sums, norms, angles and scores too. Measured over all models here and five ways of adding up:

@@ -22,7 +22,7 @@ from draftproof.kernels.native import Library
 from draftproof.kernels.ops import select
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, TargetOutput
-from draftproof.models.loading import WeightSource
+from draftproof.models.weights import WeightSource
 
 CPU = torch.device("cpu")
 

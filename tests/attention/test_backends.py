@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import LLM, SamplingParams, assets
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionSpec, BlockRows, Rows
+from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import REFERENCE
 from draftproof.attention.torch_sdpa import TorchSdpa
 from draftproof.bench.compare import compare
@@ -133,9 +134,9 @@ def test_a_drafters_heads_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "check_sizes", check)
     with LLM(dtype="float32", max_model_len=64, speculative_config=EAGLE3) as llm:
         drafter = llm.engine.runner.spec
-    assert (drafter.num_heads, drafter.kv, "drafter HeadDrafter") in seen and drafter.num_heads
+    assert (drafter.attention, "drafter HeadDrafter") in seen and drafter.attention
     monkeypatch.setattr(gpu, "available", lambda device: device.type == "cuda")
-    wide = [KVShape(heads=1, head_dim=576)]
+    wide = [AttentionShape(1, 1, 576)]
     with pytest.raises(ValueError, match="heads of size 576, as of drafter X"):
-        original(torch.device("cuda"), None, None, wide, "drafter X")
+        original(torch.device("cuda"), None, wide, "drafter X")
     original(torch.device("cuda"), "torch_sdpa", 64, wide, "drafter X")

@@ -13,8 +13,8 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.peers import gguf_file
 from draftproof.bench.peers.engine import Spec
 from draftproof.models.config import ModelConfig, parse, read_config
-from draftproof.models.gguf.layout import CONTROL, NORMAL, UNUSED, USER_DEFINED, interleave, separate
-from draftproof.models.loading import RandomWeights, Weights
+from draftproof.models.gguf.layout import CONTROL, NORMAL, UNUSED, USER_DEFINED, interleave, parts, separate
+from draftproof.models.weights import RandomWeights, Weights
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
@@ -44,14 +44,15 @@ def test_only_llama_is_interleaved() -> None:
     weights = RandomWeights()
     for changes, is_same in (({}, False), (QWEN2, True), (QWEN3, True)):
         config = model(**changes)
+        mixer, _ = parts(config.layers[0])
         found = dict(gguf_file.tensors(config, weights))
-        shape = (config.num_kv_heads * config.head_dim, 64)
+        shape = (mixer.num_kv_heads * mixer.head_dim, 64)
         keys, values = (weights.get(f"model.layers.1.self_attn.{x}_proj.weight", shape) for x in "kv")
         assert torch.equal(found["blk.1.attn_k.weight"], keys) is is_same
         assert torch.equal(found["blk.1.attn_v.weight"], values)
         assert ("output.weight" in found) is not config.tie_word_embeddings
-        assert ("blk.0.attn_q.bias" in found) is config.qkv_bias
-        assert ("blk.0.attn_k_norm.weight" in found) is config.qk_norm
+        assert ("blk.0.attn_q.bias" in found) is mixer.qkv_bias
+        assert ("blk.0.attn_k_norm.weight" in found) is mixer.qk_norm
 
 
 def test_stretched_positions_are_divisors_of_frequencies() -> None:
@@ -117,7 +118,7 @@ def test_what_is_written_is_read_back(kind: str, tmp_path: Path) -> None:
         assert tensor.tensor_type.name == ("F32" if ours.dim() == 1 else kind)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3" and fields["qwen3.block_count"] == config.num_layers
-    assert fields["qwen3.attention.head_count_kv"] == config.num_kv_heads
+    assert fields["qwen3.attention.head_count_kv"] == config.caches[0].heads
     tokens = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(fields["tokenizer.ggml.tokens"]) == config.vocab_size
     assert all(fields["tokenizer.ggml.tokens"][i] == text for text, i in list(tokens.items())[::97])

@@ -252,7 +252,7 @@ def test_rooflines_count_the_weights_of_layers_of_many_shapes() -> None:
     tensors = load_file(Path(gemma4()) / "model.safetensors")
     products = sum(t.numel() for name, t in tensors.items() if t.ndim == 2 and "embed_tokens" not in name)
     config = read_config(Path(gemma4()))
-    assert config.num_layers * cost.layer_elements(config) == products
+    assert cost.layers_products(config, 1, 1).bytes == products
     near, far = (cost.attention(config, 2, 3, context) for context in (24, 100))
     assert far.bytes / near.bytes == (32 * 100 + 16 * 24) / (32 * 24 + 16 * 24)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof import LLM
 from draftproof.checkpoints import compressed, detect
-from draftproof.models.loading import Weights
+from draftproof.models.weights import Weights
 from draftproof.schema import read_json
 from tests.drafters.heads import ORACLE, Pair
 from tests.made.derived import compressed_fp8, flat_from_speculators

@@ -26,10 +26,10 @@ from draftproof.kernels import ops
 from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
+from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import LayerBuilder
-from draftproof.models.loading import Weights
+from draftproof.models.weights import Weights
 from tests.helpers import CPU, Paged, run_rows
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle"

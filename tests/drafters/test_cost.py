@@ -16,8 +16,8 @@ from draftproof.drafters.registry import METHODS
 from draftproof.kernels import quantized
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models import cost
+from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import parse
-from draftproof.models.layers import LayerBuilder
 from tests.conformance.cases import CASES
 
 WITHOUT_WEIGHTS = {"ngram", "suffix"}
@@ -85,9 +85,10 @@ def test_an_eagle3_round_reads_layer_and_head_once_a_draft() -> None:
     raw = json.loads((assets.path("tiny-eagle3") / "config.json").read_text())
     layers = parse(raw["transformer_layer_config"])
     hidden, vocab = layers.hidden_size, raw["draft_vocab_size"]
-    heads = (layers.num_heads + 2 * layers.num_kv_heads) * layers.head_dim
-    layer = 2 * hidden * heads + layers.num_heads * layers.head_dim * hidden
-    layer += 3 * hidden * layers.intermediate_size
+    num_heads, num_kv_heads = raw["transformer_layer_config"]["num_attention_heads"], layers.caches[0].heads
+    head_dim = layers.caches[0].head_dim
+    layer = 2 * hidden * (num_heads + 2 * num_kv_heads) * head_dim + num_heads * head_dim * hidden
+    layer += 3 * hidden * raw["transformer_layer_config"]["intermediate_size"]
     fusion = 3 * hidden * hidden
     own = drafter(model=str(assets.path("tiny-eagle3")))
     one, five = (own.cost(of_round(k, rows=6)) for k in (1, 5))
@@ -97,7 +98,7 @@ def test_an_eagle3_round_reads_layer_and_head_once_a_draft() -> None:
     assert one.flops == 2 * (6 * (layer + fusion) + vocab * hidden)
     far = own.cost(of_round(5, context=50, rows=6))
     assert far is not None
-    assert far.bytes - five.bytes == 5 * 50 * 2 * layers.num_kv_heads * layers.head_dim * 4
+    assert far.bytes - five.bytes == 5 * 50 * 2 * num_kv_heads * head_dim * 4
 
 
 def test_weights_in_fp8_are_a_quarter_of_those_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ import torch
 
 from draftproof.kernels import gpu, ops, quantized
 from draftproof.kernels.linear import LinearPlanner
+from draftproof.models import cost
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import MLP
-from draftproof.models.moe import MoE
+from draftproof.models.ffns.dense import MLP
+from draftproof.models.ffns.experts import MoE
 from tests.made.shared import DRAFT, deepseek
 
 CPU = torch.device("cpu")
@@ -99,9 +100,7 @@ def test_memory_is_counted_as_it_is_kept(tmp_path: Path) -> None:
     wide, narrow = planner(tmp_path), planner(tmp_path)
     model = load(DRAFT, wide, False).config
     assert load(DRAFT, narrow, True).config.tie_word_embeddings
-    heads = model.num_heads + model.num_kv_heads
-    layer = 2 * heads * model.head_dim * model.hidden_size + 3 * model.hidden_size * model.intermediate_size
-    saved = model.num_layers * layer - model.vocab_size * model.hidden_size
+    saved = cost.layers_products(model, 1, 1).bytes - model.vocab_size * model.hidden_size
     assert wide.weight_bytes - narrow.weight_bytes == saved
 
 
@@ -118,6 +117,6 @@ def test_a_router_is_not_rounded(tmp_path: Path) -> None:
     layers = load(deepseek(), planner(tmp_path), True)._layers
     sizes = {
         (type(mlp).__name__, getattr(mlp, "_router" if isinstance(mlp, MoE) else "down").weight_itemsize)
-        for mlp in (layer.mlp for layer in layers)  # type: ignore[attr-defined]
+        for mlp in (layer.ffn for layer in layers)  # type: ignore[attr-defined]
     }
     assert sizes == {(MLP.__name__, 1), (MoE.__name__, 2)}

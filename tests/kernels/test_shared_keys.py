@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftproof.attention import registry
+from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import reference_attention
 from draftproof.cache.pool import KVShape, allocate
 from draftproof.kernels import gpu, native, ops
@@ -67,10 +68,14 @@ def test_shared_keys_take_half_the_memory() -> None:
 
 def test_heads_too_large_for_a_gpu_are_refused_with_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "available", lambda device: device.type == "cuda")
-    cuda, small = torch.device("cuda"), KVShape(heads=1, head_dim=256, shared=True)
-    registry.check_sizes(cuda, None, 64, [small])
+    cuda = torch.device("cuda")
+
+    def shape(num_heads: int, head_dim: int) -> AttentionShape:
+        return AttentionShape(num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, shared=True)
+
+    registry.check_sizes(cuda, None, [shape(64, 256)])
     with pytest.raises(ValueError, match=r"group of 16 heads of size 576.*device='cpu'"):
-        registry.check_sizes(cuda, None, 16, [small, KVShape(heads=1, head_dim=576, shared=True)])
+        registry.check_sizes(cuda, None, [shape(16, 256), shape(16, 576)])
     with pytest.raises(ValueError, match="group of 128 heads of size 256"):
-        registry.check_sizes(cuda, None, 128, [small])
-    registry.check_sizes(CPU, None, 128, [KVShape(heads=1, head_dim=576, shared=True)])
+        registry.check_sizes(cuda, None, [shape(128, 256)])
+    registry.check_sizes(CPU, None, [shape(128, 576)])

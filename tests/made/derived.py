@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.checkpoints.tensors import open_weights
-from draftproof.models.loading import Weights
+from draftproof.models.weights import Weights
 from draftproof.schema import read_json
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from draftproof import assets
 from draftproof.models.config import ModelConfig, parse
-from draftproof.models.gguf.layout import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, names
+from draftproof.models.gguf.layout import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, names, parts
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -99,24 +99,25 @@ def write(path: Path, architecture: str, tokens: Tokens, seed: int = 0, **fields
 
 def describe(writer: Any, config: ModelConfig, architecture: str) -> None:
     """Add the metadata of the model."""
+    mixer, ffn = parts(config.layers[0])
     writer.add_name("small")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_feed_forward_length(ffn.width)
+    writer.add_head_count(mixer.num_heads)
+    writer.add_head_count_kv(mixer.num_kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    theta = config.gemma.layers[-2].rope.theta if config.gemma else config.rope.theta
-    writer.add_rope_freq_base(theta)
+    full, *_ = (rope for layer in config.layers if not layer.window for rope in layer.mixer.ropes)
+    writer.add_rope_freq_base(full.theta)
     if architecture != "qwen2":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        writer.add_key_length(mixer.head_dim)
+        writer.add_value_length(mixer.head_dim)
     if architecture == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_dimension_count(mixer.head_dim)
         writer.add_vocab_size(config.vocab_size)
     if architecture == "gemma3":
-        writer.add_sliding_window(config.windows[0])
+        writer.add_sliding_window(config.layers[0].window)
 
 
 def add_tokens(writer: Any, tokens: Tokens) -> None:

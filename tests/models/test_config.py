@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from draftproof.models.config import parse, read_config
+from draftproof.models.config import ModelConfig, parse, read_config
+from draftproof.models.ffns.dense import DenseConfig
+from draftproof.models.mixers.attention import AttentionConfig
 from tests.models.reference import MODEL_CASES, make
 
 RAW: dict[str, Any] = {
@@ -30,21 +32,27 @@ LLAMA3 = {
 }
 
 
+def windows_of(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(layer.window for layer in config.layers)
+
+
 def test_defaults_of_what_a_file_may_leave_out() -> None:
     config = parse(RAW)
-    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
-    assert (config.rope.theta, config.rope.type, config.rope.rotary_dim) == (10000.0, "default", 16)
-    assert (config.windows, config.eos_token_ids, config.dtype) == ((0, 0, 0), (), None)
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.mlp_bias or config.qk_norm)
+    mixer: Any = config.layers[0].mixer
+    assert (mixer.num_kv_heads, mixer.head_dim, config.norm_eps) == (4, 16, 1e-6)
+    assert (mixer.rope.theta, mixer.rope.type, mixer.rope.rotary_dim) == (10000.0, "default", 16)
+    assert (windows_of(config), config.eos_token_ids, config.dtype) == ((0, 0, 0), (), None)
+    ffn: Any = config.layers[0].ffn
+    assert not (config.tie_word_embeddings or mixer.qkv_bias or mixer.qk_norm or ffn.bias)
 
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:
     old = parse({**RAW, "rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}})
     new = parse({**RAW, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}})
     assert old == new
-    assert old.rope.factor == 8.0
+    assert old.ropes[0].factor == 8.0
     nested = {kind: {"rope_theta": 7.0} for kind in ("full_attention", "sliding_attention")}
-    assert parse({**RAW, "rope_parameters": nested}).rope.theta == 7.0
+    assert parse({**RAW, "rope_parameters": nested}).ropes[0].theta == 7.0
 
 
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
@@ -69,10 +77,9 @@ def test_what_transformers_writes_is_understood(name: str, tmp_path: Path) -> No
     raw["architectures"] = [f"{MODEL_CASES[name].family}ForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     again, ours = AutoConfig.from_pretrained(tmp_path), read_config(tmp_path)
-    assert (ours.num_layers, ours.num_kv_heads) == (
-        again.num_hidden_layers,
-        again.to_dict()["num_key_value_heads"],
-    )
+    assert ours.num_layers == again.num_hidden_layers
+    heads = [layer.mixer.num_kv_heads for layer in ours.layers if isinstance(layer.mixer, AttentionConfig)]
+    assert not heads or heads[0] == again.to_dict()["num_key_value_heads"]
     assert ours.model_type == again.model_type
     assert ours.tie_word_embeddings == again.tie_word_embeddings
 
@@ -100,13 +107,15 @@ SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
     ],
 )
 def test_windows_of_each_family(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert parse({**RAW, **changes}).windows == windows
+    assert windows_of(parse({**RAW, **changes})) == windows
 
 
 def test_biases_and_norms_of_each_family() -> None:
     def flags(**changes: Any) -> tuple[bool, bool, bool, bool]:
         c = parse({**RAW, **changes})
-        return c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm
+        mixer, ffn = c.layers[0].mixer, c.layers[0].ffn
+        assert isinstance(mixer, AttentionConfig) and isinstance(ffn, DenseConfig)
+        return mixer.qkv_bias, mixer.o_bias, ffn.bias, mixer.qk_norm
 
     assert flags(attention_bias=True) == (True, True, False, False)
     assert flags(mlp_bias=True) == (False, False, True, False)
@@ -114,7 +123,7 @@ def test_biases_and_norms_of_each_family() -> None:
     assert flags(model_type="qwen3") == (False, False, False, True)
     assert flags(model_type="qwen3", attention_bias=True) == (True, True, False, True)
     assert flags(model_type="mistral", attention_bias=False) == (False, False, False, False)
-    assert parse({**RAW, "model_type": "qwen3"}).head_dim == 128
+    assert parse({**RAW, "model_type": "qwen3"}).caches[0].head_dim == 128
 
 
 @pytest.mark.parametrize(

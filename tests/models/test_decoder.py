@@ -19,7 +19,7 @@ from draftproof.kernels.ops import TORCH
 from draftproof.kernels.products import Candidate
 from draftproof.models.config import ModelConfig, parse, read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import RandomWeights, Weights
+from draftproof.models.weights import RandomWeights, Weights
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import MODEL_CASES, save
 
@@ -70,7 +70,7 @@ def test_logits_in_fp16_are_those_of_fp32_within_its_rounding(compiled: bool) ->
 def test_a_window_hides_what_is_older_and_only_that() -> None:
     sliding = dict(RAW, use_sliding_window=True, sliding_window=10, max_window_layers=0)
     decoder = random_decoder(parse(sliding))
-    assert decoder.config.windows == (10, 10, 10)
+    assert [layer.window for layer in decoder.config.layers] == [10, 10, 10]
     reach = 3 * (10 - 1)  # layers times how far back each looks
     last = len(TEXT) - 1
 
@@ -118,7 +118,7 @@ def test_a_longer_table_lets_a_model_run_past_its_own_length() -> None:
     short = dataclasses.replace(parse(RAW), max_position_embeddings=32)
     longer = load_decoder(RandomWeights(3), short, max_positions=128)
     plain = random_decoder(parse(RAW))
-    assert longer.rope_tables[short.rope].shape[0] == 128
+    assert longer.rope_tables[short.ropes[0]].shape[0] == 128
     outs = [run_rows(d, Paged(d.kv), [(0, 0, TEXT)]).hidden_TH for d in (longer, plain)]
     assert torch.equal(*outs)
 

@@ -14,7 +14,7 @@ from draftproof.bench.compare import compare
 from draftproof.checkpoints import detect
 from draftproof.drafters.recordings import save
 from draftproof.models.config import read_config
-from draftproof.models.loading import RandomWeights
+from draftproof.models.weights import RandomWeights
 
 SHAPES = Path(__file__).parents[2] / "bench" / "shapes"
 MODEL: dict[str, Any] = {
@@ -142,8 +142,10 @@ def test_the_shapes_of_the_benchmarks_are_the_published_ones(
     name: str, taps: tuple[int, ...], parameters: float
 ) -> None:
     c = read_config(SHAPES / name)
-    attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
-    layer = attention + 3 * c.hidden_size * c.intermediate_size
+    mixer: Any = c.layers[0].mixer
+    ffn: Any = c.layers[0].ffn
+    attention = (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim * c.hidden_size
+    layer = attention + 3 * c.hidden_size * ffn.width
     assert c.num_layers * layer + 2 * c.vocab_size * c.hidden_size == pytest.approx(parameters, rel=2e-3)
     head = detect.read(SHAPES / f"{name}-eagle3", RandomWeights())
     settings: Any = head.settings

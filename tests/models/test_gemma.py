@@ -11,11 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftproof.models.config import ModelConfig, parse, read_config
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.gemma_config import GemmaConfig
-from draftproof.models.loading import RandomWeights
+from draftproof.models.config import parse, read_config
 from draftproof.models.rope import inverse_frequencies
+from draftproof.models.weights import RandomWeights
 from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import MODEL_CASES, save
 
@@ -47,17 +45,11 @@ RAW3: dict[str, Any] = {
 }
 
 
-def gemma(config: ModelConfig) -> GemmaConfig:
-    assert config.gemma is not None
-    return config.gemma
-
-
 def test_layers_past_the_last_own_ones_read_the_last_cache_of_their_kind() -> None:
     config = parse(RAW4)
-    assert [layer.cache for layer in gemma(config).layers] == [0, 1, 2, 3, 3, 2]
-    assert [layer.owns_cache for layer in gemma(config).layers] == [True] * 4 + [False] * 2
-    assert [(s.head_dim, s.heads) for s in kv_shapes(config)] == [(16, 2), (16, 2), (32, 2), (16, 2)]
-    assert (gemma(config).last_cache(SLIDES), gemma(config).last_cache(FULL)) == (3, 2)
+    assert config.cache_of_layer == (0, 1, 2, 3, 3, 2)
+    assert [layer.mixer.cache is not None for layer in config.layers] == [True] * 4 + [False] * 2
+    assert [(s.head_dim, s.heads) for s in config.caches] == [(16, 2), (16, 2), (32, 2), (16, 2)]
 
 
 def test_shapes_of_full_layers_may_be_listed_layer_by_layer() -> None:
@@ -65,12 +57,12 @@ def test_shapes_of_full_layers_may_be_listed_layer_by_layer() -> None:
     own = {"head_dim": 32, "num_key_value_heads": 1}
     listed = parse({**without, "attention_k_eq_v": True, "per_layer_config": {"2": own, "5": own}})
     stated = parse({**RAW4, "attention_k_eq_v": True, "num_global_key_value_heads": 1})
-    assert listed == stated and kv_shapes(listed)[2].heads == 1
+    assert listed == stated and listed.caches[2].heads == 1
     assert parse({**RAW4, "num_global_key_value_heads": 1}) == parse(RAW4), "only with attention_k_eq_v"
 
 
 def test_a_part_of_a_full_layers_pairs_turns_at_the_frequencies_of_a_whole_head() -> None:
-    full = gemma(parse(RAW4)).layers[2].rope
+    (full,) = parse(RAW4).layers[2].mixer.ropes
     turning = 1e6 ** -(torch.arange(0, 8, 2) / 32)
     torch.testing.assert_close(inverse_frequencies(full), torch.cat((turning, torch.zeros(12))))
 
@@ -80,8 +72,8 @@ def test_older_files_state_two_bases_and_a_pattern() -> None:
         {**RAW3, "sliding_window_pattern": 3, "rope_theta": 5e5, "rope_local_base_freq": 2e4,
          "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     )  # fmt: skip
-    assert [layer.window for layer in gemma(config).layers] == [8, 8, 0, 8, 8, 0, 8]
-    slides, full = gemma(config).layers[0].rope, gemma(config).layers[2].rope
+    assert [layer.window for layer in config.layers] == [8, 8, 0, 8, 8, 0, 8]
+    slides, full = config.ropes
     assert (slides.theta, slides.type, full.theta, full.type, full.factor) == (
         2e4,
         "default",
@@ -93,10 +85,11 @@ def test_older_files_state_two_bases_and_a_pattern() -> None:
 
 def test_what_released_files_leave_out() -> None:
     config = parse(RAW3)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    mixer: Any = config.layers[0].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (8, 4, 256)
     assert (config.vocab_size, config.tie_word_embeddings, config.eos_token_ids) == (262208, True, (1,))
-    assert [layer.window for layer in gemma(config).layers] == [8] * 5 + [0, 8]
-    assert gemma(config).attention_scale == 1 / 16 and gemma(config).norm_offset == 1.0
+    assert [layer.window for layer in config.layers] == [8] * 5 + [0, 8]
+    assert mixer.scale == 1 / 16 and config.norm_offset == config.layers[3].norms.offset == 1.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from draftproof.models.config import read_config
 from draftproof.models.gguf import convert
 from draftproof.models.gguf.file import GgufFile
 from draftproof.models.gguf.layout import CONTROL, NORMAL
-from draftproof.models.loading import Weights, read_generation_config, resolve
+from draftproof.models.loading import read_generation_config, resolve
+from draftproof.models.weights import Weights
 from tests.made import gguf_files
 from tests.slow import slow
 
@@ -139,8 +140,8 @@ def test_every_end_of_a_turn_ends_an_answer(tmp_path: Path) -> None:
     defaults = read_generation_config(resolve(path))
     assert defaults.eos_token_ids == (more["ids"]["eos"], texts.index("<|im_end|>"))
     found = read_config(resolve(path))
-    assert found.gemma is not None and config.gemma is not None and found.windows == config.windows
-    assert [layer.rope for layer in found.gemma.layers] == [layer.rope for layer in config.gemma.layers]
+    assert [layer.window for layer in found.layers] == [layer.window for layer in config.layers]
+    assert [layer.mixer for layer in found.layers] == [layer.mixer for layer in config.layers]
 
 
 STRETCHED: dict[str, dict[str, Any]] = {
@@ -164,19 +165,16 @@ def test_a_stretched_rotary_embedding_comes_back(kind: str, tmp_path: Path) -> N
     }
     (tmp_path / "config.json").write_text(json.dumps({**raw, "rope_scaling": STRETCHED[kind]}))
     path = gguf_file.write(tmp_path, tmp_path / "x.gguf", "F32", torch.float32)
-    assert read_config(resolve(path)).rope == read_config(tmp_path).rope
+    assert read_config(resolve(path)).ropes == read_config(tmp_path).ropes
     assert not (resolve(path) / "tokenizer.json").exists(), "there is none in it"
 
 
 def test_a_linear_factor_stretches_gemmas_full_layers_alone(tmp_path: Path) -> None:
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     gguf_files.write(tmp_path / "g.gguf", "gemma3", CASES["gemma3"][1], **scaling)
-    gemma = read_config(resolve(tmp_path / "g.gguf")).gemma
-    assert gemma is not None
-    assert {(layer.kind, layer.rope.type, layer.rope.factor) for layer in gemma.layers} == {
-        ("sliding_attention", "default", 1.0),
-        ("full_attention", "linear", 8.0),
-    }
+    layers = read_config(resolve(tmp_path / "g.gguf")).layers
+    ropes = {(layer.window > 0, rope.type, rope.factor) for layer in layers for rope in layer.mixer.ropes}
+    assert ropes == {(True, "default", 1.0), (False, "linear", 8.0)}
 
 
 def test_a_file_is_converted_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

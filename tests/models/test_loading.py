@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftproof.models.loading import Weights, read_generation_config, resolve
+from draftproof.models.loading import read_generation_config, resolve
+from draftproof.models.weights import Weights
 
 TENSORS = {"a.weight": torch.arange(12.0).view(3, 4), "b.weight": torch.ones(5, dtype=torch.bfloat16)}
 

@@ -10,8 +10,8 @@ import torch
 from draftproof.kernels import native
 from draftproof.models import cost
 from draftproof.models.config import parse
-from draftproof.models.loading import RandomWeights
 from draftproof.models.rope import score_factor
+from draftproof.models.weights import RandomWeights
 from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]
@@ -93,16 +93,17 @@ def test_scores_of_a_stretched_embedding_are_louder() -> None:
     assert score_factor({"rope_parameters": yarn}, "x") == 1
     louder = score_factor({"rope_parameters": {**yarn, "mscale_all_dim": 1.0}}, "x")
     assert louder == pytest.approx(1.8738, abs=1e-3)  # (0.1 ln 40 + 1)^2
-    mla = parse(RAW | {"rope_parameters": {**yarn, "mscale_all_dim": 1.0}}).mla
-    assert mla is not None and mla.scale == pytest.approx(24**-0.5 * louder)
+    mixer: Any = parse(RAW | {"rope_parameters": {**yarn, "mscale_all_dim": 1.0}}).layers[0].mixer
+    assert mixer.scale == pytest.approx(24**-0.5 * louder)
 
 
 def test_a_pass_reads_the_cached_vectors_once_and_every_weight_as_it_is_kept() -> None:
     config = parse(RAW)
     queries, cached, output = 64 * 32 + 32 * 4 * 24, 64 * 32, 4 * 12 * 64
     products = 4 * (32 * 24 + 12 * 32)  # each head's: into the cached space, and out of it
-    assert cost.layer_elements(config) == queries + cached + products + output + 3 * 64 * 96
+    mixer = config.layers[0].mixer
+    assert mixer.num_weights(64, 64) == queries + cached + products + output
     empty, full = (cost.attention(config, 2, 1, context) for context in (0, 1000))
     assert full.bytes - empty.bytes == 2 * 3 * 1000 * 32 * 2
-    whole = parse(RAW | {"q_lora_rank": None})
-    assert cost.layer_elements(whole) - cost.layer_elements(config) == 64 * 4 * 24 - queries
+    whole = parse(RAW | {"q_lora_rank": None}).layers[0].mixer
+    assert whole.num_weights(64, 64) - mixer.num_weights(64, 64) == 64 * 4 * 24 - queries

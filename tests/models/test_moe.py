@@ -19,7 +19,8 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import RandomWeights
+from draftproof.models.ffns.dense import DenseConfig
+from draftproof.models.weights import RandomWeights
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import MODEL_CASES, save
 from tests.slow import few
@@ -97,10 +98,9 @@ def test_a_row_has_the_same_bits_in_any_pass(
 def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> None:
     """Else the test above shows little."""
     config = parse(raw)
-    assert config.moe is not None
     decoder = load_decoder(RandomWeights(3), config)
     layer: Any = decoder._layers[2]
-    moe = layer._experts if config.gemma is not None else layer.mlp
+    moe = getattr(layer.ffn, "experts", layer.ffn)
     seen: list[torch.Tensor] = []
     plain = moe._route
 
@@ -111,7 +111,7 @@ def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> No
 
     moe._route = route
     run_rows(decoder, Paged(decoder.kv), [(0, 0, TEXT)])
-    assert seen[0].unique().numel() == config.moe.num_experts
+    assert seen[0].unique().numel() == experts_of(config, 2).num_experts
     assert seen[0].unique(dim=0).shape[0] > 8
 
 
@@ -199,30 +199,44 @@ def test_a_missing_or_left_over_expert_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
+def experts_of(config: ModelConfig, layer: int = 2) -> Any:
+    ffn: Any = config.layers[layer].ffn
+    return getattr(ffn, "experts", ffn)
+
+
+def dense_layers(config: ModelConfig) -> set[int]:
+    return {i for i, layer in enumerate(config.layers) if isinstance(layer.ffn, DenseConfig)}
+
+
 def config_of(raw: dict[str, Any], **changes: Any) -> ModelConfig:
     return parse({**raw, **changes}, where="somewhere/config.json")
 
 
 def test_what_configs_say() -> None:
-    mixtral, qwen3, glm4, gemma4 = (parse(raw).moe for raw in RAWS.values())
-    assert mixtral is not None and qwen3 is not None and glm4 is not None and gemma4 is not None
-    assert (gemma4.num_experts, gemma4.width, gemma4.routing.top_k, gemma4.shared_width) == (8, 40, 3, 96)
-    assert parse({**GEMMA4, "enable_moe_block": False}).moe is None
+    mixtral, qwen3, glm4, gemma4 = (experts_of(parse(raw)) for raw in RAWS.values())
+    assert (gemma4.num_experts, gemma4.width, gemma4.routing.top_k) == (8, 40, 3)
+    beside: Any = parse(GEMMA4).layers[0].ffn
+    assert beside.dense.width == 96
+    assert dense_layers(parse({**GEMMA4, "enable_moe_block": False})) == {0, 1, 2}
     assert (mixtral.num_experts, mixtral.width, mixtral.routing.top_k) == (5, 96, 3)
-    assert mixtral.routing.normalize and not mixtral.biased and mixtral.dense_layers == frozenset()
-    assert (qwen3.width, qwen3.dense_layers, qwen3.shared_width) == (40, frozenset({1}), 0)
-    assert config_of(QWEN3, mlp_only_layers=[], decoder_sparse_step=2).moe.dense_layers == {0, 2}  # type: ignore[union-attr]
-    assert not config_of(QWEN3, norm_topk_prob=False).moe.routing.normalize  # type: ignore[union-attr]
+    assert mixtral.routing.normalize and not mixtral.biased and not dense_layers(parse(MIXTRAL))
+    assert (qwen3.width, dense_layers(parse(QWEN3)), qwen3.shared) == (40, {1}, None)
+    assert dense_layers(config_of(QWEN3, mlp_only_layers=[], decoder_sparse_step=2)) == {0, 2}
+    assert not experts_of(config_of(QWEN3, norm_topk_prob=False)).routing.normalize
     assert (glm4.routing.groups, glm4.routing.top_groups, glm4.routing.scale) == (3, 2, 1.5)
-    assert glm4.biased and glm4.dense_layers == {0} and glm4.shared_width == 40
-    assert config_of(GLM4, n_shared_experts=2).moe.shared_width == 80  # type: ignore[union-attr]
-    assert (
-        parse(GLM4).rope.rotary_dim == 8 and config_of(GLM4, partial_rotary_factor=1.0).rope.rotary_dim == 16
-    )
-    assert parse(MIXTRAL).rope.theta == 1e6 and parse(MIXTRAL).windows == (0, 0, 0)
-    assert config_of(MIXTRAL, sliding_window=7).windows == (7, 7, 7)
-    assert parse(GLM4).qk_norm and not config_of(GLM4, use_qk_norm=False).qk_norm
-    biases = config_of(GLM4, attention_bias=True)
+    assert glm4.biased and dense_layers(parse(GLM4)) == {0} and glm4.shared.width == 40
+    assert experts_of(config_of(GLM4, n_shared_experts=2)).shared.width == 80
+    assert parse(GLM4).ropes[0].rotary_dim == 8
+    assert config_of(GLM4, partial_rotary_factor=1.0).ropes[0].rotary_dim == 16
+    assert parse(MIXTRAL).ropes[0].theta == 1e6
+    assert [layer.window for layer in parse(MIXTRAL).layers] == [0, 0, 0]
+    assert [layer.window for layer in config_of(MIXTRAL, sliding_window=7).layers] == [7, 7, 7]
+
+    def mixer(config: ModelConfig) -> Any:
+        return config.layers[0].mixer
+
+    assert mixer(parse(GLM4)).qk_norm and not mixer(config_of(GLM4, use_qk_norm=False)).qk_norm
+    biases = mixer(config_of(GLM4, attention_bias=True))
     assert (biases.qkv_bias, biases.o_bias) == (True, False)
     assert parse({**GLM4, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}) == parse(GLM4)
 

@@ -16,10 +16,11 @@ from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pool import allocate
 from draftproof.kernels import ops as operators
 from draftproof.kernels.linear import LinearPlanner
+from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import RandomWeights
-from draftproof.models.operators import Where, target_cases
+from draftproof.models.operators import target_cases
+from draftproof.models.weights import RandomWeights
 
 CPU, BLOCK = torch.device("cpu"), 16
 DENSE = {

@@ -16,7 +16,8 @@ from draftproof import LLM
 from draftproof.engine import memory
 from draftproof.models.config import parse, read_config
 from draftproof.models.families import FAMILIES
-from draftproof.models.loading import Weights, read_generation_config
+from draftproof.models.loading import read_generation_config
+from draftproof.models.weights import Weights
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle"
 LLAMA, QWEN2, QWEN3 = "target_llama", "qwen2", "target_qwen3"
@@ -257,7 +258,7 @@ def test_overrides_take_the_place_of_a_config_s_keys(tmp_path: Path) -> None:
         load(tmp_path / "target")
     overrides = {"unheard_of": None, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5e5}}
     found = read_config(tmp_path / "target", overrides=overrides)
-    assert (found.norm_eps, found.rope.theta, found.num_layers) == (1e-6, 5e5, raw["num_hidden_layers"])
+    assert (found.norm_eps, found.ropes[0].theta, found.num_layers) == (1e-6, 5e5, raw["num_hidden_layers"])
     llm = LLM(str(tmp_path / "target"), dtype="float32", max_model_len=64, hf_overrides=overrides)
     assert llm.model_config == found
     with pytest.raises(ValueError, match=r"config.json with hf_overrides: hidden_size=0: must be an integer"):

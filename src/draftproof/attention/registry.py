@@ -10,10 +10,10 @@ import torch
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.chunked import PRODUCTS, TREES, ChunkedAttention
 from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import REFERENCE
 from draftproof.attention.sdpa import SDPA
 from draftproof.attention.torch_sdpa import TorchSdpa
-from draftproof.cache.pool import KVShape
 from draftproof.kernels import gpu
 from draftproof.kernels.native import Library
 from draftproof.schema import did_you_mean
@@ -63,20 +63,15 @@ BACKENDS: dict[str, Entry] = {
 
 
 def check_sizes(
-    device: torch.device,
-    name: str | None,
-    heads: int | None,
-    shapes: Sequence[KVShape],
-    whose: str = "this model",
+    device: torch.device, name: str | None, shapes: Sequence[AttentionShape], whose: str = "this model"
 ) -> None:
-    """ValueError for heads that no backend here can take: `heads` query heads (None: a key has one at least), `shapes`
-    the layers' caches."""
+    """ValueError for heads that no backend here can take."""
     if not gpu.available(device) or name not in (None, *BACKENDS):
         return
     entry = BACKENDS[name or "triton"]
     most_dim, most_together = entry.most_dim, entry.most_together
     for shape in shapes:
-        group = heads // shape.heads if heads else 1
+        group = shape.num_heads // shape.num_kv_heads
         is_wide = most_dim is not None and shape.head_dim > most_dim
         if is_wide or (most_together is not None and group * shape.head_dim > most_together):
             raise ValueError(

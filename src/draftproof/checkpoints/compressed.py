@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.models.loading import Weights, check_dense
+from draftproof.models.weights import Weights, check_dense
 from draftproof.schema import check_known, shown, words
 
 _KEY = "quantization_config"

@@ -17,7 +17,7 @@ from draftproof.checkpoints import (
 )
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models.config import read_raw, reading
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.weights import Weights, WeightSource
 
 _HEADS = (gemma4_assistant, zlab, speculators, safeailab)
 _READERS = (*_HEADS, language_model)  # the first that matches reads

@@ -11,7 +11,8 @@ from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.gemma4 import Gemma4Settings
 from draftproof.models import config as model_config
 from draftproof.models.gemma_config import TOWER_KEYS
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.reading import check_keys
+from draftproof.models.weights import Weights, WeightSource
 from draftproof.schema import flag, whole
 
 _OWN_KEYS = schema.words(
@@ -27,7 +28,7 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
     """The assistant in `directory`. All its layers borrow keys and values, whether the file says so or not."""
     where = str(directory / "config.json")
-    model_config.check_keys(raw, where, _OWN_KEYS | TOWER_KEYS)
+    check_keys(raw, where, _OWN_KEYS | TOWER_KEYS)
     within = f"{where}: text_config"
     text: dict[str, Any] = {**schema.section(raw, "text_config", where)}
     num_layers = whole(text, "num_hidden_layers", within)

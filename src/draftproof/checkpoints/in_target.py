@@ -12,7 +12,8 @@ from typing import Any
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.mtp import TargetMtpSettings
 from draftproof.models.config import ModelConfig, language_model, read_raw
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.ffns.experts import ExpertsConfig
+from draftproof.models.weights import Weights, WeightSource
 from draftproof.schema import whole
 
 KEY = "num_nextn_predict_layers"
@@ -78,8 +79,10 @@ def read(
 
 def _layer(target: ModelConfig) -> ModelConfig:
     """The config of a module's layer, which is like the target's last ones: with experts, where there are any."""
-    moe = None if target.moe is None else dataclasses.replace(target.moe, dense_layers=frozenset())
-    return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], moe=moe)
+    last = target.layers[-1]
+    ffns = [layer.ffn for layer in reversed(target.layers)]
+    ffn = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), last.ffn)
+    return dataclasses.replace(target, layers=(dataclasses.replace(last, ffn=ffn),))
 
 
 def _modules(directory: Path, naming: ModuleNaming, num_layers: int, num: int) -> Weights:

@@ -11,7 +11,7 @@ from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.model_head import DraftModelSettings
 from draftproof.models import config as model_config
 from draftproof.models.families import FAMILIES
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.weights import Weights, WeightSource
 
 _MASK_KEYS = ("pard_token", "ptd_token_id")  # only models trained with masks have one
 _OWN_KEYS = (*_MASK_KEYS, "spd_type")

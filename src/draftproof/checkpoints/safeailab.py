@@ -15,7 +15,9 @@ from draftproof.drafters.eagle1 import Eagle1Settings
 from draftproof.drafters.tapped import TappedSettings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
-from draftproof.models.loading import WeightSource
+from draftproof.models.mixers.attention import AttentionConfig
+from draftproof.models.spec import LayerSpec
+from draftproof.models.weights import WeightSource
 from draftproof.schema import flag, ids, reject_unknown_keys, section, texts, whole
 
 # keys of a flat config that describe the head, not its layers
@@ -53,7 +55,7 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
     flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
     layers = model_config.parse(flat, where=where, extra=_HARMLESS_KEYS)
     if flag(raw, "qkv_bias", where):
-        layers = dataclasses.replace(layers, qkv_bias=True)
+        layers = _with_bias(layers)
     names = frozenset(map(_rename, tensor_names(directory)))
     architecture = _architecture(raw, where)
     weights = open_weights(directory).renamed(_rename) if weights is None else weights
@@ -90,6 +92,17 @@ def _without_head(settings: TappedSettings, directory: Path) -> None:
         "few drafts are accepted, download the files again",
         directory,
     )
+
+
+def _with_bias(config: ModelConfig) -> ModelConfig:
+    """The layers with a bias on q, k and v."""
+
+    def biased(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        assert isinstance(mixer, AttentionConfig), "this format's heads are read as Llama's"
+        return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, qkv_bias=True))
+
+    return dataclasses.replace(config, layers=tuple(map(biased, config.layers)))
 
 
 def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Settings:

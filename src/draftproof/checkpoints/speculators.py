@@ -19,7 +19,8 @@ from draftproof.drafters.tapped import TappedSettings
 from draftproof.drafters.xpress import XPressSettings
 from draftproof.models import config as model_config
 from draftproof.models.config import ModelConfig
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.reading import check_keys
+from draftproof.models.weights import Weights, WeightSource
 from draftproof.schema import flag, ids, shown, whole, words
 
 
@@ -40,7 +41,7 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
             f"{where}: speculators_model_type={shown(kind)}: not supported; supported: {', '.join(_SETTINGS)}"
         )
     settings, own_keys = _SETTINGS[kind]
-    model_config.check_keys(raw, where, _KEYS | own_keys)
+    check_keys(raw, where, _KEYS | own_keys)
     if raw.get("target_hidden_size") is not None:
         whole(raw, "target_hidden_size", where)
     schema.check_known(schema.section(raw, "dflash_config", where), f"{where}: dflash_config", _NESTED_MASKS)
@@ -143,7 +144,7 @@ def _rename(name: str) -> str:
 
 
 def _one(layers: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(layers, num_layers=1, windows=layers.windows[:1])
+    return dataclasses.replace(layers, layers=layers.layers[:1])
 
 
 # Heads that draft in blocks.

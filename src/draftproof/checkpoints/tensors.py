@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftproof.models.loading import Weights, index_names
+from draftproof.models.weights import Weights, index_names
 
 _INDEX = "model.safetensors.index.json"
 _SAFE = ("model.safetensors", _INDEX)

@@ -11,7 +11,7 @@ from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.block import BlockSettings
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.models import config as model_config
-from draftproof.models.loading import Weights, WeightSource
+from draftproof.models.weights import Weights, WeightSource
 
 _OWN_KEYS = ("dflash_config", "block_size", "num_target_layers", "mask_token_id")
 

@@ -175,7 +175,7 @@ def all_drafters(
 def _check(method: Variant, engine: Mapping[str, Any]) -> None:
     """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
     from draftproof.engine.plans import Files, draft_plans
-    from draftproof.models.loading import RandomWeights
+    from draftproof.models.weights import RandomWeights
 
     if method.found or method.config is None:
         return

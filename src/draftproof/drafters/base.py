@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import KVShape, PagedCache
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
@@ -37,7 +38,7 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
-    num_heads: int | None = None  # query heads of an own layer; None: nobody says
+    attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...
     ] = ()  # indices of the target's caches that are read in place: they follow the own ones

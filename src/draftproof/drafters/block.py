@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from draftproof.attention.base import PagedAttention
+from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.parallel import BlockHead, Decode, Parallel
 from draftproof.drafters.validation import check_leftovers, check_num_drafts, check_target, checked_mask_token
 from draftproof.drafters.vocabulary import embedding, output_head
+from draftproof.kernels.linear import PackedLinear
 from draftproof.models import cost
+from draftproof.models.builder import Norm
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.layers import DecoderLayer, Layer, Norm, run_layers
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.layers import DecoderLayer, Layer, SandwichLayer, load_layers, rope_tables, run_layers
+from draftproof.models.mixers.attention import Attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class BlockNetwork(BlockHead):
         self,
         ctx: DraftContext,
         s: BlockSettings,
-        wrap: Callable[[int, DecoderLayer], Layer] = lambda i, layer: layer,
+        wrap: Callable[[int, DecoderLayer | SandwichLayer], Layer] = lambda i, layer: layer,
     ) -> None:
         check_target(ctx, s.layers, s.taps)
         builder = ctx.builder
@@ -68,24 +69,16 @@ class BlockNetwork(BlockHead):
         self._ops = builder.ops
         self._fc = builder.linear("fc", len(s.taps) * ctx.target.config.hidden_size, hidden)
         self._hidden_norm = Norm.load(builder, "hidden_norm", hidden, config.norm_eps)
-        table = cos_sin_table(config.rope, ctx.max_positions + s.block_size, builder.device)
-        layers = [
-            DecoderLayer(builder, f"layers.{i}", config, table, i, w) for i, w in enumerate(config.windows)
-        ]
-        kv = config.num_kv_heads * config.head_dim
-        self._context = [
-            builder.linear(
-                [f"layers.{i}.self_attn.{part}_proj" for part in "kv"],
-                hidden,
-                [kv, kv],
-                bias=config.qkv_bias,
-            )
-            for i in range(len(layers))
-        ]
-        for layer in layers:
-            attention = layer.attention
-            attention.spec = replace(attention.spec, causal=bool(attention.spec.window) and s.sliding_causal)
-        self._specs = [layer.attention.spec for layer in layers]
+        tables = rope_tables(config, ctx.max_positions + s.block_size, builder.device)
+        layers = load_layers(builder, "layers.", config, tables)
+        self._context, self._specs = list[PackedLinear](), list[AttentionSpec]()
+        for i, layer in enumerate(layers):
+            mixer = _plain_attention(ctx, layer)
+            kv = mixer.config.num_kv_heads * mixer.config.head_dim
+            names = [f"layers.{i}.self_attn.{part}_proj" for part in "kv"]
+            self._context.append(builder.linear(names, hidden, [kv, kv], bias=mixer.config.qkv_bias))
+            mixer.spec = replace(mixer.spec, causal=bool(mixer.spec.window) and s.sliding_causal)
+            self._specs.append(mixer.spec)
         self._norm = Norm.load(builder, "norm", hidden, config.norm_eps)
         self._layers = [wrap(i, layer) for i, layer in enumerate(layers)]
         self._embed_VH = embedding(ctx, config)
@@ -127,6 +120,17 @@ def drafter(ctx: DraftContext, network: BlockNetwork, decode: Decode | None = No
     return HeadDrafter(network, unroll)
 
 
+def _plain_attention(ctx: DraftContext, layer: DecoderLayer | SandwichLayer) -> Attention:
+    """The layer's mixer; ValueError where it is of a kind that no rows but its own can store keys for."""
+    assert ctx.checkpoint is not None
+    if not isinstance(layer.mixer, Attention):
+        raise ValueError(
+            f"{ctx.checkpoint.where}: model_type: layers of type {type(layer.mixer).__name__} cannot draft blocks; "
+            "they must be plain attention"
+        )
+    return layer.mixer
+
+
 def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
     """The block is always whole: its rows see each other, so a shorter one would predict something else."""
     assert ctx.checkpoint is not None
@@ -141,6 +145,6 @@ def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
     ctx.notes["taps"] = "its config's"
     return DraftSpec(
         taps=Taps(layers=s.taps),
-        kv=kv_shapes(s.layers),
-        num_heads=s.layers.num_heads,
+        kv=s.layers.caches,
+        attention=s.layers.attention_shapes,
     )

@@ -12,9 +12,9 @@ import torch
 
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters.base import Drafter
+from draftproof.models.builder import LayerBuilder
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import LayerBuilder
-from draftproof.models.loading import WeightSource, root_of
+from draftproof.models.weights import WeightSource, root_of
 
 S = TypeVar("S")
 

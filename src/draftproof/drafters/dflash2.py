@@ -17,7 +17,7 @@ from draftproof.drafters.head import HeadDrafter, PassSize
 from draftproof.drafters.parallel import Block, Decode, DrawSlot
 from draftproof.models import cost
 from draftproof.models.cost import Cost
-from draftproof.models.layers import DecoderLayer
+from draftproof.models.layers import DecoderLayer, SandwichLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class BlockConv:
 class ConvLayer:
     """A decoder layer with convolutions around attention and MLP."""
 
-    def __init__(self, layer: DecoderLayer, attention: BlockConv, mlp: BlockConv) -> None:
+    def __init__(self, layer: DecoderLayer | SandwichLayer, attention: BlockConv, mlp: BlockConv) -> None:
         self.input_norm = layer.input_norm
         self._layer = layer
         self._attention = attention
@@ -69,10 +69,10 @@ class ConvLayer:
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         layer = self._layer
         x_NH, kernels = self._attention.before(x_TX)
-        x_NH = self._attention.convolve(layer.attention(x_NH, attn), kernels)
+        x_NH = self._attention.convolve(layer.mixer(x_NH, attn), kernels)
         x_NH, residual_NH = layer.post_norm.add(x_NH, residual_TH)
         x_NH, kernels = self._mlp.before(x_NH)
-        return self._mlp.convolve(layer.mlp(x_NH), kernels), residual_NH
+        return self._mlp.convolve(layer.ffn(x_NH, residual_NH), kernels), residual_NH
 
 
 class SelectorDecode(Decode):
@@ -112,7 +112,7 @@ class ConvNetwork(BlockNetwork):
     def __init__(self, ctx: DraftContext, s: DFlash2Settings) -> None:
         self._convs: list[BlockConv] = []
 
-        def wrap(i: int, layer: DecoderLayer) -> ConvLayer:
+        def wrap(i: int, layer: DecoderLayer | SandwichLayer) -> ConvLayer:
             own = [BlockConv(ctx, s, f"layers.{i}.{part}_conv") for part in ("attention", "mlp")]
             self._convs += own
             return ConvLayer(layer, *own)

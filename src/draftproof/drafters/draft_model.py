@@ -22,8 +22,8 @@ from draftproof.drafters.token_map import TokenMap
 from draftproof.drafters.validation import shares_vocabulary
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import Weights
 from draftproof.models.tokenizer_file import open_tokenizer
+from draftproof.models.weights import Weights
 from draftproof.schema import check_choice
 
 

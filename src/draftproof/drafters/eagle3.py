@@ -7,15 +7,14 @@ from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter, HeadLayout
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
 from draftproof.drafters.validation import check_leftovers
-from draftproof.models.decoder import kv_shapes
 
 
 def build(ctx: DraftContext) -> HeadDrafter:
     layers = ctx.settings(TappedSettings).layers
     spec = DraftSpec(
         taps=tapped(ctx),
-        kv=kv_shapes(layers),
-        num_heads=layers.num_heads,
+        kv=layers.caches,
+        attention=layers.attention_shapes,
     )
     head = TappedNetwork(ctx, spec, HeadLayout(context="all", shift=1))
     check_leftovers(ctx)

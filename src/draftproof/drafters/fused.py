@@ -17,11 +17,11 @@ from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
+from draftproof.models.builder import LayerBuilder, Norm
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.layers import DecoderLayer, LayerBuilder, Norm, run_layers
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.layers import load_layers, rope_tables, run_layers
+from draftproof.models.spec import RopeTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class FusedNetwork:
         builder: LayerBuilder,
         config: ModelConfig,
         norms: Norms,
-        cos_sin_PD: Tensor,
+        tables: RopeTables,
         *,
         prefix: str = "",
         index: int = 0,
@@ -68,18 +68,9 @@ class FusedNetwork:
         self._has_final_norm = norms.final
         self.norm = norm("norm", norms.final) or Norm(ones_H, eps, builder.ops)
         self._fc = builder.linear(f"{prefix}fc", 2 * hidden, hidden, bias=fc_bias)
-        self._layers = [
-            DecoderLayer(
-                builder,
-                f"{prefix}layers.{i}",
-                config,
-                cos_sin_PD,
-                index + i,
-                window,
-                input_norm=norms.input or i > 0,
-            )
-            for i, window in enumerate(config.windows)
-        ]
+        self._layers = load_layers(
+            builder, f"{prefix}layers.", config, tables, first_cache=index, first_norm=norms.input
+        )
 
     def __call__(self, embedded_NH: Tensor, state_NH: Tensor, attn: PagedAttention) -> Tensor:
         if self._embed_norm is not None:
@@ -120,11 +111,11 @@ class FusedHead(DraftHead):
         check_hidden(ctx, config.hidden_size)
         builder = ctx.builder
         self._gather = builder.ops.gather
-        self.spec = DraftSpec(taps=taps, kv=kv_shapes(config), num_heads=config.num_heads)
+        self.spec = DraftSpec(taps=taps, kv=config.caches, attention=config.attention_shapes)
         self.layout = HeadLayout(context="all", shift=1)
-        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
+        tables = rope_tables(config, ctx.max_positions, builder.device)
         self.network = FusedNetwork(
-            builder, config, norms, table, prefix=prefix, fc_bias=fc_bias, state_first=state_first
+            builder, config, norms, tables, prefix=prefix, fc_bias=fc_bias, state_first=state_first
         )
         self._embed_VH = embedding(ctx, config)
         self.ids_V, self._head = output_head(ctx, config, config.vocab_size)

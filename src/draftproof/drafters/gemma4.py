@@ -8,7 +8,7 @@ X tokens looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,10 +19,14 @@ from draftproof.drafters.base import DraftSpec, Taps
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.validation import check_hidden, check_leftovers, check_vocabulary
-from draftproof.models import cost, gemma
+from draftproof.models import cost
+from draftproof.models.builder import Linear
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
-from draftproof.models.layers import Linear, run_layers
+from draftproof.models.layers import load_layers, run_layers
+from draftproof.models.mixers.attention import AttentionConfig
+from draftproof.models.mixers.shared_kv import SharedKVConfig
+from draftproof.models.spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +78,6 @@ class Gemma4Head(DraftHead):
         config = s.layers
         builder = ctx.builder
         target = ctx.target
-        own = config.gemma
-        assert own is not None
         self._config = config
         self.spec = DraftSpec(
             taps=Taps(final=True),
@@ -92,18 +94,8 @@ class Gemma4Head(DraftHead):
         # the target's tables; a row is told the place of the state that it goes on from: its token's is one higher
         tables = {rope: table_PD[1:] for rope, table_PD in target.rope_tables.items()}
         # its sliding layers were trained to see one row more than the window
-        self._layers = [
-            gemma.GemmaLayer(
-                builder,
-                f"model.layers.{i}",
-                config,
-                x,
-                tables[x.rope],
-                window=x.window + 1 if x.window else 0,
-            )
-            for i, x in enumerate(own.layers)
-        ]
-        self._norm = gemma.norm(builder, "model.norm", hidden, config)
+        self._layers = load_layers(builder, "model.layers.", _with_one_row_more(config), tables)
+        self._norm = builder.norm("model.norm", hidden, config.norm_eps, config.norm_offset)
         name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         weight_VH = builder.tensor(f"{name}.weight", (config.vocab_size, hidden))
         self._head: Linear
@@ -140,34 +132,55 @@ class Gemma4Head(DraftHead):
         return found + self._logits_cost(size.requests * size.read)
 
 
+def _with_one_row_more(config: ModelConfig) -> ModelConfig:
+    """The layers with windows longer by a row."""
+
+    def wider(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        assert isinstance(mixer, SharedKVConfig), "the reader lets an assistant borrow everything"
+        return replace(layer, mixer=replace(mixer, window=mixer.window + 1 if mixer.window else 0))
+
+    return replace(config, layers=tuple(map(wider, config.layers)))
+
+
 def _caches_lent(ctx: DraftContext, layers: ModelConfig, backbone_hidden_size: int) -> tuple[int, ...]:
     """The target's caches that the assistant's kinds of layers read; ValueError where the pair does not fit."""
-    own = layers.gemma
-    assert ctx.checkpoint is not None and own is not None
+    assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     target = ctx.target.config
     other = "this assistant belongs to another target"
-    if target.gemma is None or not target.gemma.values_normed:
+    mixers = [layer.mixer for layer in target.layers]
+    if not any(isinstance(mixer, AttentionConfig) and mixer.v_norm for mixer in mixers):
         raise ValueError(
             f"{where}: model_type='gemma4_assistant', but the target's is {target.model_type!r}; an assistant reads "
             "the keys and values of a Gemma 4 target"
         )
     check_vocabulary(ctx, layers.vocab_size)
     check_hidden(ctx, backbone_hidden_size, "backbone_hidden_size")
-    lent = []
-    for kind in own.kinds:
-        cache = target.gemma.last_cache(kind)
-        if cache is None:
+    lent: dict[int, int] = {}
+    for mine in (layer.mixer for layer in layers.layers):
+        assert isinstance(mine, SharedKVConfig)
+        kind = "sliding_attention" if mine.window else "full_attention"
+        found = _last_writer(target, slides=mine.window > 0)
+        if found is None:
             raise ValueError(f"{where}: has layers of type {kind!r}, but the target has none; {other}")
-        mine = next(layer for layer in own.layers if layer.kind == kind)
-        theirs = next(layer for layer in target.gemma.layers if layer.owns_cache and layer.cache == cache)
+        cache, theirs = found
         for name in ("num_kv_heads", "head_dim", "rope", "window"):
-            wanted = getattr(mine, name)
-            found = getattr(theirs, name)
-            if wanted != found:
-                raise ValueError(f"{where}: {kind}: {name}={wanted}, but the target's is {found}; {other}")
-        lent.append(cache)
-    return tuple(lent)
+            if getattr(mine, name) != getattr(theirs, name):
+                raise ValueError(
+                    f"{where}: {kind}: {name}={getattr(mine, name)}, but the target's is {getattr(theirs, name)}; "
+                    f"{other}"
+                )
+        lent[mine.reads] = cache
+    return tuple(lent[i] for i in range(len(lent)))
+
+
+def _last_writer(target: ModelConfig, *, slides: bool) -> tuple[int, AttentionConfig] | None:
+    """(its cache, the mixer) of the target's last layer of a kind that keeps keys and values of its own."""
+    for layer, cache in zip(reversed(target.layers), reversed(target.cache_of_layer), strict=True):
+        if isinstance(layer.mixer, AttentionConfig) and (layer.window > 0) == slides:
+            return cache, layer.mixer
+    return None
 
 
 def _token_order(ctx: DraftContext, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:

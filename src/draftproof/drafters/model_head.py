@@ -18,7 +18,7 @@ from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import WeightSource
+from draftproof.models.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class DraftModelHead(DraftHead):
 
     def __init__(self, decoder: Decoder, layout: HeadLayout, ids_V: Tensor | None = None) -> None:
         self._decoder = decoder
-        self.spec = DraftSpec(kv=decoder.kv, num_heads=decoder.config.num_heads)
+        self.spec = DraftSpec(kv=decoder.kv, attention=decoder.config.attention_shapes)
         self.layout = layout
         self.ids_V = ids_V
 

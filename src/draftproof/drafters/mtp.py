@@ -16,8 +16,7 @@ from draftproof.drafters.modules import ModulesDrafter
 from draftproof.drafters.validation import check_leftovers, check_num_drafts
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.layers import rope_tables
 
 _NORMS = Norms(embed=True, hidden=True, input=True, final=True)
 
@@ -72,13 +71,13 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     if num == 1:
         head = FusedHead(ctx, s.layers, taps, _NORMS, prefix="modules.0.", state_first=s.state_first)
         return HeadDrafter(head)
-    table = cos_sin_table(s.layers.rope, ctx.max_positions, builder.device)
+    tables = rope_tables(s.layers, ctx.max_positions, builder.device)
     modules = [
         FusedNetwork(
             builder,
             s.layers,
             _NORMS,
-            table,
+            tables,
             prefix=f"modules.{m}.",
             index=m,
             state_first=s.state_first,
@@ -87,8 +86,8 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     ]
     spec = DraftSpec(
         taps=taps,
-        kv=kv_shapes(s.layers) * num,
-        num_heads=s.layers.num_heads,
+        kv=s.layers.caches * num,
+        attention=s.layers.attention_shapes,
         reads_ahead=num,
     )
     embed_VH = embedding(ctx, s.layers)

@@ -15,7 +15,6 @@ from draftproof.drafters.parallel import Parallel
 from draftproof.drafters.tapped import TappedNetwork, TappedSettings, tapped
 from draftproof.drafters.validation import check_leftovers, checked_mask_token
 from draftproof.models.cost import Cost
-from draftproof.models.decoder import kv_shapes
 
 
 class PEagleHead(DraftHead):
@@ -64,7 +63,7 @@ def _mask_state(ctx: DraftContext, width: int) -> Tensor:
 
 def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(TappedSettings)
-    spec = DraftSpec(taps=tapped(ctx), kv=kv_shapes(s.layers), num_heads=s.layers.num_heads)
+    spec = DraftSpec(taps=tapped(ctx), kv=s.layers.caches, attention=s.layers.attention_shapes)
     layout = HeadLayout(
         context="all",
         shift=1,

@@ -18,10 +18,10 @@ from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_target
 from draftproof.drafters.vocabulary import embedding, output_head
 from draftproof.models import cost
+from draftproof.models.builder import Norm
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
-from draftproof.models.layers import DecoderLayer, Norm, run_layers
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.layers import load_layers, rope_tables, run_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,8 @@ class TappedNetwork(DraftHead):
         )
         self._fc_norms = [norm(f"fc_norm.{i}", target_hidden) for i in range(num_taps) if s.fc_norm]
         self._fc = builder.linear("fc", num_taps * target_hidden, hidden) if fused else None
-        table = cos_sin_table(config.rope, ctx.max_positions, builder.device)
-        self._layers = [
-            DecoderLayer(builder, f"layers.{i}", config, table, i, w, 2 * hidden if i == 0 else None)
-            for i, w in enumerate(config.windows)
-        ]
+        tables = rope_tables(config, ctx.max_positions, builder.device)
+        self._layers = load_layers(builder, "layers.", config, tables, first_input=2 * hidden)
         self._hidden_norm = norm("layers.0.hidden_norm", hidden)
         self._norm = norm("norm", hidden)
         self._embed_VH = embedding(ctx, config)
@@ -102,9 +99,9 @@ class TappedNetwork(DraftHead):
     def cost(self, size: PassSize) -> Cost:
         """The first layer reads twice the hidden size."""
         config, num_rows = self._settings.layers, size.requests * size.fed
-        elements = (config.num_layers - 1) * cost.layer_elements(config)
-        elements += cost.layer_elements(config, 2 * config.hidden_size)
-        found = cost.products(elements, num_rows, self._head.weight_itemsize)
+        found = cost.layers_products(
+            config, num_rows, self._head.weight_itemsize, first_input=2 * config.hidden_size
+        )
         found += cost.attention(config, size.requests, size.fed, size.context, size.itemsize)
         if self._fc is not None:
             found += cost.linear(self._fc, size.requests * size.fused)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.models.loading import Weights
+from draftproof.models.weights import Weights
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_tokens_per_layer.weight")
 _HEAD = "lm_head.weight"

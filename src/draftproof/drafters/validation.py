@@ -7,8 +7,8 @@ from pathlib import Path
 
 from draftproof.drafters.context import DraftContext
 from draftproof.models.config import ModelConfig
-from draftproof.models.loading import Weights
 from draftproof.models.tokenizer_file import read_vocabulary
+from draftproof.models.weights import Weights
 
 # Tensors that checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are
 # used where the head wants them.

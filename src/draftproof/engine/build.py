@@ -15,6 +15,7 @@ import torch
 from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
+from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import KVShape, PagedCache, allocate
 from draftproof.checkpoints import detect
@@ -43,10 +44,11 @@ from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.room import free_bytes, keep_freed_memory
 from draftproof.metrics import EngineStats
+from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.layers import LayerBuilder
-from draftproof.models.loading import RandomWeights, Weights, WeightSource, resolve
+from draftproof.models.loading import resolve
+from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler
@@ -129,9 +131,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         spec = member.spec
         target.check_taps(spec.taps.layers)
         whose = f"drafter {member.name}"
-        registry_of_attention.check_sizes(
-            base.device, config.attention_backend, spec.num_heads, spec.kv, whose
-        )
+        shapes = spec.attention or [AttentionShape(kv.heads, kv.heads, kv.head_dim) for kv in spec.kv]
+        registry_of_attention.check_sizes(base.device, config.attention_backend, shapes, whose)
     base.planner.certify()
     is_auto = speculative is not None and speculative.is_auto
     drafting = _Drafting(
@@ -227,8 +228,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
 
 def _rotary_sizes(model: ModelConfig) -> int:
     """Sizes of a head that rotate, over all tables of the model."""
-    ropes = {layer.rope for layer in model.gemma.layers} if model.gemma else {model.rope}
-    return sum(rope.rotary_dim for rope in ropes)
+    return sum(rope.rotary_dim for rope in model.ropes)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -20,10 +20,11 @@ from draftproof.kernels.certify import own_precision
 from draftproof.kernels.exactness import Check, OperatorCertifier
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.plan_cache import Choice
+from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import RandomWeights
-from draftproof.models.operators import Where, target_cases
+from draftproof.models.operators import target_cases
+from draftproof.models.weights import RandomWeights
 
 TIMED_ROWS = 8
 GROUPED = "grouped product"

@@ -17,9 +17,9 @@ from draftproof.kernels import ops as operators
 from draftproof.kernels.certify import NoPowerError
 from draftproof.kernels.exactness import Case, OperatorCertifier
 from draftproof.kernels.ops import Ops
+from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.operators import Where, target_cases
+from draftproof.models.operators import target_cases
 
 ATTENTION = "attention"
 
@@ -30,7 +30,7 @@ def where_to_run(
     """The device and dtype of an engine, and the compiled operators. Raises ValueError for settings and sizes that
     cannot run here."""
     device = memory.pick_device(config.device)
-    registry.check_sizes(device, config.attention_backend, model.num_heads, kv_shapes(model))
+    registry.check_sizes(device, config.attention_backend, model.attention_shapes)
     widened = config.bf16_arithmetic == "widened"
     usable = config.native and device.type == "cpu"
     library = native.load(progress, widened=widened) if usable else None

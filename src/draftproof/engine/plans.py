@@ -12,7 +12,8 @@ from draftproof.checkpoints import detect, in_target
 from draftproof.config import ENGINE_WIDE, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
 from draftproof.drafters.context import DraftCheckpoint
-from draftproof.models.loading import WeightSource, resolve
+from draftproof.models.loading import resolve
+from draftproof.models.weights import WeightSource
 from draftproof.schema import shown
 
 _OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting", "hf_overrides")

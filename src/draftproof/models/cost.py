@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from draftproof.kernels.linear import PackedLinear
 from draftproof.models.config import ModelConfig
-from draftproof.models.gemma_config import GemmaConfig
-from draftproof.models.mla import MlaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,38 +26,6 @@ class Cost:
         return Cost(self.bytes * times, self.flops * times)
 
 
-def layer_elements(config: ModelConfig, inputs: int | None = None) -> int:
-    """Weights of one dense layer's products. `inputs`: what its attention reads, if not the hidden size."""
-    if config.gemma is not None:
-        return gemma_elements(config, config.gemma) // config.num_layers
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    qkv = (inputs or hidden) * (heads + 2 * config.num_kv_heads * config.head_dim)
-    own = (
-        qkv + heads * hidden if config.mla is None else _latent_elements(config, config.mla, inputs or hidden)
-    )
-    return own + 3 * hidden * config.intermediate_size
-
-
-def _latent_elements(config: ModelConfig, m: MlaConfig, inputs: int) -> int:
-    """Weights of latent attention: what makes queries and the cached vector, products of heads with it, the output."""
-    heads, query = config.num_heads, m.nope_dim + m.rope_dim
-    queries = inputs * heads * query if m.q_rank is None else m.q_rank * (inputs + heads * query)
-    return (
-        queries + m.cached_dim * (inputs + heads * (query + m.v_dim)) + heads * m.v_dim * config.hidden_size
-    )
-
-
-def gemma_elements(config: ModelConfig, gemma: GemmaConfig) -> int:
-    """Weights of all layers' products, where layers have shapes of their own."""
-    hidden, heads, total = config.hidden_size, config.num_heads, 0
-    for layer in gemma.layers:
-        kv_heads = 2 * layer.num_kv_heads if layer.owns_cache else 0
-        attention = (2 * heads + kv_heads) * layer.head_dim  # q, o, k and v
-        # a layer's own input: made, let through, and added
-        total += hidden * (attention + 3 * layer.intermediate_size + 3 * gemma.per_layer_size)
-    return total
-
-
 def products(elements: int, rows: int, itemsize: int = 2) -> Cost:
     """Products of so many weights with `rows` rows; nothing is read for no rows."""
     return Cost(elements * itemsize, 2.0 * elements * rows) if rows else Cost()
@@ -70,33 +36,31 @@ def linear(packed: PackedLinear, rows: int) -> Cost:
     return products(packed.in_features * packed.out_features, rows, packed.weight_itemsize)
 
 
-def layers_products(config: ModelConfig, rows: int, itemsize: int = 2) -> Cost:
-    """All layers' products. Of a layer's experts, those are read that so many rows choose if they choose evenly."""
-    moe = config.moe
-    dense = products(config.num_layers * layer_elements(config), rows, itemsize)
-    if moe is None:
-        return dense
-    count = len(set(range(config.num_layers)) - moe.dense_layers)
-    shared = config.hidden_size * (3 * moe.shared_width + moe.num_experts - 3 * config.intermediate_size)
-    expert, top_k = 3 * config.hidden_size * moe.width, moe.routing.top_k
-    read = moe.num_experts * (1 - (1 - top_k / moe.num_experts) ** rows)
-    routed = Cost(read * expert * itemsize, 2.0 * top_k * expert * rows)
-    return dense + (products(shared, rows, itemsize) + routed) * count
+def layers_products(
+    config: ModelConfig, rows: int, itemsize: int = 2, first_input: int | None = None
+) -> Cost:
+    """All layers' products. first_input: what the first layer's mixer reads, if not the hidden size."""
+    hidden = config.hidden_size
+    found = Cost()
+    for i, layer in enumerate(config.layers):
+        inputs = hidden if i or first_input is None else first_input
+        # a layer's own input: made, let through, and added
+        own = layer.mixer.num_weights(inputs, hidden) + 3 * hidden * layer.input_size
+        ffn = layer.ffn.num_weights(hidden, rows)
+        if rows:
+            found += Cost((own + ffn.read) * itemsize, 2.0 * (own + ffn.used) * rows)
+    return found
 
 
 def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Cost:
     """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
-    if config.gemma is not None:
-        shapes = [(2 * x.num_kv_heads * x.head_dim, x.head_dim, x.window) for x in config.gemma.layers]
-    elif config.mla is not None:
-        shapes = [(config.mla.cached_dim, config.mla.cached_dim, window) for window in config.windows]
-    else:
-        kept = 2 * config.num_kv_heads * config.head_dim
-        shapes = [(kept, config.head_dim, window) for window in config.windows]
     found = Cost()
-    for kept, dim, window in shapes:
-        seen = requests * (min(context, window) if window else context)
-        found += Cost(kept * itemsize * seen, 4.0 * rows * config.num_heads * dim * seen)
+    for layer in config.layers:
+        shape = layer.mixer.shape
+        if shape is not None:
+            kept = (1 if shape.shared else 2) * shape.num_kv_heads * shape.head_dim
+            seen = requests * (min(context, shape.window) if shape.window else context)
+            found += Cost(kept * itemsize * seen, 4.0 * rows * shape.num_heads * shape.head_dim * seen)
     return found
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
-from draftproof.models import gemma
+from draftproof.models.builder import LayerBuilder, Norm, rounded
 from draftproof.models.config import ModelConfig
-from draftproof.models.layers import DecoderLayer, Layer, LayerBuilder, Norm
-from draftproof.models.loading import Weights, WeightSource, root_of
-from draftproof.models.rope import cos_sin_table
+from draftproof.models.layer_inputs import LayerInputs
+from draftproof.models.layers import Layer, SandwichLayer, load_layers, rope_tables
+from draftproof.models.spec import LayerFn, RopeTables
+from draftproof.models.weights import Weights, WeightSource, root_of
 
 
 @dataclass(slots=True)
@@ -61,19 +61,18 @@ class Decoder:
         layers: Sequence[Layer],
         final_norm: Norm,
         head: PackedLinear,
-        rope_tables: gemma.Tables,
+        tables: RopeTables,
         ops: Ops,
-        layer_inputs: gemma.LayerInputs | None = None,
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         self.config = config
         self._gather = ops.gather
         self._soft_cap = ops.soft_cap
         self._layer_inputs = layer_inputs
-        own = config.gemma
-        self._embed_scale = gemma.rounded(own.embed_scale, embed_VH.dtype) if own else 1.0
-        self._cap = own.final_cap if own else 0.0
-        self.rope_tables = rope_tables
-        self.kv = kv_shapes(config)
+        self._embed_scale = rounded(config.embed_scale, embed_VH.dtype)
+        self._cap = config.logit_cap
+        self.rope_tables = tables
+        self.kv = config.caches
         self.embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
@@ -109,21 +108,18 @@ class Decoder:
         vocab_size = config.vocab_size
         hidden = config.hidden_size
         embed_VH = builder.tensor(f"{root}embed_tokens.weight", (vocab_size, hidden))
-        layers: Sequence[Layer]
+        if not config.caches:
+            raise ValueError(
+                f"num_kv_shared_layers={config.num_layers} of as many layers: this model borrows all keys and values, "
+                "so it only drafts for another; give it as speculative_config['model']"
+            )
+        tables = rope_tables(config, length, device)
+        layers = load_layers(builder, f"{root}layers.", config, tables)
         inputs = None
-        if config.gemma is not None:
-            tables = gemma.rope_tables(config.gemma, length, device)
-            layers = own = gemma.load_layers(builder, root, config, tables)
-            inputs = gemma.LayerInputs(builder, root, config, own) if config.gemma.per_layer_size else None
-            final_norm = gemma.norm(builder, f"{root}norm", hidden, config)
-        else:
-            cos_sin_PD = cos_sin_table(config.rope, length, device)
-            tables = {config.rope: cos_sin_PD}
-            layers = [
-                DecoderLayer(builder, f"{root}layers.{i}", config, cos_sin_PD, i, window)
-                for i, window in enumerate(config.windows)
-            ]
-            final_norm = Norm.load(builder, f"{root}norm", hidden, config.norm_eps)
+        if config.layers[0].input_size:
+            takers = [layer for layer in layers if isinstance(layer, SandwichLayer)]
+            inputs = LayerInputs(builder, root, config.layers[0], (vocab_size, hidden), takers)
+        final_norm = builder.norm(f"{root}norm", hidden, config.norm_eps, config.norm_offset)
         if config.tie_word_embeddings:
             head = builder.pack(embed_VH, out_dtype=torch.float32, kept=True)
         else:
@@ -150,7 +146,7 @@ class Decoder:
         residual_TH = self.embed(tokens_T)
         stream = [residual_TH]
         x_TH = self._norms[0](residual_TH)
-        layers: Sequence[gemma.LayerFn] = self._layers
+        layers: Sequence[LayerFn] = self._layers
         if self._layer_inputs is not None:
             layers = self._layer_inputs(tokens_T, residual_TH)
         for i, layer in enumerate(layers):
@@ -177,19 +173,6 @@ class Decoder:
         return self._soft_cap(logits_MV, self._cap) if self._cap else logits_MV
 
 
-def kv_shapes(config: ModelConfig) -> tuple[KVShape, ...]:
-    """The caches that the layers of a model, or of a draft head, need."""
-    if config.gemma is not None:
-        return tuple(
-            KVShape(heads=layer.num_kv_heads, head_dim=layer.head_dim)
-            for layer in config.gemma.layers
-            if layer.owns_cache
-        )
-    if config.mla is not None:
-        return (KVShape(heads=1, head_dim=config.mla.cached_dim, shared=True),) * config.num_layers
-    return (KVShape(heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
-
-
 def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
     """ValueError for a tensor of the layers or the head that found no place, such as a bias that the config denies.
 
@@ -203,11 +186,10 @@ def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
             return int(match[1]) < config.num_layers
         return name.startswith((root + "norm.", root + "embed_tokens", root + "per_layer_", "lm_head."))
 
-    layers = enumerate(config.gemma.layers if config.gemma is not None else ())
     unread = [
-        re.escape(f"{root}layers.{i}.self_attn.") + r"[kv]_(proj|norm)\.\w+"
-        for i, x in layers
-        if not x.owns_cache
+        re.escape(f"{root}layers.{i}.") + pattern
+        for i, layer in enumerate(config.layers)
+        for pattern in layer.mixer.unread
     ]
     tied = [r"lm_head\.weight"] if config.tie_word_embeddings else []
     weights.check_used(own, [r".*rotary_emb\.inv_freq", *tied, *unread])

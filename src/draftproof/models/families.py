@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-from draftproof.models.mla import KEYS as MLA_KEYS
-from draftproof.models.moe_config import MoEFamily
+from typing import Any, Literal
 
 # How a config states its sliding windows:
 #   per_layer  `layer_types` names the layers that slide, `sliding_window` their size
@@ -29,12 +26,70 @@ WINDOW_KEYS: Mapping[Windows, frozenset[str]] = {
 }
 
 
+# How a row chooses its experts:
+#   softmax         the likeliest ones
+#   biased_sigmoid  as DeepSeek-V3 does: sigmoid scores, of which a correction bias decides the choice but not the
+#                   weight; groups of experts, of which the best are looked at; weights scaled; shared experts
+Scoring = Literal["softmax", "biased_sigmoid"]
+
+# Losses, noise and layout of training; the modules that draft are read by whoever drafts.
+_HARMLESS = frozenset(
+    {
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "num_nextn_predict_layers",
+    }
+)
+SIGMOID_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_SIGMOID_KEYS = frozenset(
+    {
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        *SIGMOID_ONLY,
+    }
+)
+_SOFTMAX_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEFamily:
+    """A family's part in the table: names of config keys and of tensors, and the kind of routing.
+
+    `count`: keys for the number of experts, the first found counts. `normalized`: chosen weights sum to 1; a constant
+    or the key that says so. `parts`: gate, up and down of an expert, a tensor each. `blocks`: where in a layer the
+    experts are, the first found counts.
+    """
+
+    scoring: Scoring
+    count: tuple[str, ...]
+    width: str = "moe_intermediate_size"
+    normalized: bool | str = "norm_topk_prob"
+    blocks: tuple[str, ...] = ("mlp",)
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Config keys that mean something, or are known to mean nothing for the logits."""
+        own = frozenset({*self.count, self.width, "num_experts_per_tok"})
+        if isinstance(self.normalized, str):
+            own |= {self.normalized}
+        return own | _HARMLESS | (_SIGMOID_KEYS if self.scoring == "biased_sigmoid" else _SOFTMAX_KEYS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One row. A bias, or the norm of q and k, is a constant or the config key that switches it on (missing: off).
 
     `default_rotary`: share of a head that rotates where the config does not say; None: the family rotates whole heads
-    and refuses anything else.
+    and refuses anything else. `mixer`, `ffn`: the layers' kinds, and `reader`: what makes layers of a config, all by
+    their names in `registry`.
     """
 
     model_type: str
@@ -46,19 +101,20 @@ class Family:
     windows: Windows = "per_layer"
     default_window: int | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    mla: bool = False
     default_theta: float = 10000.0
     default_rotary: float | None = None
     moe: MoEFamily | None = None
-    gemma: int = 0  # the generation, where `gemma_config` reads the config first
+    mixer: str = "attention"
+    ffn: str = "dense"
+    reader: str = "alike"
 
     @property
     def keys(self) -> frozenset[str]:
-        """Config keys that mean something in this family, beyond those that all share."""
+        """Config keys that mean something in this family, beyond those that all share, and its layers' kinds'."""
         switches = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
         named = {switch for switch in switches if isinstance(switch, str)}
         mixture = self.moe.keys if self.moe else frozenset()
-        return WINDOW_KEYS[self.windows] | named | mixture | (MLA_KEYS if self.mla else frozenset())
+        return WINDOW_KEYS[self.windows] | named | mixture
 
 
 _ROWS: Mapping[str, Family] = {
@@ -93,7 +149,8 @@ _ROWS: Mapping[str, Family] = {
             architectures=("DeepseekV3ForCausalLM",),
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            mla=True,
+            mixer="latent",
+            ffn="experts",
             moe=MoEFamily(scoring="biased_sigmoid", count=("n_routed_experts", "num_local_experts")),
         ),
         Family(
@@ -104,6 +161,7 @@ _ROWS: Mapping[str, Family] = {
             architectures=("MixtralForCausalLM",),
             windows="every",
             default_theta=1e6,
+            ffn="experts",
             moe=MoEFamily(
                 scoring="softmax",
                 count=("num_local_experts", "num_experts"),
@@ -121,6 +179,7 @@ _ROWS: Mapping[str, Family] = {
             o_bias="attention_bias",
             qk_norm=True,
             windows="never",
+            ffn="experts",
             moe=MoEFamily(scoring="softmax", count=("num_experts", "num_local_experts")),
         ),
         Family(
@@ -129,6 +188,7 @@ _ROWS: Mapping[str, Family] = {
             qkv_bias="attention_bias",
             qk_norm="use_qk_norm",
             default_rotary=0.5,
+            ffn="experts",
             moe=MoEFamily(scoring="biased_sigmoid", count=("n_routed_experts", "num_local_experts")),
         ),
         Family(
@@ -136,14 +196,14 @@ _ROWS: Mapping[str, Family] = {
             architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            gemma=3,
+            reader="gemma3",
         ),
         Family(
             model_type="gemma4_text",
             architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            gemma=4,
+            reader="gemma4",
         ),
     )
 }

@@ -1,20 +1,26 @@
-"""The constants that only Gemma 3 and Gemma 4 text models have, read from their configs: each layer has its own shape.
+"""The layers of Gemma 3 and Gemma 4 text models, read from their configs: each has its own shape.
 
 A config that nests its text model (`text_config` beside a vision or audio tower) is read as that text model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from draftproof import schema
-from draftproof.models.moe_config import MoEConfig, parse_gemma_moe
+from draftproof.kernels.experts import Routing
+from draftproof.models.families import Family
+from draftproof.models.ffns.beside import BesideConfig
+from draftproof.models.ffns.dense import DenseConfig
+from draftproof.models.ffns.experts import ExpertsConfig
+from draftproof.models.mixers.attention import AttentionConfig
+from draftproof.models.mixers.shared_kv import SharedKVConfig
+from draftproof.models.reading import KINDS, Given, check_family_keys, check_keys, check_layer_types
 from draftproof.models.rope import RopeConfig, parse_rope
+from draftproof.models.spec import Body, FfnConfig, LayerSpec, MixerConfig, Norms
 
-Kind = Literal["sliding_attention", "full_attention"]
-KINDS: tuple[Kind, ...] = ("sliding_attention", "full_attention")
+SLIDING, FULL = KINDS
 
 # Values of missing keys; released files leave out what the library's classes default to.
 _DEFAULTS: Mapping[int, Mapping[str, Any]] = {
@@ -31,7 +37,7 @@ _DEFAULTS: Mapping[int, Mapping[str, Any]] = {
         "bos_token_id": 2, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
     },
 }  # fmt: skip
-_ROPE: Mapping[int, Mapping[Kind, Mapping[str, Any]]] = {
+_ROPE: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     3: {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
@@ -91,52 +97,13 @@ TOWER_KEYS = schema.words(
 NESTED_KEYS = _OUTER_KEYS | TOWER_KEYS | schema.words("model_type text_config cache_implementation")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmaLayerConfig:
-    """One layer. `cache`: index among the model's caches of the keys and values it reads; it writes them if
-    `owns_cache`. In an assistant, which owns none, the index is among `GemmaConfig.kinds`."""
-
-    kind: Kind
-    window: int
-    head_dim: int
-    num_kv_heads: int
-    rope: RopeConfig
-    cache: int
-    owns_cache: bool
-    k_is_v: bool
-    intermediate_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmaConfig:
-    """The constants of a Gemma model. `norm_offset` is added to the weights of norms; `final_cap` 0: logits are not
-    capped; `values_normed` and `layer_scalars`: Gemma 4's; `per_layer_size` 0: layers have no input of their own;
-    `moe`: experts beside each MLP."""
-
-    layers: tuple[GemmaLayerConfig, ...]
-    norm_offset: float
-    embed_scale: float
-    attention_scale: float
-    final_cap: float
-    values_normed: bool
-    layer_scalars: bool
-    per_layer_size: int
-    moe: MoEConfig | None = None
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of layers that the model has, in a fixed order."""
-        return tuple(kind for kind in KINDS if any(layer.kind == kind for layer in self.layers))
-
-    def last_cache(self, kind: Kind) -> int | None:
-        """The cache of the last layer of its kind that writes one; None without."""
-        return next((x.cache for x in reversed(self.layers) if x.owns_cache and x.kind == kind), None)
-
-
-def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dict[str, Any], GemmaConfig]:
-    """(the keys that all models share, with Gemma's defaults; the rest as a GemmaConfig). ValueError for what is not
-    supported, by name. The shared head size, number of kv heads and rotary embedding are those of sliding layers."""
+def read_gemma(
+    raw: Mapping[str, Any], family: Family, where: str, extra: Collection[str], *, generation: int
+) -> tuple[dict[str, Any], Body]:
+    """(the keys that all models share, with Gemma's defaults; the layers). ValueError for what is not supported, by
+    name."""
     if "text_config" in raw:
+        check_keys(raw, where, NESTED_KEYS | set(extra))
         outer = {key: value for key, value in raw.items() if key in _OUTER_KEYS and value is not None}
         inner = schema.section(raw, "text_config", where)
         raw = {"model_type": f"gemma{generation}_text", **inner, **outer}
@@ -144,22 +111,20 @@ def read_gemma(raw: Mapping[str, Any], generation: int, where: str) -> tuple[dic
     _check(raw, where)
     _refuse(raw, generation, where)
     kinds = _kinds(raw, generation, where)
+    given = _Gemma(Given(raw=raw, family=family, where=where), generation, kinds)
+    layers = tuple(_layer(given, i) for i in range(len(kinds)))
     plain = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
-    plain["layer_types"] = list(kinds)
-    plain["rope_parameters"] = _rope_of(raw, generation, "sliding_attention", where)
-    layers = tuple(_layer(raw, generation, kinds, i, where) for i in range(len(kinds)))
-    scale = float(raw.get("query_pre_attn_scalar", 1)) ** -0.5 if generation == 3 else 1.0
-    return plain, GemmaConfig(
-        layers=layers,
-        norm_offset=1.0 if generation == 3 else 0.0,
-        embed_scale=raw["hidden_size"] ** 0.5,
-        attention_scale=scale,
-        final_cap=float(raw.get("final_logit_softcapping", 0)),
-        values_normed=generation == 4,
-        layer_scalars=generation == 4,
-        per_layer_size=raw.get("hidden_size_per_layer_input", 0),
-        moe=parse_gemma_moe(raw, where) if generation == 4 else None,
-    )
+    check_family_keys(Given(raw=plain, family=family, where=where), family.keys, extra)
+    cap = float(raw.get("final_logit_softcapping", 0))
+    return plain, Body(layers=layers, embed_scale=raw["hidden_size"] ** 0.5, logit_cap=cap)
+
+
+class _Gemma(NamedTuple):
+    """A config, its generation, and the kind of each layer."""
+
+    given: Given
+    generation: int
+    kinds: tuple[str, ...]
 
 
 def _check(raw: Mapping[str, Any], where: str) -> None:
@@ -207,7 +172,7 @@ def _refuse(raw: Mapping[str, Any], generation: int, where: str) -> None:
             raise ValueError(f"{where}: {key}={schema.shown(raw.get(key))}: {fix} (Gemma {generation})")
 
 
-def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[Kind, ...]:
+def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[str, ...]:
     """Each layer's kind: as listed, else every n-th layer uses full attention; Gemma 4's last always does."""
     num_layers = raw["num_hidden_layers"]
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
@@ -219,57 +184,107 @@ def _kinds(raw: Mapping[str, Any], generation: int, where: str) -> tuple[Kind, .
     return (*given[:-1], *last)
 
 
-def check_layer_types(types: object, num_layers: int, where: str) -> None:
-    """ValueError where `layer_types` is no list of a known kind for each layer."""
-    if not isinstance(types, list) or len(types) != num_layers or not all(kind in KINDS for kind in types):
-        other = next((kind for kind in types if kind not in KINDS), None) if isinstance(types, list) else None
-        hint = "" if other is None else f"; {schema.shown(other)} is not supported"
-        raise ValueError(
-            f"{where}: layer_types={schema.shown(types)}: must be a list of num_hidden_layers={num_layers} entries, "
-            f"each 'full_attention' or 'sliding_attention'{hint}"
-        )
-
-
-def _layer(
-    raw: Mapping[str, Any], generation: int, kinds: tuple[Kind, ...], index: int, where: str
-) -> GemmaLayerConfig:
-    kind = kinds[index]
-    num_layers = len(kinds)
-    head_dim = raw["head_dim"]
-    kv_heads = raw["num_key_value_heads"]
-    k_is_v = kind == "full_attention" and schema.flag(raw, "attention_k_eq_v", where)
-    if generation == 4 and kind == "full_attention":
-        own = _own_sizes(raw, index, where)
-        if own is None:
-            own = {"head_dim": raw["global_head_dim"]} if "per_layer_config" not in raw else {}
-            own |= (
-                {"num_key_value_heads": raw.get("num_global_key_value_heads") or kv_heads} if k_is_v else {}
-            )
-        head_dim = own.get("head_dim", head_dim)
-        kv_heads = own.get("num_key_value_heads", kv_heads)
+def _layer(gemma: _Gemma, index: int) -> LayerSpec:
+    given, generation, kinds = gemma
+    raw, where = given.raw, given.where
+    head_dim, kv_heads = _sizes(gemma, index)
     heads = raw["num_attention_heads"]
     if heads % kv_heads or head_dim % 2:
         raise ValueError(
             f"{where}: layer {index}: num_attention_heads={heads}, num_key_value_heads={kv_heads}, "
             f"head_dim={head_dim}: heads must be a multiple of the key-value heads, and head_dim even"
         )
-    num_own = num_layers - raw.get("num_kv_shared_layers", 0)
+    num_own = len(kinds) - raw.get("num_kv_shared_layers", 0)
     shared = index >= num_own
-    wide = 2 if shared and raw.get("use_double_wide_mlp") else 1
-    return GemmaLayerConfig(
-        kind=kind,
-        window=raw["sliding_window"] if kind == "sliding_attention" else 0,
-        head_dim=head_dim,
-        num_kv_heads=kv_heads,
-        rope=_rope(_rope_of(raw, generation, kind, where), head_dim, raw["max_position_embeddings"], where),
-        cache=_cache(kinds, index, num_own, where),
-        owns_cache=not shared,
-        k_is_v=k_is_v,
-        intermediate_size=raw["intermediate_size"] * wide,
+    eps = schema.number(raw, "rms_norm_eps", where, default=1e-6)
+    offset = 1.0 if generation == 3 else 0.0
+    return LayerSpec(
+        mixer=_mixer(gemma, index, head_dim, kv_heads, num_own),
+        ffn=_ffn(given, generation, width=raw["intermediate_size"] * _width_factor(raw, shared)),
+        norms=Norms(eps=eps, offset=offset, style="sandwich"),
+        input_size=raw.get("hidden_size_per_layer_input", 0),
+        scaled=generation == 4,
     )
 
 
-def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> Mapping[str, int] | None:
+def _width_factor(raw: Mapping[str, Any], shared: bool) -> int:
+    return 2 if shared and raw.get("use_double_wide_mlp") else 1
+
+
+def _mixer(gemma: _Gemma, index: int, head_dim: int, kv_heads: int, num_own: int) -> MixerConfig:
+    """Attention; past the first `num_own` layers over what the last one of its kind among those has stored."""
+    given, generation, kinds = gemma
+    raw, where, kind = given.raw, given.where, kinds[index]
+    rope = _rope(_rope_of(raw, generation, kind, where), head_dim, raw["max_position_embeddings"], where)
+    scale = float(raw.get("query_pre_attn_scalar", 1)) ** -0.5 if generation == 3 else 1.0
+    window = raw["sliding_window"] if kind == SLIDING else 0
+    heads = raw["num_attention_heads"]
+    bias = given.switch(given.family.qkv_bias)
+    if index >= num_own:
+        return SharedKVConfig(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+            scale=scale,
+            reads=_lender(kinds, index, num_own, where),
+            window=window,
+            bias=bias,
+        )
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        scale=scale,
+        window=window,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        v_norm=generation == 4,
+        k_is_v=_k_is_v(raw, kind, where),
+    )
+
+
+def _ffn(given: Given, generation: int, width: int) -> FfnConfig:
+    """An MLP; in Gemma 4 perhaps with experts beside it."""
+    raw, where = given.raw, given.where
+    dense = DenseConfig(width=width, gelu=True)
+    if generation == 3 or not schema.flag(raw, "enable_moe_block", where):
+        return dense
+    num_experts = given.whole("num_experts")
+    top_k = given.whole("top_k_experts")
+    if top_k > num_experts:
+        raise ValueError(f"{where}: top_k_experts={top_k}: must be at most num_experts={num_experts}")
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        width=given.whole("moe_intermediate_size"),
+        routing=Routing(top_k=top_k),
+        gelu=True,
+    )
+    return BesideConfig(dense=dense, experts=experts)
+
+
+def _k_is_v(raw: Mapping[str, Any], kind: str, where: str) -> bool:
+    return kind == FULL and schema.flag(raw, "attention_k_eq_v", where)
+
+
+def _sizes(gemma: _Gemma, index: int) -> tuple[int, int]:
+    """(head size, heads of keys) of a layer: Gemma 4's full layers have sizes of their own."""
+    given, generation, kinds = gemma
+    raw, where, kind = given.raw, given.where, kinds[index]
+    head_dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
+    if generation != 4 or kind != FULL:
+        return head_dim, kv_heads
+    own = _own_sizes(raw, index, where)
+    if own is None:
+        own = {"head_dim": raw["global_head_dim"]} if "per_layer_config" not in raw else {}
+        if _k_is_v(raw, kind, where):
+            own["num_key_value_heads"] = raw.get("num_global_key_value_heads") or kv_heads
+    return own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
+
+
+def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> dict[str, int] | None:
     """The sizes that `per_layer_config` gives a layer; None where it gives none."""
     sizes = schema.section(raw, "per_layer_config", where)
     here = f"{where}: per_layer_config"
@@ -281,10 +296,8 @@ def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> Mapping[str, i
     return {key: schema.whole(own, key, f"{here}: {index}") for key in known if own.get(key) is not None}
 
 
-def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int:
-    """Index of the cache that a layer reads; past the first `num_own` it is that of the last of those of its kind."""
-    if index < num_own:
-        return index
+def _lender(kinds: tuple[str, ...], index: int, num_own: int, where: str) -> int:
+    """Index of the cache that a layer past the first `num_own` reads: that of the last of those of its kind."""
     if num_own <= 0:  # an assistant: its target lends one cache of each kind
         return [kind for kind in KINDS if kind in kinds].index(kinds[index])
     lenders = [i for i in range(num_own) if kinds[i] == kinds[index]]
@@ -296,7 +309,7 @@ def _cache(kinds: tuple[Kind, ...], index: int, num_own: int, where: str) -> int
     return lenders[-1]
 
 
-def _rope_of(raw: Mapping[str, Any], generation: int, kind: Kind, where: str) -> dict[str, Any]:
+def _rope_of(raw: Mapping[str, Any], generation: int, kind: str, where: str) -> dict[str, Any]:
     """The rotary settings of one kind of layer, as a flat dict."""
     given = schema.section(raw, "rope_parameters", where)
     for key in given:

@@ -25,11 +25,12 @@ from draftproof.models.gguf.layout import (
     USER_DEFINED,
     interleave,
     names,
+    parts,
     rotated_heads,
 )
-from draftproof.models.loading import RandomWeights, Weights, WeightSource, root_of
 from draftproof.models.rope import inverse_frequencies
 from draftproof.models.tokenizer_file import NAME as TOKENIZER_FILE
+from draftproof.models.weights import RandomWeights, Weights, WeightSource, root_of
 from draftproof.schema import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,46 +80,50 @@ def check(config: ModelConfig) -> str:
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"{here}: no GGUF file is made of it; can be {', '.join(MODEL_TYPES)}")
     architecture = ARCHITECTURES[config.model_type]
-    if any(0 < window < config.max_position_embeddings for window in config.windows):
+    windows = [layer.window for layer in config.layers]
+    if any(0 < window < config.max_position_embeddings for window in windows):
         raise ValueError(
-            f"{here}: layers see {max(config.windows)} positions; GGUF files are made of full attention"
+            f"{here}: layers see {max(windows)} positions; GGUF files are made of full attention"
         )
-    if (config.rope.type != "default" and architecture != "llama") or config.rope.type == "yarn":
-        raise ValueError(f"{here}: rope_type={config.rope.type!r}: no GGUF file is made of it")
-    if (config.qkv_bias and architecture == "qwen3") or (config.o_bias and architecture != "llama"):
+    mixer, _ = parts(config.layers[0])
+    if (mixer.rope.type != "default" and architecture != "llama") or mixer.rope.type == "yarn":
+        raise ValueError(f"{here}: rope_type={mixer.rope.type!r}: no GGUF file is made of it")
+    if (mixer.qkv_bias and architecture == "qwen3") or (mixer.o_bias and architecture != "llama"):
         raise ValueError(f"{here}: has biases for which GGUF's {architecture} has no place")
-    if architecture == "qwen2" and config.num_heads * config.head_dim != config.hidden_size:
+    if architecture == "qwen2" and mixer.num_heads * mixer.head_dim != config.hidden_size:
         raise ValueError(
-            f"{here}: head_dim={config.head_dim}: GGUF's qwen2 has hidden_size / num_attention_heads"
+            f"{here}: head_dim={mixer.head_dim}: GGUF's qwen2 has hidden_size / num_attention_heads"
         )
     return architecture
 
 
 def tensors(config: ModelConfig, weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """GGUF's name and content of every tensor, in the dtypes of the checkpoint."""
+    mixer, _ = parts(config.layers[0])
     for name, ours, shape in names(config, root_of(weights)):
         tensor = weights.get(ours, shape)
         num_heads = rotated_heads(name, config)
         yield name, interleave(tensor, num_heads) if num_heads else tensor
-    if config.rope.type != "default":  # what llama.cpp divides the plain frequencies by
-        plain = dataclasses.replace(config.rope, type="default")
-        yield ROPE_DIVISORS, inverse_frequencies(plain) / inverse_frequencies(config.rope)
+    if mixer.rope.type != "default":  # what llama.cpp divides the plain frequencies by
+        plain = dataclasses.replace(mixer.rope, type="default")
+        yield ROPE_DIVISORS, inverse_frequencies(plain) / inverse_frequencies(mixer.rope)
 
 
 def _describe(writer: Any, config: ModelConfig, name: str, file_type: int) -> None:
+    mixer, ffn = parts(config.layers[0])
     writer.add_name(name)
     writer.add_file_type(file_type)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_feed_forward_length(ffn.width)
+    writer.add_head_count(mixer.num_heads)
+    writer.add_head_count_kv(mixer.num_kv_heads)
+    writer.add_key_length(mixer.head_dim)
+    writer.add_value_length(mixer.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_rope_dimension_count(config.rope.rotary_dim)
+    writer.add_rope_freq_base(mixer.rope.theta)
+    writer.add_rope_dimension_count(mixer.rope.rotary_dim)
     writer.add_vocab_size(config.vocab_size)
 
 

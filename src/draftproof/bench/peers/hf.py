@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from draftproof.bench.peers.engine import Ids, Reach, Spec
-from draftproof.models.loading import RandomWeights
+from draftproof.models.weights import RandomWeights
 
 LOOKUP, CONTINUOUS = "prompt lookup", "continuous batching"
 NUM_LOOKUP = 5  # drafts of prompt lookup

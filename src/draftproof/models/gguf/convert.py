@@ -106,9 +106,9 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
 
 def _tensor(file: GgufFile, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor:
     """A tensor as a checkpoint has it."""
-    if config.gemma is not None and name.endswith("norm.weight"):
+    if config.norm_offset and name.endswith("norm.weight"):
         # what the model adds to the weights of norms is added already
-        return (file.read(name, shape, torch.float32) - config.gemma.norm_offset).to(_DTYPE)
+        return (file.read(name, shape, torch.float32) - config.norm_offset).to(_DTYPE)
     tensor = file.read(name, shape, _DTYPE)
     num_heads = layout.rotated_heads(name, config)
     return layout.separate(tensor, num_heads).contiguous() if num_heads else tensor

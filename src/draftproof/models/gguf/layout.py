@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.ffns.dense import DenseConfig
+from draftproof.models.mixers.attention import AttentionConfig
+from draftproof.models.spec import LayerSpec
 
 ARCHITECTURES: Mapping[str, str] = {  # what GGUF calls a model type
     "llama": "llama",
@@ -24,8 +27,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of t
 
 Shape = tuple[int, ...]
 Named = tuple[str, str, Shape]  # GGUF's name, ours, shape
-_LLAMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_GEMMA_NORMS = {
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -35,41 +38,55 @@ _GEMMA_NORMS = {
 
 def names(config: ModelConfig, root: str) -> Iterator[Named]:
     """Every tensor of the model; those of a layer in the order of its pass."""
-    D, F, E, V = config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size
-    heads, kv_heads = config.num_heads * E, config.num_kv_heads * E
-    norms = _GEMMA_NORMS if config.gemma else _LLAMA_NORMS
+    D, V = config.hidden_size, config.vocab_size
     yield "token_embd.weight", f"{root}embed_tokens.weight", (V, D)
-    for i in range(config.num_layers):
+    for i, layer in enumerate(config.layers):
         ours, theirs = f"{root}layers.{i}.", f"blk.{i}."
-        for part, name in norms.items():
+        for part, name in (_SANDWICH_NORMS if layer.norms.style == "sandwich" else _PRE_NORMS).items():
             yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (D,)
-        if config.qk_norm or config.gemma:
-            for letter in "qk":
-                yield f"{theirs}attn_{letter}_norm.weight", f"{ours}self_attn.{letter}_norm.weight", (E,)
-        for part, name, (rows, columns), has_bias in (
-            ("attn_q", "self_attn.q_proj", (heads, D), config.qkv_bias),
-            ("attn_k", "self_attn.k_proj", (kv_heads, D), config.qkv_bias),
-            ("attn_v", "self_attn.v_proj", (kv_heads, D), config.qkv_bias),
-            ("attn_output", "self_attn.o_proj", (D, heads), config.o_bias),
-            ("ffn_gate", "mlp.gate_proj", (F, D), config.mlp_bias),
-            ("ffn_up", "mlp.up_proj", (F, D), config.mlp_bias),
-            ("ffn_down", "mlp.down_proj", (D, F), config.mlp_bias),
-        ):
-            yield f"{theirs}{part}.weight", f"{ours}{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{theirs}{part}.bias", f"{ours}{name}.bias", (rows,)
+        for part, name, shape in _layer(layer, D):
+            yield f"{theirs}{part}", f"{ours}{name}", shape
     yield "output_norm.weight", f"{root}norm.weight", (D,)
     if not config.tie_word_embeddings:
         yield "output.weight", "lm_head.weight", (V, D)
+
+
+def parts(layer: LayerSpec) -> tuple[AttentionConfig, DenseConfig]:
+    """The only kinds of parts that these architectures have."""
+    assert isinstance(layer.mixer, AttentionConfig) and isinstance(layer.ffn, DenseConfig)
+    return layer.mixer, layer.ffn
+
+
+def _layer(layer: LayerSpec, D: int) -> Iterator[Named]:
+    """The tensors of a layer but for its norms."""
+    mixer, ffn = parts(layer)
+    E, F = mixer.head_dim, ffn.width
+    heads, kv_heads = mixer.num_heads * E, mixer.num_kv_heads * E
+    if mixer.qk_norm:
+        for letter in "qk":
+            yield f"attn_{letter}_norm.weight", f"self_attn.{letter}_norm.weight", (E,)
+    for part, name, (rows, columns), has_bias in (
+        ("attn_q", "self_attn.q_proj", (heads, D), mixer.qkv_bias),
+        ("attn_k", "self_attn.k_proj", (kv_heads, D), mixer.qkv_bias),
+        ("attn_v", "self_attn.v_proj", (kv_heads, D), mixer.qkv_bias),
+        ("attn_output", "self_attn.o_proj", (D, heads), mixer.o_bias),
+        ("ffn_gate", "mlp.gate_proj", (F, D), ffn.bias),
+        ("ffn_up", "mlp.up_proj", (F, D), ffn.bias),
+        ("ffn_down", "mlp.down_proj", (D, F), ffn.bias),
+    ):
+        yield f"{part}.weight", f"{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{part}.bias", f"{name}.bias", (rows,)
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int:
     """Heads of the tensor that GGUF calls `name`, where its rows are interleaved; else 0."""
     if ARCHITECTURES[config.model_type] != INTERLEAVED:
         return 0
+    mixer, _ = parts(config.layers[0])
     if ".attn_q." in name:
-        return config.num_heads
-    return config.num_kv_heads if ".attn_k." in name else 0
+        return mixer.num_heads
+    return mixer.num_kv_heads if ".attn_k." in name else 0
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:

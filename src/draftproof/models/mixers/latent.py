@@ -8,21 +8,24 @@ R rotary part, V value head size, D = R + C cached per token, P positions of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
+from draftproof.attention.exactness import AttentionShape
+from draftproof.cache.pool import KVShape
 from draftproof.kernels.certify import Shape
-from draftproof.models.rope import score_factor
+from draftproof.kernels.exactness import Case
+from draftproof.kernels.operator_checks import RopeShape
+from draftproof.models.builder import LayerBuilder
+from draftproof.models.cases import Where, attention_cases, norm_case
+from draftproof.models.reading import Given
+from draftproof.models.rope import RopeConfig, parse_rope, score_factor
+from draftproof.models.spec import MixerConfig, Norms, Place
 from draftproof.schema import flag, shown, whole
-
-if TYPE_CHECKING:
-    from draftproof.models.config import ModelConfig
-    from draftproof.models.layers import LayerBuilder
 
 KEYS = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
@@ -32,9 +35,10 @@ _LOW_RANK_EPS = 1e-6  # epsilon of the norms inside, whatever the config says of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaConfig:
+class LatentConfig:
     """Sizes in elements. `q_rank` None: queries are not compressed. `interleaved`: rotated pairs are neighbours."""
 
+    num_heads: int
     q_rank: int | None
     kv_rank: int
     nope_dim: int
@@ -42,34 +46,100 @@ class MlaConfig:
     v_dim: int
     interleaved: bool
     scale: float
+    rope: RopeConfig
+    window: int = 0
+    bias: bool = False
+    o_bias: bool = False
 
     @property
     def cached_dim(self) -> int:
         return self.rope_dim + self.kv_rank
 
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.cached_dim,
+            window=self.window,
+            shared=True,
+        )
 
-def parse_mla(raw: Mapping[str, Any], where: str) -> MlaConfig:
-    """The latent attention of a config. ValueError for a size that is missing or makes no sense."""
-    nope = whole(raw, "qk_nope_head_dim", where)
-    rope = whole(raw, "qk_rope_head_dim", where)
-    if raw.get("qk_head_dim") not in (None, nope + rope):
+    @property
+    def cache(self) -> KVShape:
+        return KVShape(heads=1, head_dim=self.cached_dim, shared=True)
+
+    @property
+    def reads(self) -> None:
+        return None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        return ()
+
+    def load(self, builder: LayerBuilder, prefix: str, norms: Norms, place: Place) -> LatentAttention:
+        return LatentAttention(builder, f"{prefix}.self_attn", self, norms, place)
+
+    def num_weights(self, input_size: int, hidden_size: int) -> int:
+        """What makes queries and the cached vector, products of heads with it, and the output."""
+        heads, query = self.num_heads, self.nope_dim + self.rope_dim
+        made = input_size * heads * query
+        queries = made if self.q_rank is None else self.q_rank * (input_size + heads * query)
+        cached = self.cached_dim * (input_size + heads * (query + self.v_dim))
+        return queries + cached + heads * self.v_dim * hidden_size
+
+    def cases(self, where: Where, norms: Norms) -> Iterator[Case]:
+        for rank in (self.kv_rank, self.q_rank):
+            if rank is not None:
+                yield norm_case(rank, where, where.dtype)
+        rope = RopeShape(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.cached_dim,
+            rotary_dim=self.rope.rotary_dim,
+            q_norm=False,
+            k_norm=False,
+            shared=True,
+        )
+        yield from attention_cases(rope, self.shape, where, where.dtype)
+
+
+def read(given: Given) -> list[MixerConfig]:
+    """Each layer's; they differ in their windows."""
+    raw, where, family = given.raw, given.where, given.family
+    nope = given.whole("qk_nope_head_dim")
+    rope_dim = given.even("qk_rope_head_dim")
+    if raw.get("qk_head_dim") not in (None, nope + rope_dim):
         raise ValueError(
             f"{where}: qk_head_dim={shown(raw['qk_head_dim'])}: must be qk_nope_head_dim + qk_rope_head_dim = "
-            f"{nope + rope}"
+            f"{nope + rope_dim}"
         )
-    return MlaConfig(
-        q_rank=None if raw.get("q_lora_rank") is None else whole(raw, "q_lora_rank", where),
-        kv_rank=whole(raw, "kv_lora_rank", where),
-        nope_dim=nope,
-        rope_dim=rope,
-        v_dim=whole(raw, "v_head_dim", where),
-        interleaved=flag(raw, "rope_interleave", where, True),
-        scale=(nope + rope) ** -0.5 * score_factor(raw, where),
-    )
+    rope = parse_rope(raw, rope_dim, given.max_positions, where, family.default_theta, family.default_rotary)
+    return [
+        LatentConfig(
+            num_heads=given.num_heads,
+            q_rank=None if raw.get("q_lora_rank") is None else whole(raw, "q_lora_rank", where),
+            kv_rank=given.whole("kv_lora_rank"),
+            nope_dim=nope,
+            rope_dim=rope_dim,
+            v_dim=given.whole("v_head_dim"),
+            interleaved=flag(raw, "rope_interleave", where, True),
+            scale=(nope + rope_dim) ** -0.5 * score_factor(raw, where),
+            rope=rope,
+            window=window,
+            bias=given.switch(family.qkv_bias),
+            o_bias=given.switch(family.o_bias),
+        )
+        for window in given.windows
+    ]
 
 
 class LatentAttention:
-    """Attention of one layer over compressed keys and values; takes the place of `layers.Attention`."""
+    """Attention of one layer over compressed keys and values."""
 
     __slots__ = (
         "_concat",
@@ -87,22 +157,12 @@ class LatentAttention:
     )
 
     def __init__(
-        self,
-        builder: LayerBuilder,
-        prefix: str,
-        config: ModelConfig,
-        cos_sin_PD: Tensor,
-        index: int,
-        window: int = 0,
-        input_size: int | None = None,
+        self, builder: LayerBuilder, prefix: str, m: LatentConfig, norms: Norms, place: Place
     ) -> None:
-        """See `layers.Attention` for the arguments."""
-        m = config.mla
-        assert m is not None
-        heads = config.num_heads
-        hidden = input_size or config.hidden_size
-        bias = config.qkv_bias
-        self.index = index
+        heads = m.num_heads
+        hidden = place.input_size
+        bias = m.bias
+        self.index = place.cache
         self._concat = builder.ops.concat
         self._q_a = self._q_norm = None
         if m.q_rank is None:
@@ -124,22 +184,20 @@ class LatentAttention:
         up = up_XC.view(heads, width, m.kv_rank)
         self._into_latent = HeadProducts(builder, [_into(k_NC, m, order_R) for k_NC in up[:, : m.nope_dim]])
         self._from_latent = HeadProducts(builder, [_from(v_VC, m) for v_VC in up[:, m.nope_dim :]])
-        self.out = builder.linear(f"{prefix}.o_proj", heads * m.v_dim, config.hidden_size, bias=config.o_bias)
+        self.out = builder.linear(f"{prefix}.o_proj", heads * m.v_dim, place.hidden_size, bias=m.o_bias)
         self.spec = AttentionSpec(
             num_heads=heads,
             num_kv_heads=1,
             head_dim=m.cached_dim,
             scale=m.scale,
-            window=window,
-            cos_sin_PD=cos_sin_PD,
+            window=m.window,
+            cos_sin_PD=place.tables[m.rope],
         )
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
-        """x_TX [T, input_size], already normed -> [T, H]."""
         return self.out(self._attended(x_TX, attn))
 
     def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
-        """The output for `Norm.add`, perhaps still as sums over segments of K."""
         return self.out.partial_sums(self._attended(x_TX, attn))
 
     def _attended(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
@@ -171,13 +229,13 @@ class HeadProducts:
         return self._swap(y_PY.view(heads, rows * width), rows).view(rows, heads * width)
 
 
-def _pair_order(m: MlaConfig) -> Tensor:
+def _pair_order(m: LatentConfig) -> Tensor:
     """Which size of the rotary part comes first, second, ...: ours pairs one half with the other."""
     order_R = torch.arange(m.rope_dim)
     return torch.cat((order_R[::2], order_R[1::2])) if m.interleaved else order_R
 
 
-def _into(k_NC: Tensor, m: MlaConfig, order_R: Tensor) -> Tensor:
+def _into(k_NC: Tensor, m: LatentConfig, order_R: Tensor) -> Tensor:
     """The weight [D, N + R] that takes a head's query to its rotary part and to its products with what makes keys."""
     out_DX = k_NC.new_zeros(m.cached_dim, m.nope_dim + m.rope_dim)
     out_DX[torch.arange(m.rope_dim), m.nope_dim + order_R] = 1
@@ -185,6 +243,6 @@ def _into(k_NC: Tensor, m: MlaConfig, order_R: Tensor) -> Tensor:
     return out_DX
 
 
-def _from(v_VC: Tensor, m: MlaConfig) -> Tensor:
+def _from(v_VC: Tensor, m: LatentConfig) -> Tensor:
     """The weight [V, D] that makes a head's value of what was attended to, the rotary part left out."""
     return torch.cat((v_VC.new_zeros(m.v_dim, m.rope_dim), v_VC), dim=1)
