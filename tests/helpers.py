@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
-from draftproof.cache.pool import KVShape, allocate
+from draftproof.cache.pool import PagedKV, allocate
 from draftproof.kernels.exactness import Check, prove_power, rows_agree
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.native import Library
@@ -35,7 +35,7 @@ class Paged:
 
     def __init__(
         self,
-        kv: Sequence[KVShape],
+        kv: Sequence[PagedKV],
         *,
         num_slots: int = 4,
         max_len: int = 256,

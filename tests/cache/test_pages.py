@@ -81,7 +81,7 @@ def test_without_sharing_nothing_is_found() -> None:
 def test_the_check_sees_a_broken_count() -> None:
     pages = PageAllocator(4, 2, sharing=True, lookahead=0)
     pages.allocate(1)
-    pages._ref_count[1] = 0
+    pages._pool._ref_count[1] = 0
     with pytest.raises(AssertionError, match="block 1"):
         pages.check_integrity()
 
@@ -122,9 +122,9 @@ def test_a_page_that_the_drafter_knows_takes_the_place_of_one_that_it_does_not()
     assert first is not None and second is not None
     node = pages.register(first[0], ROOT, tokens, 0)
     end = pages.register(first[1], node, tokens, 1, has_drafts=False)
-    assert pages.match(tokens) == PrefixMatch(first, end, draft_hole=2)
+    assert pages.match(tokens) == PrefixMatch(first, [node, end], draft_hole=2)
     assert pages.register(second[1], node, tokens, 1, has_drafts=False) == end, "no better than the known one"
     assert pages.match(tokens).blocks == first
     assert pages.register(second[1], node, tokens, 1) == end
-    assert pages.match(tokens) == PrefixMatch([first[0], second[1]], end)
+    assert pages.match(tokens) == PrefixMatch([first[0], second[1]], [node, end])
     pages.check_integrity()

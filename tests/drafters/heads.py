@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.checkpoints import detect, in_target
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
@@ -97,7 +97,7 @@ class Pair:
     def memory(self, num_slots: int = 1) -> Paged:
         return self.paged(self.drafter.spec.kv, num_slots=num_slots)
 
-    def paged(self, kv: Sequence[KVShape], **settings: Any) -> Paged:
+    def paged(self, kv: Sequence[PagedKV], **settings: Any) -> Paged:
         """A cache for the operators and the dtype of the pair."""
         return Paged(kv, dtype=self.dtype, library=self.library, **settings)
 

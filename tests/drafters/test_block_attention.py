@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionSpec, BlockRows, Rows
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.kernels import native
 from draftproof.models.rope import RopeConfig, cos_sin_table
 from tests.helpers import CPU, Paged
@@ -31,7 +31,7 @@ def paged(backend: str) -> Paged:
     library = native.load() if entry.needs_library else None
     if entry.needs_library and library is None:
         pytest.skip("no C++ compiler")
-    shape = KVShape(heads=KV_HEADS, head_dim=DIM)
+    shape = PagedKV(heads=KV_HEADS, head_dim=DIM)
     return Paged([shape], num_slots=len(ANCHORS), block_size=4, library=library, backend=entry.build(library))
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.recordings import Recording, RecordingIndex, load, save
 from draftproof.drafters.replay import ReplayDrafter, ReplayOptions
@@ -100,7 +100,7 @@ class Spy:
     """An inner drafter that notes its calls; what it proposes must never be used."""
 
     spec: DraftSpec = field(
-        default_factory=lambda: DraftSpec(taps=Taps(layers=(1,)), kv=(KVShape(heads=1, head_dim=8),))
+        default_factory=lambda: DraftSpec(taps=Taps(layers=(1,)), kv=(PagedKV(heads=1, head_dim=8),))
     )
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 

@@ -148,7 +148,7 @@ def test_a_step_is_what_its_vector_says() -> None:
     step = StepInput(
         released=[1],
         admitted=[admission],
-        table_entries=[(2, 0, 11), (2, 1, 12)],
+        table_entries=[(0, 2, 0, 11), (1, 2, 1, 12)],
         fresh_blocks=[11, 12],
         scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
         all_decode=False,

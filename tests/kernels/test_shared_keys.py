@@ -8,7 +8,7 @@ import torch
 from draftproof.attention import registry
 from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import reference_attention
-from draftproof.cache.pool import KVShape, allocate
+from draftproof.cache.pool import PagedKV, allocate
 from draftproof.kernels import gpu, native, ops
 from draftproof.kernels.grouped import EqualGroups
 
@@ -47,7 +47,7 @@ def test_keys_are_stored_without_values_and_attended_to_as_both(
     qk = torch.randn(rows, (heads + 1) * dim, generator=generator).to(dtype)
     cos_sin = torch.randn(16, rotary, generator=generator)
     blocks = torch.tensor([[2, 1]], dtype=torch.int32)
-    (layer,) = allocate([KVShape(heads=1, head_dim=dim, shared=True)], blocks, 3, 2, dtype, CPU).layers
+    (layer,) = allocate([PagedKV(heads=1, head_dim=dim, shared=True)], blocks, 3, 2, dtype, CPU).layers
     slots = torch.zeros(rows, dtype=torch.int64)
     q = table.rope_store(qk, positions, slots, cos_sin, None, None, 1e-6, layer.k, None, blocks)
     both = torch.cat((qk, qk[:, -dim:]), 1)  # with values, which the other cache does not share
@@ -61,8 +61,8 @@ def test_keys_are_stored_without_values_and_attended_to_as_both(
 
 
 def test_shared_keys_take_half_the_memory() -> None:
-    shape = KVShape(heads=1, head_dim=24)
-    shared = KVShape(heads=1, head_dim=24, shared=True)
+    shape = PagedKV(heads=1, head_dim=24)
+    shared = PagedKV(heads=1, head_dim=24, shared=True)
     assert shape.bytes_per_token(torch.bfloat16) == 2 * shared.bytes_per_token(torch.bfloat16) == 96
 
 

@@ -90,7 +90,7 @@ class QueryRows:
 class AttentionPass(Protocol):
     """Attention for the layers of one pass, whose rows stay as they are."""
 
-    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor) -> Tensor:
+    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         """Each row over what it sees of its slot's keys: [T, num_heads * D] in q's dtype; a padding row is zero."""
         ...
 
@@ -102,15 +102,11 @@ class AttentionBackend(Protocol):
         """Sizes of a layer's keys, and of its values; blocks come first."""
         ...
 
-    def store(
-        self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def store(self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         """Norm and rotate, and keep keys and values: q [T, num_heads, D]. Columns of q may be left out."""
         ...
 
-    def query(
-        self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         """Norm and rotate q, [T, num_heads, D]; nothing is stored."""
         ...
 
@@ -140,9 +136,7 @@ class PagedBackend(AttentionBackend):
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return paged(shape, num_blocks, block_size)
 
-    def store(
-        self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def store(self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         return ops.rope_store(
             qkv_TX,
             rows.positions_T,
@@ -153,13 +147,11 @@ class PagedBackend(AttentionBackend):
             spec.eps,
             kv.k,
             None if kv.v is kv.k else kv.v,
-            block_table_SB,
+            kv.block_table_SB,
             spec.v_norm_D,
         )
 
-    def query(
-        self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         none = kv.k[:, :0]
         return ops.rope_store(
             q_TX,
@@ -171,7 +163,7 @@ class PagedBackend(AttentionBackend):
             spec.eps,
             none,
             none,
-            block_table_SB,
+            kv.block_table_SB,
         )
 
     def plan(self, rows: QueryRows) -> AttentionPass:
@@ -185,10 +177,10 @@ class FunctionPass:
     function: RowAttention
     rows: QueryRows
 
-    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor) -> Tensor:
+    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         rows = self.rows
         return self.function(
-            q_THD, kv.k, kv.v, block_table_SB, rows.slots_T, rows.context_lens_T, spec.window, spec.scale
+            q_THD, kv.k, kv.v, kv.block_table_SB, rows.slots_T, rows.context_lens_T, spec.window, spec.scale
         )
 
 
@@ -226,20 +218,18 @@ class PagedAttention:
 
     def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """Keys and values into the cache; q [T, num_heads, D], normed and rotated. Columns of q may be left out."""
-        kv, table_SB = self.cache.layers[layer], self.cache.block_table_SB
-        return self.backend.store(self.ops, qkv_TX, self.rows, spec, kv, table_SB)
+        return self.backend.store(self.ops, qkv_TX, self.rows, spec, self.cache.layers[layer])
 
     def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
-        kv, table_SB = self.cache.layers[layer], self.cache.block_table_SB
-        q_THD = self.backend.query(self.ops, q_TX, self.rows, spec, kv, table_SB)
+        q_THD = self.backend.query(self.ops, q_TX, self.rows, spec, self.cache.layers[layer])
         return self._attend_own(layer, q_THD, spec)
 
     def _attend_own(self, layer: int, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
         if self._own is None:
             rows = self.rows
             self._own = self.backend.plan(QueryRows(rows.slots_T, rows.context_lens_T, rows.max_query_len))
-        return self._own.attend(q_THD, spec, self.cache.layers[layer], self.cache.block_table_SB)
+        return self._own.attend(q_THD, spec, self.cache.layers[layer])
 
     def _attend_whole(self, layer: int, q_THD: Tensor, block: BlockRows, spec: AttentionSpec) -> Tensor:
         if self._whole is None:
@@ -247,7 +237,7 @@ class PagedAttention:
             self._whole = self.backend.plan(QueryRows(rows.slots_T, block.context_lens_T, rows.max_query_len))
         if spec.window:
             spec = replace(spec, window=spec.window + len(block.rows_JR))
-        return self._whole.attend(q_THD, spec, self.cache.layers[layer], self.cache.block_table_SB)
+        return self._whole.attend(q_THD, spec, self.cache.layers[layer])
 
     def _attend_staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
         """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
@@ -263,5 +253,5 @@ class PagedAttention:
         for j, (attention, index_R) in enumerate(zip(self._staggered, rows_JR.unbind(), strict=True)):
             q_RHD = gather(q_THD.view(num_rows, -1), index_R).view(-1, *head)
             own = replace(spec, window=spec.window + j + 1) if spec.window else spec
-            outs.append(attention.attend(q_RHD, own, self.cache.layers[layer], self.cache.block_table_SB))
+            outs.append(attention.attend(q_RHD, own, self.cache.layers[layer]))
         return self.ops.concat(outs).view(num_rows, -1)

@@ -54,8 +54,8 @@ class _Data:
         slots_T = self.slots_T[rows_T]
         context_lens_T = self.context_lens_T[rows_T]
         attention = version.plan(QueryRows(slots_T, context_lens_T, _most_neighbours(slots_T)))
-        kv = LayerKV(self.k_cache, self.v_cache)
-        return (attention.attend(self.q_THD[rows_T], self.spec, kv, self.block_table_SB),)
+        kv = LayerKV(self.k_cache, self.v_cache, self.block_table_SB)
+        return (attention.attend(self.q_THD[rows_T], self.spec, kv),)
 
 
 def _most_neighbours(slots_T: Tensor) -> int:

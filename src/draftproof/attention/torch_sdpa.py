@@ -27,9 +27,7 @@ class TorchSdpa(AttentionBackend):
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return num_blocks, block_size, shape.heads, shape.head_dim
 
-    def store(
-        self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def store(self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         num_heads, head_dim = kv.k.shape[2:]
         shared = kv.v is kv.k
         qkv_THD = qkv_TX.unflatten(1, (-1, head_dim))
@@ -37,7 +35,7 @@ class TorchSdpa(AttentionBackend):
         q_THD, k_TND, v_TND = qkv_THD.tensor_split((num_queries, num_queries + num_heads), dim=1)
         cos_sin_T1R = spec.cos_sin_PD[rows.positions_T.clamp(min=0)].unsqueeze(1)
         k_TND = norm_rotate(k_TND, spec.k_norm_D, spec.eps, cos_sin_T1R)
-        places_T = _places(kv, block_table_SB, rows)
+        places_T = _places(kv, rows)
         kv.k.flatten(0, 1).index_copy_(0, places_T, k_TND.to(kv.k.dtype))
         if not shared:
             if spec.v_norm_D is not None:
@@ -45,9 +43,7 @@ class TorchSdpa(AttentionBackend):
             kv.v.flatten(0, 1).index_copy_(0, places_T, v_TND.to(kv.v.dtype))
         return _queries(q_THD, rows, spec, cos_sin_T1R)
 
-    def query(
-        self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor
-    ) -> Tensor:
+    def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         cos_sin_T1R = spec.cos_sin_PD[rows.positions_T.clamp(min=0)].unsqueeze(1)
         return _queries(q_TX.unflatten(1, (-1, kv.k.shape[3])), rows, spec, cos_sin_T1R)
 
@@ -56,21 +52,23 @@ class TorchSdpa(AttentionBackend):
 
 
 class GatheredPass:
-    """The places of each row's keys, found once for the layers of a pass."""
+    """The places of each row's keys, found once for the layers of a pass that share a block table."""
 
     def __init__(self, rows: QueryRows) -> None:
         self._rows = rows
-        self._places_TL: Tensor | None = None
+        self._places: dict[int, Tensor] = {}  # by the table's address
 
-    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV, block_table_SB: Tensor) -> Tensor:
-        if self._places_TL is None:
-            self._places_TL = self._find(block_table_SB, kv.k.shape[1])
+    def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
+        places_TL = self._places.get(kv.block_table_SB.data_ptr())
+        if places_TL is None:
+            places_TL = self._find(kv.block_table_SB, kv.k.shape[1])
+            self._places[kv.block_table_SB.data_ptr()] = places_TL
         ends_T = self._rows.context_lens_T
-        positions_L = torch.arange(self._places_TL.shape[1], device=ends_T.device)
+        positions_L = torch.arange(places_TL.shape[1], device=ends_T.device)
         seen_TL = positions_L < ends_T[:, None]
         if spec.window:
             seen_TL &= positions_L >= ends_T[:, None] - spec.window
-        given = (x.split(MAX_ROWS) for x in (q_THD, self._places_TL, seen_TL))
+        given = (x.split(MAX_ROWS) for x in (q_THD, places_TL, seen_TL))
         return torch.cat([_attend(q, places, seen, spec, kv) for q, places, seen in zip(*given, strict=True)])
 
     def _find(self, block_table_SB: Tensor, block_size: int) -> Tensor:
@@ -80,11 +78,11 @@ class GatheredPass:
         return (blocks_TB[:, :, None] * block_size + offsets).flatten(1)
 
 
-def _places(kv: LayerKV, block_table_SB: Tensor, rows: Rows) -> Tensor:
+def _places(kv: LayerKV, rows: Rows) -> Tensor:
     """Where each row's key goes in the flat list of positions; padding rows, to the scrap block."""
     block_size = kv.k.shape[1]
     positions_T = rows.positions_T.clamp(min=0)
-    blocks_T = block_table_SB[rows.slots_T, positions_T // block_size].long()
+    blocks_T = kv.block_table_SB[rows.slots_T, positions_T // block_size].long()
     blocks_T = torch.where(rows.positions_T >= 0, blocks_T, 0)
     return blocks_T * block_size + positions_T % block_size
 

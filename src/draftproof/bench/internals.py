@@ -133,8 +133,9 @@ def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
     fits = each <= width and num_requests * each < llm.engine.scheduler.pages.num_blocks
     assert fits, "the cache has no room for that"
     blocks_RB = 1 + torch.arange(num_requests * each, device=p.state.device).view(num_requests, each)
-    p.state.block_table_SB[:num_requests, :each] = blocks_RB
     for layer in (*p.cache.layers, *p.draft_cache.layers):
+        # layers of a window have fewer blocks: what is far behind lies anywhere
+        layer.block_table_SB[:num_requests, :each] = (blocks_RB - 1) % (len(layer.k) - 1) + 1
         layer.k[: num_requests * each + 1].normal_()
         layer.v[: num_requests * each + 1].normal_()
 

@@ -9,9 +9,10 @@ reads tokens up to p + n) a page's key covers n tokens more than the page holds.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from draftproof.cache.blocks import BlockPool
 
 PageKey = tuple[int, tuple[int, ...]]
 ROOT = 0  # id of the empty prefix
@@ -19,29 +20,33 @@ ROOT = 0  # id of the empty prefix
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Pages of a prefix found in the cache; `node` is the id of the last one (ROOT if none). `draft_hole`: position of
-    the first page that holds the target's keys and values alone; None where all hold the drafter's too."""
+    """Pages of a prefix found in the cache, with their ids. `draft_hole`: position of the first page that holds the
+    target's keys and values alone; None where all hold the drafter's too."""
 
-    blocks: list[int]
-    node: int
+    blocks: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
     draft_hole: int | None = None
+
+    @property
+    def node(self) -> int:
+        """The id of the last page, ROOT if there is none."""
+        return self.nodes[-1] if self.nodes else ROOT
 
 
 class PageAllocator:
     """Hands out blocks 1..num_blocks-1 (block 0 is the pool's scratch) and remembers what full ones hold."""
 
     def __init__(self, num_blocks: int, block_size: int, *, sharing: bool, lookahead: int) -> None:
-        assert num_blocks >= 2, num_blocks
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self._pool = BlockPool(num_blocks, self._is_known, self._forget)
         self._sharing = sharing
         self._lookahead = lookahead
         self.clear()
 
     def clear(self) -> None:
         """All blocks are free and hold nothing."""
-        self._ref_count = [0] * self.num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks))  # oldest first
+        self._pool.clear()
         self._block_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
         self._node_of: dict[int, int] = {}  # registered block -> its id in chains
@@ -50,32 +55,20 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._pool.num_free
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks, least recently used first, or None if there are not so many."""
-        if count > len(self._free):
-            return None
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            self._forget(block)
-            self._ref_count[block] = 1
-        return blocks
+        return self._pool.allocate(count)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference each; the tail of a prefix is evicted before its head."""
-        for block in reversed(blocks):
-            assert self._ref_count[block] > 0, block
-            self._ref_count[block] -= 1
-            if self._ref_count[block] == 0:
-                self._free[block] = None
-                if block not in self._key_of:
-                    self._free.move_to_end(block, last=False)
+        self._pool.release(blocks)
 
     def match(self, tokens: Sequence[int], *, with_drafts: bool = False) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to compute; `with_drafts`: of pages that hold the
         drafter's keys and values, too. Takes a reference to each page."""
-        found = PrefixMatch([], ROOT)
+        found = PrefixMatch()
         node = ROOT
         if not self._sharing:
             return found
@@ -87,10 +80,16 @@ class PageAllocator:
             if found.draft_hole is None and block in self._without_drafts:
                 found.draft_hole = page * self.block_size
             found.blocks.append(block)
-            self._ref_count[block] += 1
-            self._free.pop(block, None)
-        found.node = node
+            found.nodes.append(node)
+            self._pool.hold(block)
         return found
+
+    def shorten(self, found: PrefixMatch, num_pages: int) -> None:
+        """Give back all pages of a match but the first `num_pages`."""
+        self.release(found.blocks[num_pages:])
+        del found.blocks[num_pages:], found.nodes[num_pages:]
+        if found.draft_hole is not None and found.draft_hole >= num_pages * self.block_size:
+            found.draft_hole = None
 
     def num_unseen(self, tokens: Sequence[int]) -> int:
         """Cached tokens at the beginning of these that a drafter has not seen, or that follow such."""
@@ -106,6 +105,11 @@ class PageAllocator:
                 num_seen = page
             num_pages = page + 1
         return 0 if num_seen is None else (num_pages - num_seen) * self.block_size
+
+    @property
+    def sharing(self) -> bool:
+        """Whether pages are found again at all."""
+        return self._sharing
 
     @property
     def lookahead(self) -> int:
@@ -144,11 +148,7 @@ class PageAllocator:
 
     def check_integrity(self) -> None:
         """AssertionError if what is counted, free and known does not fit together."""
-        assert 0 not in self._free and not self._ref_count[0], "block 0 is the pool's"
-        for block in range(1, self.num_blocks):
-            assert (self._ref_count[block] == 0) == (block in self._free), (
-                f"block {block}: count and free list"
-            )
+        self._pool.check_integrity()
         assert self._block_of == {key: block for block, key in self._key_of.items()}, "a key and its block"
         assert self._key_of.keys() == self._node_of.keys(), "a known block and its node"
 
@@ -156,6 +156,9 @@ class PageAllocator:
         """Page 1, block_size 4, lookahead 1: tokens 4..8."""
         start = page * self.block_size
         return tuple(tokens[start : start + self.block_size + self._lookahead])
+
+    def _is_known(self, block: int) -> bool:
+        return block in self._key_of
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block, None)

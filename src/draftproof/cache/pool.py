@@ -1,6 +1,7 @@
-"""The memory behind the paged cache: one K and one V tensor per layer, all on one block table.
+"""The memory behind the paged cache: one K and one V tensor per layer, on a block table for each window that there is.
 
-Target and draft layers share block ids: block 7 of a draft layer holds the same positions as block 7 of the target.
+Target and draft layers that see all positions share block ids: block 7 of a draft layer holds the same positions as
+block 7 of the target.
 Block 0 is never handed out: it is scratch, which unused table entries name, so that a stray write hurts nobody.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,33 +17,51 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVShape:
-    """One layer's cache. `shared`: the keys are the values too, and are kept once."""
+class PagedKV:
+    """What one layer keeps of each token, in pages. `shared`: the keys are the values too, and are kept once; `window`:
+    so many positions are seen, 0: all."""
 
     heads: int
     head_dim: int
     shared: bool = False
+    window: int = 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return (1 if self.shared else 2) * self.heads * self.head_dim * dtype.itemsize
 
 
+KVShape = PagedKV  # the old name, for one version
+
+
 @dataclass(slots=True)
 class LayerKV:
+    """One layer's memory, and the table that says which block holds which page of a slot."""
+
     k: Tensor  # [num_blocks, ...]: the layout is the attention backend's
     v: Tensor  # k itself where they are shared
+    block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
 
 
 @dataclass(slots=True)
 class PagedCache:
-    """Layers of one model over a block table that all models of the engine share."""
+    """Layers of one model. `block_table_SB` is that of layers that see all positions, which all models of the engine
+    share; layers of a window have one of their own."""
 
     layers: list[LayerKV]
-    block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
+    block_table_SB: Tensor
 
     def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
-        """A cache of these layers and then some of `other`'s, of the same memory, on the same table."""
+        """A cache of these layers and then some of `other`'s, of the same memory."""
         return PagedCache([*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB)
+
+    def on_copies(self) -> tuple[PagedCache, list[tuple[Tensor, Tensor]]]:
+        """(a cache of the same memory on tables of its own, each table and its copy)."""
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for table_SB in (self.block_table_SB, *(layer.block_table_SB for layer in self.layers)):
+            if table_SB.data_ptr() not in pairs:
+                pairs[table_SB.data_ptr()] = table_SB, table_SB.clone()
+        layers = [replace(x, block_table_SB=pairs[x.block_table_SB.data_ptr()][1]) for x in self.layers]
+        return PagedCache(layers, pairs[self.block_table_SB.data_ptr()][1]), list(pairs.values())
 
     def zero(self, blocks: Tensor) -> None:
         """Clear `blocks` (int64 ids) in every layer: draft layers must not see an earlier owner's keys."""
@@ -53,17 +72,17 @@ class PagedCache:
 
 
 Layout = Callable[
-    [KVShape, int, int], tuple[int, ...]
+    [PagedKV, int, int], tuple[int, ...]
 ]  # shape, number of blocks, block size -> sizes of the keys
 
 
-def paged(shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
+def paged(shape: PagedKV, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """The layout that `Ops` knows: in a block head by head, position by position."""
     return num_blocks, shape.heads, block_size, shape.head_dim
 
 
 def allocate(
-    shapes: list[KVShape],
+    shapes: Sequence[PagedKV],
     block_table_SB: Tensor,
     num_blocks: int,
     block_size: int,
@@ -71,9 +90,10 @@ def allocate(
     device: torch.device,
     layout: Layout = paged,
 ) -> PagedCache:
-    """A cache of `num_blocks` blocks for layers of the given shapes, as the attention backend lays it out."""
+    """A cache of `num_blocks` blocks for layers of the given shapes, all on one table, as the attention backend lays it
+    out."""
 
-    def one(shape: KVShape) -> Tensor:
+    def one(shape: PagedKV) -> Tensor:
         size = layout(shape, num_blocks, block_size)
         if device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
@@ -81,8 +101,8 @@ def allocate(
         lazy = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
         return torch.from_numpy(lazy).view(dtype).view(size)
 
-    def both(shape: KVShape) -> LayerKV:
+    def both(shape: PagedKV) -> LayerKV:
         keys = one(shape)
-        return LayerKV(keys, keys if shape.shared else one(shape))
+        return LayerKV(keys, keys if shape.shared else one(shape), block_table_SB)
 
     return PagedCache([both(shape) for shape in shapes], block_table_SB)

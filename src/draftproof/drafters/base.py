@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import KVShape, PagedCache
+from draftproof.cache.pool import PagedCache, PagedKV
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
@@ -37,7 +37,7 @@ class DraftSpec:
     """The needs of a method, as data: all that the engine reads of a drafter."""
 
     taps: Taps = field(default_factory=Taps)
-    kv: tuple[KVShape, ...] = ()  # own layers, on the target's block table
+    kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
     attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import Rows
+from draftproof.cache.recent import PassOfRows, RecentRows, SlotRows
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
 from draftproof.drafters.head import PassSize
@@ -39,16 +40,6 @@ class _Inputs(NamedTuple):
     drawn_MR: Tensor
 
 
-class _Kept(NamedTuple):
-    """The rows that a slot's next pass begins with: its last `count` target states and tokens, at the end of E places;
-    the last of them is at position `end` - 1."""
-
-    states_SEH: Tensor
-    tokens_SE: Tensor
-    count_S: Tensor
-    end_S: Tensor
-
-
 class ModulesDrafter(Drafter):
     """The drafter around several modules. Those beyond the drafts asked for run too: their keys must be there when they
     are wanted."""
@@ -67,18 +58,15 @@ class ModulesDrafter(Drafter):
         self._embed_VH = embed_VH
         self._head = head
         self._runtime: DraftRuntime | None = None
-        kept = len(modules) - 1
-        hidden = embed_VH.shape[1]
-        zeros = torch.zeros(num_slots, kept, dtype=torch.int64, device=embed_VH.device)
-        states_SEH = embed_VH.new_zeros(num_slots, kept, hidden)
-        self._kept = _Kept(states_SEH, zeros, zeros[:, 0].clone(), zeros[:, 0].clone())
+        kept = SlotRows(count=len(modules) - 1, size=embed_VH.shape[1])
+        self._recent = RecentRows(kept, num_slots, embed_VH.dtype, embed_VH.device)
 
     def bind(self, runtime: DraftRuntime) -> None:
         self._runtime = runtime
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        """Forget what was kept for another request. Rows of cached pages are done with: none has to be repeated."""
-        self._kept.count_S[slot] = 0
+        """Rows of cached pages are done with: none has to be repeated."""
+        self._recent.admit(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed rows kept and verified through all modules; draft a token from each, as many as are wanted."""
@@ -88,8 +76,9 @@ class ModulesDrafter(Drafter):
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, len(self._modules))
         num_requests = len(v.slots_R)
-        table = torch.cat((v.taps[0], self._kept.states_SEH[v.slots_R].flatten(0, 1)))
-        own = self._inputs(v)
+        rows = _pass_of(v)
+        table = self._recent.table(rows, v.taps[0])
+        own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
@@ -100,7 +89,7 @@ class ModulesDrafter(Drafter):
 
         key = ("draft", self, len(v.tokens_T), num_requests, num)
         drawn = (runtime.graphs if draw.inputs else EAGER).run(key, run, inputs)
-        self._keep(v, table)
+        self._recent.commit(rows, table)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
 
@@ -118,10 +107,9 @@ class ModulesDrafter(Drafter):
         logits = cost.linear(self._head, size.requests) * min(size.num_drafts, num_modules)
         return sum((module.cost(rows) for module in self._modules), logits)
 
-    def _inputs(self, v: Verified) -> _Inputs:
+    def _inputs(self, v: Verified, rows: PassOfRows) -> _Inputs:
         """The buffers of a pass. Example: M = 2, one request kept a state at 4 and verified [s5 d6 d7]@5..7, of which
         s5 d6 live, next r7: rows @4 @5 @6 pad; tokens of module 0: s5 d6 r7, of module 1: d6 r7 and the first draft."""
-        kept = self._kept
         num_modules = len(self._modules)
         R = len(v.slots_R)
         each = num_modules - 1
@@ -132,16 +120,14 @@ class ModulesDrafter(Drafter):
         owner_N = torch.searchsorted(begin_R, at_N, right=True) - 1
         # a row's place among its request's verified ones; below 0 it is a kept one
         place_N = at_N - begin_R[owner_N] - each
-        first_R = _first(v)
+        first_R = rows.first_R
         live_R = v.live_R
-        known_R = torch.where(kept.end_S[v.slots_R] == first_R, kept.count_S[v.slots_R], 0)
+        known_R = self._recent.known(rows)
         live_N = live_R[owner_N]
         stands_N = (place_N >= -known_R[owner_N]) & (place_N < live_N) & (live_N > 0)
         positions_N = torch.where(stands_N, first_R[owner_N] + place_N, -1)
-        kept_at_N = len(v.tokens_T) + (owner_N + 1) * each + place_N
-        source_N = torch.where(place_N < 0, kept_at_N, start_R[owner_N] + place_N)
         carried_MN = place_N + 1 + torch.arange(num_modules, device=device)[:, None]
-        tokens_MN = self._tokens(v, owner_N, carried_MN)
+        tokens_MN = self._recent.tokens(rows, owner_N, carried_MN)
         step_M1 = torch.arange(num_modules, device=device)[:, None]
         return _Inputs(
             tokens_MN=torch.where(carried_MN == live_N, v.next_R[owner_N], tokens_MN),
@@ -150,19 +136,10 @@ class ModulesDrafter(Drafter):
             context_lens_N=positions_N + 1,
             slots_N=v.slots_R[owner_N],
             owner_N=owner_N,
-            source_N=source_N,
+            source_N=self._recent.source(rows, owner_N, place_N),
             read_R=(begin_R + each + live_R - 1).clamp(min=0),
             drawn_MR=(first_R + live_R + 1 + step_M1).masked_fill(step_M1 >= v.k_R, -1),
         )
-
-    def _tokens(self, v: Verified, owner_X: Tensor, place_YX: Tensor) -> Tensor:
-        """The token at a place among a request's verified ones; kept ones lie below 0."""
-        each = self._kept.tokens_SE.shape[1]
-        row_YX = (v.query_start_loc_R1[:-1][owner_X] + place_YX).clamp(0, len(v.tokens_T) - 1)
-        old_YX = self._kept.tokens_SE[
-            v.slots_R[owner_X].expand_as(place_YX), (each + place_YX).clamp(0, each - 1)
-        ]
-        return torch.where(place_YX < 0, old_YX, v.tokens_T[row_YX])
 
     def _draft(
         self, runtime: DraftRuntime, i: _Inputs, table: Tensor, draw: Draw, num: int
@@ -181,27 +158,7 @@ class ModulesDrafter(Drafter):
                 drawn.append(draw(logits_RV, None, i.drawn_MR[m], None))
         return tuple(drawn)
 
-    def _keep(self, v: Verified, table: Tensor) -> None:
-        """Keep the last E live rows for the next pass; where none lives, what was kept stays."""
-        kept = self._kept
-        R = len(v.slots_R)
-        each = kept.tokens_SE.shape[1]
-        owner_R = torch.arange(R, device=v.slots_R.device)
-        place_ER = v.live_R - each + torch.arange(each, device=v.slots_R.device)[:, None]
-        kept_at_ER = len(v.tokens_T) + (owner_R + 1) * each + place_ER
-        source_ER = torch.where(place_ER < 0, kept_at_ER, v.query_start_loc_R1[:-1] + place_ER)
-        tokens_ER = self._tokens(v, owner_R, place_ER)
-        first_R = _first(v)
-        slots_R = v.slots_R
-        follows_R = kept.end_S[slots_R] == first_R
-        count_R = torch.where(follows_R, kept.count_S[slots_R], 0) + v.live_R
-        stays_R = v.live_R == 0
-        kept.count_S[slots_R] = torch.where(stays_R, kept.count_S[slots_R], count_R.clamp(max=each))
-        kept.end_S[slots_R] = torch.where(stays_R, kept.end_S[slots_R], first_R + v.live_R)
-        kept.tokens_SE[slots_R] = tokens_ER.t()
-        kept.states_SEH[slots_R] = table[source_ER.t()]
 
-
-def _first(v: Verified) -> Tensor:
-    """Position of each request's first row."""
-    return v.positions_T[v.query_start_loc_R1[:-1].clamp(max=len(v.positions_T) - 1)]
+def _pass_of(v: Verified) -> PassOfRows:
+    first_R = v.positions_T[v.query_start_loc_R1[:-1].clamp(max=len(v.positions_T) - 1)]
+    return PassOfRows(v.slots_R, v.query_start_loc_R1, first_R, v.live_R, v.tokens_T)

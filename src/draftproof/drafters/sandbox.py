@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import (
     Drafter,
     DraftRuntime,
@@ -63,9 +62,9 @@ class DrafterSandbox(Drafter):
         self._time_limit = time_limit
         self._lost: set[int] = set()  # slots whose state it lost: it drafts for them no more
         self._able_S: Tensor | None = None  # 0 for those slots, or for all once it is off; else 1
-        self._tables: tuple[Tensor, Tensor] | None = (
-            None  # the engine's block table and the copy that is lent
-        )
+        self._tables: list[
+            tuple[Tensor, Tensor]
+        ] = []  # the engine's block tables, and the copies that are lent
 
     @property
     def is_trusted(self) -> bool:
@@ -81,8 +80,7 @@ class DrafterSandbox(Drafter):
         table_SB = runtime.cache.block_table_SB
         self._able_S = torch.ones(len(table_SB), dtype=torch.int64, device=table_SB.device)
         if self._new_graphs is not None:
-            self._tables = table_SB, table_SB.clone()
-            cache = PagedCache(runtime.cache.layers, self._tables[1])
+            cache, self._tables = runtime.cache.on_copies()
             runtime = replace(runtime, cache=cache, graphs=self._new_graphs())
         self.drafter.bind(runtime)
 
@@ -93,8 +91,7 @@ class DrafterSandbox(Drafter):
             return no_proposal(verified)
         start = time.perf_counter()
         try:
-            if self._tables is not None:
-                table_SB, copy_SB = self._tables
+            for table_SB, copy_SB in self._tables:
                 copy_SB.copy_(table_SB)
             proposal = self.drafter.propose(verified, num_drafts)
             proposal = replace(proposal, tokens_RK=proposal.tokens_RK[:, :num_drafts])

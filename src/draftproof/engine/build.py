@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pages import PageAllocator
-from draftproof.cache.pool import KVShape, PagedCache, allocate
+from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
+from draftproof.cache.windows import WindowPages
 from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry, vllm_names
@@ -131,7 +133,9 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         spec = member.spec
         target.check_taps(spec.taps.layers)
         whose = f"drafter {member.name}"
-        shapes = spec.attention or [AttentionShape(kv.heads, kv.heads, kv.head_dim) for kv in spec.kv]
+        shapes = spec.attention or [
+            AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
+        ]
         registry_of_attention.check_sizes(base.device, config.attention_backend, shapes, whose)
     base.planner.certify()
     is_auto = speculative is not None and speculative.is_auto
@@ -143,12 +147,17 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         identity=repr([plan.identity for plan in plans]),
         names=_names(plans),
     )
-    engine, num_graph_bytes = _engine(base, target, drafting, progress)
+    groups = _groups(base, target, drafting)
+    engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
     used = memory.Memory(
         weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
-        kv_bytes_per_token=memory.bytes_per_token(target.kv, base.dtype),
+        kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
+        window_kv=sum(
+            pages.num_blocks * config.block_size * group.bytes_per_token
+            for pages, group in zip(engine.scheduler.windows, groups, strict=True)
+        ),
     )  # fmt: skip
     if base.device.type == "cpu":  # after loading, whose memory may go
         keep_freed_memory()
@@ -347,25 +356,31 @@ class _Drafting:
 
 
 def _engine(
-    base: _Base, target: Decoder, drafting: _Drafting, progress: ProgressCallback | None
+    base: _Base,
+    target: Decoder,
+    drafting: _Drafting,
+    groups: Seq[memory.WindowGroup],
+    progress: ProgressCallback | None,
 ) -> tuple[EngineCore, int]:
     """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
-    config, shapes, num_spare = base.config, [*target.kv, *drafting.spec.kv], 0
+    config, num_spare = base.config, 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
         nothing = dataclasses.replace(drafting, drafter=None, members=(), num_drafts=0, levels=(0,))
         known = drafting if drafting.is_trusted else nothing
-        runner = _runner(base, target, known, num_blocks=2)
+        runner = _runner(base, target, known, groups, num_blocks=2)
         # each graph keeps logits of its own
         num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
         num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
-    num_blocks = memory.num_blocks(shapes, base.dtype, config, base.max_model_len, base.device, num_spare)
-    runner, num_graph_bytes = _runner(base, target, drafting, num_blocks), 0
+    full = [*_full(target.kv, groups), *drafting.spec.kv]
+    per_token = memory.bytes_per_token(full, base.dtype)
+    num_blocks = memory.num_blocks(per_token, groups, config, base.max_model_len, base.device, num_spare)
+    runner, num_graph_bytes = _runner(base, target, drafting, groups, num_blocks), 0
     if base.device.type == "cuda":
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
-    scheduler = _scheduler(config, drafting, num_blocks)
+    scheduler = _scheduler(config, drafting, groups, num_blocks)
     policy = _policy(base, drafting, runner)
     stats = EngineStats()
     if isinstance(policy, AutoPolicy):
@@ -375,7 +390,21 @@ def _engine(
     return EngineCore(runner, scheduler, policy, stats), num_graph_bytes
 
 
-def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Scheduler:
+def _groups(base: _Base, target: Decoder, drafting: _Drafting) -> tuple[memory.WindowGroup, ...]:
+    """The target's layers that see a window, by their windows; a drafter's keep everything."""
+    num_lookahead = max(drafting.num_drafts, drafting.spec.lookahead)
+    return memory.window_groups(target.kv, base.dtype, base.config, base.max_model_len, num_lookahead)
+
+
+def _full(shapes: Seq[PagedKV], groups: Seq[memory.WindowGroup]) -> list[PagedKV]:
+    """The layers that are in no group."""
+    windows = {group.window for group in groups}
+    return [shape for shape in shapes if shape.window not in windows]
+
+
+def _scheduler(
+    config: EngineConfig, drafting: _Drafting, groups: Seq[memory.WindowGroup], num_blocks: int
+) -> Scheduler:
     spec, num_drafts = drafting.spec, drafting.num_drafts
     pages = PageAllocator(
         num_blocks,
@@ -388,19 +417,27 @@ def _scheduler(config: EngineConfig, drafting: _Drafting, num_blocks: int) -> Sc
         num_slots=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_lookahead=max(num_drafts, spec.lookahead),
+        windows=[
+            WindowPages(max(2, group.num_blocks(num_blocks)), config.block_size, group.window)
+            for group in groups
+        ],
     )
 
 
-def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) -> ModelRunner:
+def _runner(
+    base: _Base,
+    target: Decoder,
+    drafting: _Drafting,
+    groups: Seq[memory.WindowGroup],
+    num_blocks: int,
+) -> ModelRunner:
     config, device, spec = base.config, base.device, drafting.spec
     num_drafts = drafting.num_drafts
-    state = _state(base, num_drafts, max(num_drafts, spec.lookahead))
-
-    def cache(shapes: tuple[KVShape, ...]) -> PagedCache:
-        size, table_SB, layout = config.block_size, state.block_table_SB, base.backend.layout
-        return allocate(list(shapes), table_SB, num_blocks, size, base.dtype, device, layout)
-
-    draft_cache, target_cache = cache(spec.kv), cache(target.kv)
+    state = _state(base, num_drafts, max(num_drafts, spec.lookahead), len(groups))
+    tables_GSB = state.block_tables_GSB
+    size, layout = config.block_size, base.backend.layout
+    draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
+    target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
@@ -443,6 +480,20 @@ def _runner(base: _Base, target: Decoder, drafting: _Drafting, num_blocks: int) 
     )
 
 
+def _target_cache(
+    base: _Base, target: Decoder, groups: Seq[memory.WindowGroup], num_blocks: int, tables_GSB: Tensor
+) -> PagedCache:
+    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that."""
+    numbers = {group.window: number for number, group in enumerate(groups, 1)}
+    size, layout = base.config.block_size, base.backend.layout
+    layers = list[LayerKV]()
+    for shape in target.kv:
+        number = numbers.get(shape.window, 0)
+        held = max(2, groups[number - 1].num_blocks(num_blocks)) if number else num_blocks
+        layers += allocate([shape], tables_GSB[number], held, size, base.dtype, base.device, layout).layers
+    return PagedCache(layers, tables_GSB[0])
+
+
 def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     """Numbers of requests: 1, 2, 4, each multiple of 8 up to 64, of 32 up to 256, and the largest there can be."""
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
@@ -450,7 +501,7 @@ def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
 
 
-def _state(base: _Base, num_drafts: int, lookahead: int) -> State:
+def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> State:
     block_size = base.config.block_size
     return State(
         base.ops.step,
@@ -460,6 +511,7 @@ def _state(base: _Base, num_drafts: int, lookahead: int) -> State:
         max_blocks=-(-base.max_model_len // block_size) + 1 + lookahead // block_size,
         num_drafts=num_drafts,
         device=base.device,
+        num_tables=1 + num_windows,
     )
 
 

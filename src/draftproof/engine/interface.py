@@ -95,11 +95,15 @@ class ScheduledRequest(NamedTuple):
     num_prompt_logprobs: int = 0
 
 
+# Number of the table (0: of layers that see all positions, then of each window), slot, page, block.
+TableEntry = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, whole; carried out in the order of the fields.
 
-    `table_entries`: (slot, page, block) that are new in the block table. `fresh_blocks`: handed out since the last
+    `table_entries` are new in the block tables. `fresh_blocks`: handed out since the last
     step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
     dropped, so the pass may be padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the
     rows. `price`: tokens that one more row of the next pass must bring (`DraftRuntime.price`).
@@ -107,7 +111,7 @@ class StepInput:
 
     released: Sequence[int] = ()
     admitted: Sequence[Admission] = ()
-    table_entries: Sequence[tuple[int, int, int]] = ()
+    table_entries: Sequence[TableEntry] = ()
     fresh_blocks: Sequence[int] = ()
     scheduled: Sequence[ScheduledRequest] = ()
     all_decode: bool = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
+from draftproof.cache.windows import MARGIN
 from draftproof.config import EngineConfig
 from draftproof.kernels import native
 from draftproof.kernels.room import free_bytes
@@ -18,7 +20,8 @@ CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere."""
+    """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere; `window_kv`: keys
+    and values of layers that see a window, which are not among those of each token."""
 
     weights: int
     draft_weights: int
@@ -27,6 +30,7 @@ class Memory:
     num_blocks: int
     block_size: int
     graphs: int
+    window_kv: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -37,7 +41,7 @@ class Memory:
     def kv(self) -> int:
         """Target's and drafter's keys and values."""
         each = self.kv_bytes_per_token + self.draft_kv_bytes_per_token
-        return self.num_blocks * self.block_size * each
+        return self.num_blocks * self.block_size * each + self.window_kv
 
     def __str__(self) -> str:
         drafter = f", draft weights {_size(self.draft_weights)}" if self.draft_weights else ""
@@ -99,42 +103,85 @@ def _has_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
+def bytes_per_token(shapes: Sequence[PagedKV], dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in all layers."""
     return sum(shape.bytes_per_token(dtype) for shape in shapes)
 
 
-def num_blocks(
-    shapes: Sequence[KVShape],
+@dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """The layers that see a window of `window` positions. They make use of `most` blocks at most, however many other
+    layers have: what running requests can see, and as much again for prefixes that may come back."""
+
+    window: int
+    bytes_per_token: int
+    most: int
+
+    def num_blocks(self, num_others: int) -> int:
+        return min(self.most, num_others)
+
+
+def window_groups(
+    shapes: Sequence[PagedKV],
     dtype: torch.dtype,
+    config: EngineConfig,
+    max_model_len: int,
+    num_lookahead: int,
+) -> tuple[WindowGroup, ...]:
+    """The groups of a target's layers, less those that see all positions. `num_lookahead`: positions past its rows that
+    a request has pages for."""
+    size = config.block_size
+    groups = []
+    for window in sorted({shape.window for shape in shapes if 0 < shape.window < max_model_len}):
+        of_request = (
+            -(-(window + MARGIN + num_lookahead) // size) + 2
+        )  # and pages that it shares with what is outside
+        in_flight = -(
+            -2 * config.max_num_batched_tokens // size
+        )  # rows of a pass that runs and of the one after
+        live = config.max_num_seqs * of_request + in_flight
+        own = [shape for shape in shapes if shape.window == window]
+        groups.append(WindowGroup(window, bytes_per_token(own, dtype), 2 * live + 1))
+    return tuple(groups)
+
+
+def num_blocks(
+    per_token: int,
+    groups: Sequence[WindowGroup],
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
     num_spare: int = 0,
 ) -> int:
     """What the config says; else blocks for every sequence at its longest, or as many as the free memory allows once
-    `num_spare` bytes are taken off it.
+    `num_spare` bytes are taken off it. `per_token`: bytes in layers that see all positions.
 
     ValueError if there is no room for that, or not even for one sequence.
     """
-    per_block = config.block_size * bytes_per_token(shapes, dtype)
+
+    def needed(number: int) -> int:
+        each = number * per_token + sum(group.num_blocks(number) * group.bytes_per_token for group in groups)
+        return config.block_size * each
+
     free, given = free_bytes(device), config.num_kv_blocks
     if given is not None:
-        if given * per_block > free:
+        if needed(given) > free:
             raise ValueError(
-                f"num_kv_blocks={given}: needs {given * per_block / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are "
+                f"num_kv_blocks={given}: needs {needed(given) / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are "
                 "free; lower it, or leave it out"
             )
         return given
     per_sequence = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * per_sequence + 1
-    affordable = max(0, _cache_bytes(config, device, free) - num_spare) // per_block
-    if affordable < per_sequence + 1:
+    usable = max(0, _cache_bytes(config, device, free) - num_spare)
+    if needed(per_sequence + 1) > usable:
         raise ValueError(
-            f"max_model_len={max_model_len}: its keys and values need {per_sequence * per_block / 2**30:.2f} GiB, and "
-            f"{affordable * per_block / 2**30:.2f} GiB may be used; lower max_model_len, or set num_kv_blocks"
+            f"max_model_len={max_model_len}: its keys and values need {needed(per_sequence) / 2**30:.2f} GiB, and "
+            f"{usable / 2**30:.2f} GiB may be used; lower max_model_len, or set num_kv_blocks"
         )
-    return min(wanted, affordable)
+    if needed(wanted) <= usable:
+        return wanted
+    return bisect.bisect_right(range(wanted), usable, lo=per_sequence + 1, key=needed) - 1
 
 
 def check_tables(config: EngineConfig, max_model_len: int, rotary_sizes: int, device: torch.device) -> None:

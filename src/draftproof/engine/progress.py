@@ -6,8 +6,44 @@ from dataclasses import dataclass, field
 
 from draftproof.cache.pages import ROOT
 from draftproof.engine.acceptance import AcceptanceRecord
-from draftproof.engine.interface import Admission, RequestSpec
+from draftproof.engine.interface import Admission, RequestSpec, TableEntry
 from draftproof.types import FinishReason
+
+
+@dataclass(slots=True)
+class WindowBlocks:
+    """The blocks that a request holds of the layers of one window, by page; 0: no row can see the page any more.
+
+    The first `num_gone` pages are among those; the device's table has the first `num_sent`, and knows that the first
+    `num_cleared` are gone.
+    """
+
+    blocks: list[int]
+    num_gone: int
+    num_sent: int = 0
+    num_cleared: int = 0
+
+    def give_back(self, first: int) -> list[int]:
+        """The blocks of the pages before `first`, which are the request's no more."""
+        pages = range(self.num_gone, min(first, len(self.blocks)))
+        blocks = [self.blocks[page] for page in pages]
+        for page in pages:
+            self.blocks[page] = 0
+        self.num_gone = max(self.num_gone, pages.stop)
+        return blocks
+
+    def held(self) -> list[int]:
+        return self.blocks[self.num_gone :]
+
+    def new_entries(self, number: int, slot: int) -> list[TableEntry]:
+        """What table `number` lacks, in blocks that came and blocks that went."""
+        gone = [
+            (number, slot, page, 0) for page in range(self.num_cleared, min(self.num_gone, self.num_sent))
+        ]
+        first = max(self.num_sent, self.num_gone)
+        came = [(number, slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
+        self.num_sent, self.num_cleared = len(self.blocks), self.num_gone
+        return gone + came
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,6 +63,7 @@ class Progress:
 
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
+    windows: list[WindowBlocks] = field(default_factory=list)  # blocks of layers that see a window, for each
     num_sent_blocks: int = 0  # blocks that the device's table has
     num_computed: int = 0
     num_pending: int = 0
@@ -88,10 +125,13 @@ class Progress:
             bad_words_ids=self.spec.bad_words_ids,
         )
 
-    def new_entries(self) -> list[tuple[int, int, int]]:
-        """(slot, page, block) that the device's table lacks; they count as sent."""
+    def new_entries(self) -> list[TableEntry]:
+        """What the device's tables lack; it counts as sent."""
         first, self.num_sent_blocks = self.num_sent_blocks, len(self.blocks)
-        return [(self.slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
+        entries = [(0, self.slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
+        for number, held in enumerate(self.windows, 1):
+            entries += held.new_entries(number, self.slot)
+        return entries
 
     def scored_rows(self, start: int, num_rows: int) -> tuple[int, int]:
         """Rows of a pass (first, number) that score prompt tokens nobody has scored; the row at position p scores
@@ -106,6 +146,7 @@ class Progress:
         """Nothing of it is on the device any more."""
         self.slot = -1
         self.blocks = []
+        self.windows = []
         self.num_sent_blocks = self.num_computed = self.num_pending = self.num_drafts = (
             self.num_registered
         ) = 0

@@ -7,11 +7,12 @@ of those fit; the pass takes as many as the token budget and the pages allow.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import PageAllocator
-from draftproof.engine.progress import Progress
+from draftproof.cache.windows import WindowPages
+from draftproof.engine.progress import Progress, WindowBlocks
 
 
 @dataclass(slots=True)
@@ -51,8 +52,11 @@ class Scheduler:
         num_slots: int,
         max_num_batched_tokens: int,
         num_lookahead: int,
+        windows: Sequence[WindowPages] = (),
     ) -> None:
+        """windows: the blocks of layers that see a window, for each window; `pages` are those of all others."""
         self.pages = pages
+        self.windows = tuple(windows)
         self.waiting: deque[Progress] = deque()
         self.running: list[Progress] = []
         self.held: list[Progress] | None = None  # all others, while `isolate` is in force
@@ -84,6 +88,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for request in self.running:
             self._register_pages(request)
+            self._give_back(request)
         for request in list(self.running):
             if budget == 0:
                 break
@@ -115,9 +120,11 @@ class Scheduler:
         everybody = dict.fromkeys([*self.running, *self.waiting, *(self.held or ())])
         if not keep_cache:
             self.pages.clear()
+            for window in self.windows:
+                window.clear()
         for request in everybody:
             if keep_cache:
-                self.pages.release(request.blocks)
+                self._release_blocks(request)
             request.forget()
         self.waiting = _by_arrival([r for r in everybody if r.finish_reason is None])
         self.running, self.fresh_blocks, self.held = [], [], None
@@ -146,15 +153,20 @@ class Scheduler:
         tokens = request.tokens if request.spec.reads_prefix_cache else []
         num_lost = self.pages.num_unseen(tokens)
         found = self.pages.match(tokens, with_drafts=num_lost > 0 and self.will_draft(request, num_lost))
+        self.pages.shorten(
+            found, min((window.usable(found.nodes) for window in self.windows), default=len(found.nodes))
+        )
         num_cached = len(found.blocks) * self.pages.block_size
         num_rows = min(budget, len(request.tokens) - num_cached)
-        missing = self._blocks_for(request, num_cached + num_rows) - len(found.blocks)
-        fresh = self.pages.allocate(missing)
-        if fresh is None:
-            self.pages.release(found.blocks)
-            return False
-        request.blocks = found.blocks + fresh
+        request.blocks = found.blocks
+        for window in self.windows:
+            blocks = window.hold(found.nodes)
+            request.windows.append(WindowBlocks(blocks, num_gone=blocks.count(0)))
         request.num_registered = len(found.blocks)
+        if not self._grow(request, num_cached + num_rows):
+            self._release_blocks(request)
+            request.forget()
+            return False
         request.node = found.node
         request.num_computed = num_cached
         request.num_cached = max(request.num_cached, num_cached)
@@ -162,7 +174,6 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self.running.append(request)
         output.admitted.append(request)
-        self.fresh_blocks += fresh
         return True
 
     def _schedule(self, request: Progress, budget: int, output: SchedulerOutput, *, may_preempt: bool) -> int:
@@ -184,13 +195,28 @@ class Scheduler:
         return num_rows
 
     def _grow(self, request: Progress, num_positions: int) -> bool:
-        missing = self._blocks_for(request, num_positions) - len(request.blocks)
-        fresh = self.pages.allocate(max(0, missing))
-        if fresh is None:
+        missing = max(0, self._blocks_for(request, num_positions) - len(request.blocks))
+        if min([self.pages.num_free, *(window.num_free for window in self.windows)]) < missing:
             return False
-        request.blocks += fresh
+        fresh = _allocated(self.pages, missing)
+        request.blocks = request.blocks + fresh
         self.fresh_blocks += fresh
+        for window, held in zip(self.windows, request.windows, strict=True):
+            held.blocks += _allocated(window, missing)
         return True
+
+    def _give_back(self, request: Progress) -> None:
+        """Blocks of windows that no row of the request can see any more: passes that are in flight read them before
+        whoever gets them next can write."""
+        for window, held in zip(self.windows, request.windows, strict=True):
+            window.release(held.give_back(window.first_page(request.num_computed)))
+
+    def _release_blocks(self, request: Progress) -> None:
+        self.pages.release(request.blocks)
+        for window, held in zip(
+            self.windows, request.windows, strict=False
+        ):  # without any where nothing is held
+            window.release(held.held())
 
     def _blocks_for(self, request: Progress, num_positions: int) -> int:
         """Pages for the pass's rows and for what drafting after it may write, never past the request's limit."""
@@ -209,7 +235,7 @@ class Scheduler:
         victim.num_preemptions += 1
 
     def _release(self, request: Progress) -> None:
-        self.pages.release(request.blocks)
+        self._release_blocks(request)
         self._free_slots.append(request.slot)
         self.released.append(request.slot)
         request.forget()
@@ -232,8 +258,17 @@ class Scheduler:
                 page,
                 has_drafts=request.draft_hole is None or page_end + margin <= request.draft_hole,
             )
+            for window, held in zip(self.windows, request.windows, strict=True):
+                if self.pages.sharing and held.blocks[page]:
+                    window.register(held.blocks[page], request.node)
             request.num_registered += 1
             page_end += self.pages.block_size
+
+
+def _allocated(group: PageAllocator | WindowPages, count: int) -> list[int]:
+    blocks = group.allocate(count)
+    assert blocks is not None, "there were so many"
+    return blocks
 
 
 def _by_arrival(requests: list[Progress]) -> deque[Progress]:

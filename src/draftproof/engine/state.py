@@ -1,7 +1,7 @@
 """What the device knows of every slot: its tokens, how many are known, computed and drafted.
 
-Shapes: S slots and one for scratch, L longest sequence, B blocks per slot, R requests of a pass, T its rows, M its
-sampled rows, K drafts.
+Shapes: S slots and one for scratch, L longest sequence, B blocks per slot, G tables, R requests of a pass, T its rows,
+M its sampled rows, K drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
-from draftproof.engine.interface import ScheduledRequest
+from draftproof.engine.interface import ScheduledRequest, TableEntry
 from draftproof.kernels.step import PassRows, SlotState, StepOps
 from draftproof.kernels.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
@@ -73,7 +73,10 @@ class State:
         max_blocks: int,
         num_drafts: int,
         device: torch.device,
+        num_tables: int = 1,
     ) -> None:
+        """num_tables: one for layers that see all positions, and one for each window."""
+
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -88,10 +91,11 @@ class State:
             limit_S=zeros(num_slots + 1),
         )
         self.nothing_S = zeros(num_slots + 1)
-        self.block_table_SB = zeros(num_slots + 1, max_blocks, dtype=torch.int32)
+        self.block_tables_GSB = zeros(num_tables, num_slots + 1, max_blocks, dtype=torch.int32)
+        self.block_table_SB = self.block_tables_GSB[0]
         self._ops = ops
         # On a CPU steps are written to places that stay, one for each number of requests.
-        self._table = Integers(self.block_table_SB) if device.type == "cpu" else None
+        self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
         self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
@@ -106,29 +110,31 @@ class State:
 
     def release(self, slot: int) -> None:
         """The slot's stray writes go to the scrap page from now on."""
-        self.block_table_SB[slot] = 0
+        self.block_tables_GSB[:, slot] = 0
 
     def load(
-        self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[tuple[int, int, int]] = ()
+        self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[TableEntry] = ()
     ) -> Tensor:
         """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
-        up to `num_requests` with rows of the scratch slot like the first request's; and what is new in the block table,
-        (slot, page, block) each. On a CPU it is one tensor for each number of requests, written anew."""
+        up to `num_requests` with rows of the scratch slot like the first request's; and what is new in the block
+        tables. On a CPU it is one tensor for each number of requests, written anew."""
         columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
         columns += [(self.scratch_slot, *columns[0][1:])] * (num_requests - len(columns))
         flat = [x for row in zip(*columns, strict=True) for x in row]
-        width, num_entries = self.block_table_SB.shape[1], len(entries)
-        if self._table is not None:
-            for slot, page, block in entries:
-                self._table.items[slot * width + page] = block
+        _, num_slots, width = self.block_tables_GSB.shape
+        num_entries = len(entries)
+        places = [((table * num_slots) + slot) * width + page for table, slot, page, _ in entries]
+        if self._tables is not None:
+            for place, (*_, block) in zip(places, entries, strict=True):
+                self._tables.items[place] = block
             return self._write(flat, num_requests)
         if not entries:
             return upload(flat, self.device).view(4, num_requests)
-        flat += [slot * width + page for slot, page, _ in entries]
-        flat += [block for _, _, block in entries]
+        flat += places
+        flat += [block for *_, block in entries]
         sizes = (4 * num_requests, num_entries, num_entries)
         scheduled_4R, index_E, block_E = upload(flat, self.device).split(sizes)
-        self.block_table_SB.view(-1).index_copy_(0, index_E, block_E.int())
+        self.block_tables_GSB.view(-1).index_copy_(0, index_E, block_E.int())
         return scheduled_4R.view(4, num_requests)
 
     def _write(self, flat: list[int], num_requests: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from draftproof.engine.interface import Admission, ScheduledRequest, StepInput
+from draftproof.engine.interface import Admission, ScheduledRequest, StepInput, TableEntry
 from draftproof.types import SamplingParams
 
 ABSENT = -1
@@ -46,7 +46,7 @@ def unpack(vector: Sequence[int]) -> StepInput:
     reader = _Reader(vector)
     released = reader.integers()
     admitted = [_unpack_admission(reader) for _ in range(reader.integer())]
-    entries = [(reader.integer(), reader.integer(), reader.integer()) for _ in range(reader.integer())]
+    entries = [reader.entry() for _ in range(reader.integer())]
     fresh_blocks = reader.integers()
     scheduled = [_unpack_scheduled(reader) for _ in range(reader.integer())]
     step = StepInput(
@@ -136,6 +136,9 @@ class _Reader:
     def integer(self) -> int:
         self.at += 1
         return self._vector[self.at - 1]
+
+    def entry(self) -> TableEntry:
+        return self.integer(), self.integer(), self.integer(), self.integer()
 
     def number(self) -> float:
         return float(struct.unpack("<d", struct.pack("<q", self.integer()))[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from draftproof import schema
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.models import registry
 from draftproof.models.families import FAMILIES, Family
 from draftproof.models.reading import stored_dtype
@@ -75,9 +76,17 @@ class ModelConfig:
         return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
 
     @property
-    def caches(self) -> tuple[KVShape, ...]:
-        """What its layers keep, of those that keep anything."""
-        return tuple(layer.mixer.cache for layer in self.layers if layer.mixer.cache is not None)
+    def caches(self) -> tuple[PagedKV, ...]:
+        """What its layers keep, of those that keep anything; a window is the longest of the layers that read it."""
+        own = [layer.mixer.cache for layer in self.layers if layer.mixer.cache is not None]
+        readers: list[list[int]] = [[] for _ in own]
+        for layer, cache in zip(self.layers, self.cache_of_layer, strict=True):
+            if own:  # else its target lends them
+                readers[cache].append(layer.window)
+        return tuple(
+            dataclasses.replace(kept, window=max(windows) if all(windows) else 0)
+            for kept, windows in zip(own, readers, strict=True)
+        )
 
     @property
     def cache_of_layer(self) -> tuple[int, ...]:

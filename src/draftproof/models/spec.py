@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.kernels.exactness import Case
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.cases import Where
@@ -78,7 +78,7 @@ class MixerConfig(Protocol):
         ...
 
     @property
-    def cache(self) -> KVShape | None:
+    def cache(self) -> PagedKV | None:
         """What it keeps of each token; None: it reads what another layer keeps."""
         ...
 

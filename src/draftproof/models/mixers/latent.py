@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import KVShape
+from draftproof.cache.pool import PagedKV
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
@@ -66,8 +66,8 @@ class LatentConfig:
         )
 
     @property
-    def cache(self) -> KVShape:
-        return KVShape(heads=1, head_dim=self.cached_dim, shared=True)
+    def cache(self) -> PagedKV:
+        return PagedKV(heads=1, head_dim=self.cached_dim, shared=True, window=self.window)
 
     @property
     def reads(self) -> None:

@@ -1,0 +1,86 @@
+"""State of a slot that is not paged: its last rows that became permanent, each a token and a vector.
+
+Rows become permanent in `commit` alone, which is told how many of a pass's rows live; what a rejected row would have
+left is never here, so nothing is ever rolled back.
+Shapes: S slots, E kept rows of a slot, H size of a vector, R requests, T rows of a pass, X and Y any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRows:
+    """What is kept of each slot: its last `count` rows, vectors of `size` numbers."""
+
+    count: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassOfRows:
+    """The rows of a pass, request after request: where each one's begin, the position of its first, how many live."""
+
+    slots_R: Tensor
+    query_start_loc_R1: Tensor
+    first_R: Tensor
+    live_R: Tensor
+    tokens_T: Tensor
+
+
+class RecentRows:
+    """The rows of all slots, at the end of E places each; the last of them is at position `end` - 1."""
+
+    def __init__(self, spec: SlotRows, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        zeros_SE = torch.zeros(num_slots, spec.count, dtype=torch.int64, device=device)
+        self.spec = spec
+        self.vectors_SEH = torch.zeros(num_slots, spec.count, spec.size, dtype=dtype, device=device)
+        self._tokens_SE = zeros_SE
+        self._count_S = zeros_SE[:, 0].clone()
+        self._end_S = zeros_SE[:, 0].clone()
+
+    def admit(self, slot: int) -> None:
+        """Forget what was kept for another request."""
+        self._count_S[slot] = 0
+
+    def known(self, rows: PassOfRows) -> Tensor:
+        """How many kept rows lie right before each request's first one: [R]."""
+        follows_R = self._end_S[rows.slots_R] == rows.first_R
+        return torch.where(follows_R, self._count_S[rows.slots_R], 0)
+
+    def tokens(self, rows: PassOfRows, owner_X: Tensor, place_YX: Tensor) -> Tensor:
+        """The token at a place among a request's rows; kept ones lie below 0."""
+        each = self.spec.count
+        row_YX = (rows.query_start_loc_R1[:-1][owner_X] + place_YX).clamp(0, len(rows.tokens_T) - 1)
+        old_YX = self._tokens_SE[
+            rows.slots_R[owner_X].expand_as(place_YX), (each + place_YX).clamp(0, each - 1)
+        ]
+        return torch.where(place_YX < 0, old_YX, rows.tokens_T[row_YX])
+
+    def table(self, rows: PassOfRows, vectors_TH: Tensor) -> Tensor:
+        """The vectors of a pass, and behind them those that its slots kept: [T + R * E, H]."""
+        return torch.cat((vectors_TH, self.vectors_SEH[rows.slots_R].flatten(0, 1)))
+
+    def source(self, rows: PassOfRows, owner_X: Tensor, place_YX: Tensor) -> Tensor:
+        """Where in `table` the vector of a place is; kept ones lie below 0."""
+        kept_YX = len(rows.tokens_T) + (owner_X + 1) * self.spec.count + place_YX
+        return torch.where(place_YX < 0, kept_YX, rows.query_start_loc_R1[:-1][owner_X] + place_YX)
+
+    def commit(self, rows: PassOfRows, table: Tensor) -> None:
+        """Keep the last E live rows of each slot; where none lives, what was kept stays. `table`: of these rows."""
+        slots_R, live_R, each = rows.slots_R, rows.live_R, self.spec.count
+        device = slots_R.device
+        owner_R = torch.arange(len(slots_R), device=device)
+        place_ER = live_R - each + torch.arange(each, device=device)[:, None]
+        source_ER = self.source(rows, owner_R, place_ER)
+        tokens_ER = self.tokens(rows, owner_R, place_ER)
+        count_R = self.known(rows) + live_R
+        stays_R = live_R == 0
+        self._count_S[slots_R] = torch.where(stays_R, self._count_S[slots_R], count_R.clamp(max=each))
+        self._end_S[slots_R] = torch.where(stays_R, self._end_S[slots_R], rows.first_R + live_R)
+        self._tokens_SE[slots_R] = tokens_ER.t()
+        self.vectors_SEH[slots_R] = table[source_ER.t()]
