@@ -418,8 +418,7 @@ def _scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_lookahead=max(num_drafts, spec.lookahead),
         windows=[
-            WindowPages(max(2, group.num_blocks(num_blocks)), config.block_size, group.window)
-            for group in groups
+            WindowPages(group.num_blocks(num_blocks), config.block_size, group.window) for group in groups
         ],
     )
 
@@ -489,7 +488,7 @@ def _target_cache(
     layers = list[LayerKV]()
     for shape in target.kv:
         number = numbers.get(shape.window, 0)
-        held = max(2, groups[number - 1].num_blocks(num_blocks)) if number else num_blocks
+        held = groups[number - 1].num_blocks(num_blocks) if number else num_blocks
         layers += allocate([shape], tables_GSB[number], held, size, base.dtype, base.device, layout).layers
     return PagedCache(layers, tables_GSB[0])
 
