@@ -73,7 +73,9 @@ class Pair:
             target=self.target,
             target_weights=weights,
             target_directory=directory,
-            builder=LayerBuilder(checkpoint.weights, self.ops, planner, CPU, dtype, exact=False, fp8=fp8),
+            builder=LayerBuilder(
+                checkpoint.weights, self.ops, planner, CPU, dtype, exact=False, kind="fp8" if fp8 else "dense"
+            ),
             max_model_len=256,
             max_positions=256,
         )

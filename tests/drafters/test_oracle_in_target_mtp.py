@@ -177,13 +177,13 @@ def test_a_slot_that_changes_hands_keeps_nothing() -> None:
     drafter = rounds.pair.drafter
     assert isinstance(drafter, ModulesDrafter)
     rounds.propose([Part(0, 0, 10)])
-    stale_SEH = drafter._kept.states_SEH.clone()
+    stale_SEH = drafter._recent.vectors_SEH.clone()
     drafter.admit(0, rounds.text, 10)
     # the new request found ten tokens' pages; what the old one kept ends at ten too, and is not its own
-    drafter._kept.states_SEH.normal_()
+    drafter._recent.vectors_SEH.normal_()
     _, seen = rounds.propose([Part(0, 10, 3)])
     close(seen[0, 0], logits[13][0])
-    assert not torch.equal(stale_SEH, drafter._kept.states_SEH)
+    assert not torch.equal(stale_SEH, drafter._recent.vectors_SEH)
 
 
 def test_the_reference_tells_rows_that_are_not_repeated() -> None:

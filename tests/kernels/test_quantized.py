@@ -61,7 +61,7 @@ def test_rounded_rows_are_within_a_sixteenth_whatever_else_is_in_them() -> None:
 
 def test_the_product_is_the_rounded_weight_s_with_rounded_rows(tmp_path: Path) -> None:
     weight_NK, bias_N, x_TK = torch.randn(40, 100), torch.randn(40), torch.randn(7, 100)
-    made = planner(tmp_path).pack(weight_NK, bias_N, exact=False, fp8=True)
+    made = planner(tmp_path).pack(quantized.Fp8.store(weight_NK), bias_N, exact=False)
     rounded_TK = quantized.round_rows(x_TK)
     expected = quantized.product_torch(rounded_TK, *quantized.quantize(weight_NK), bias_N, torch.float32)
     torch.testing.assert_close(made(x_TK), expected)
@@ -78,12 +78,12 @@ def test_a_gpu_rounds_rows_in_the_same_steps(dtype: torch.dtype) -> None:
 def test_a_product_that_must_be_exact_cannot_have_them(tmp_path: Path) -> None:
     for exact in (None, True):
         with pytest.raises(AssertionError, match="fp8 weights are for drafters"):
-            planner(tmp_path).pack(torch.randn(40, 100), exact=exact, fp8=True)
+            planner(tmp_path).pack(quantized.Fp8.store(torch.randn(40, 100)), exact=exact)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_gpu_keeps_a_byte_a_weight(tmp_path: Path) -> None:
-    made = planner(tmp_path).pack(torch.randn(40, 100).bfloat16(), exact=False, fp8=True)
+    made = planner(tmp_path).pack(quantized.Fp8.store(torch.randn(40, 100).bfloat16()), exact=False)
     assert made.weight_itemsize == 1
     assert planner(tmp_path).pack(torch.randn(40, 100).bfloat16(), exact=False).weight_itemsize == 2
 
@@ -91,7 +91,9 @@ def test_a_gpu_keeps_a_byte_a_weight(tmp_path: Path) -> None:
 def load(folder: str, made: LinearPlanner, fp8: bool) -> Decoder:
     """A draft model."""
     model = read_config(Path(folder))
-    return Decoder.load(Path(folder), model, ops.TORCH, made, CPU, torch.bfloat16, exact=False, fp8=fp8)
+    return Decoder.load(
+        Path(folder), model, ops.TORCH, made, CPU, torch.bfloat16, exact=False, kind="fp8" if fp8 else "dense"
+    )
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

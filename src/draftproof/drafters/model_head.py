@@ -86,6 +86,6 @@ def load_decoder(
         made.dtype,
         max_positions=max_positions or ctx.max_positions,
         exact=False,
-        fp8=made.fp8,
+        kind=made.kind,
         num_columns=num_columns,
     )

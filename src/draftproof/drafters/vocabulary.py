@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftproof.drafters.context import DraftContext
 from draftproof.kernels.linear import PackedLinear
+from draftproof.kernels.products import DENSE
 from draftproof.models.config import ModelConfig
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -34,7 +35,7 @@ def output_head(
 ) -> tuple[Tensor | None, PackedLinear]:
     """(target id of each column or None, the product); the target's rows where the file has no head.
 
-    The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be rounded to fp8.
+    The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be of another kind.
     """
     assert ctx.checkpoint is not None
     builder = ctx.builder
@@ -43,7 +44,7 @@ def output_head(
     ids_D = None if draft_vocab_size == layers.vocab_size else _target_ids(ctx, draft_vocab_size)
     if _HEAD in weights:
         head_DH = builder.tensor(_HEAD, (draft_vocab_size, layers.hidden_size))
-    elif ids_D is None and builder.dtype == ctx.target.head.shape.dtype and not builder.fp8:
+    elif ids_D is None and builder.dtype == ctx.target.head.shape.dtype and builder.kind == DENSE:
         return None, ctx.target.head
     else:
         full_VH = ctx.target_weights.get(ctx.target_head_name, (layers.vocab_size, layers.hidden_size))

@@ -44,6 +44,7 @@ from draftproof.kernels.certify import own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.products import DENSE
 from draftproof.kernels.room import free_bytes, keep_freed_memory
 from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
@@ -304,7 +305,7 @@ def _one_drafter(
             base.device,
             base.dtype,
             exact=False,
-            fp8=settings.quantization == "fp8",
+            kind=settings.quantization or DENSE,
         ),
         max_model_len=base.max_model_len,
         max_positions=base.max_model_len + num_drafts + 1,

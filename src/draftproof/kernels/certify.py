@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.kernels.products import DENSE, Candidate, LinearFn
+from draftproof.kernels.weights import parts
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
@@ -38,17 +39,19 @@ class NoPowerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a certificate is about: a weight [outputs, inputs]."""
+    """What a certificate is about: a weight [outputs, inputs] of a kind, for rows of `dtype`."""
 
     outputs: int
     inputs: int
     dtype: torch.dtype
     out_dtype: torch.dtype
     bias: bool
+    kind: str = DENSE
 
     def key(self) -> str:
         names = [str(d).removeprefix("torch.") for d in (self.dtype, self.out_dtype)]
-        return f"{self.outputs}x{self.inputs} {names[0]}>{names[1]}{' bias' if self.bias else ''}"
+        kind = "" if self.kind == DENSE else f" {self.kind}"
+        return f"{self.outputs}x{self.inputs} {names[0]}>{names[1]}{' bias' if self.bias else ''}{kind}"
 
 
 def bucket_table(shape: Shape, max_rows: int, device: torch.device) -> tuple[int, ...]:
@@ -183,7 +186,7 @@ class Reference:
         return computed
 
     def _linear_fn(self, candidate: Candidate, weight_NK: Tensor) -> LinearFn:
-        return candidate.make(weight_NK, self._bias_N, self._shape.out_dtype)
+        return candidate.make(parts(self._shape.kind, weight_NK), self._bias_N, self._shape.out_dtype)
 
 
 def certify(

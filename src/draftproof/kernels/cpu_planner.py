@@ -10,9 +10,11 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from draftproof.kernels import products
 from draftproof.kernels.certify import Reference, Shape, bucket_table, cancelling, threads
 from draftproof.kernels.plan_cache import BucketLinear, CandidateResult, Choice, ReportRow
 from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.kernels.weights import parts
 
 TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
 TIMING_BUDGET = 0.01  # seconds a measurement
@@ -90,15 +93,16 @@ def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -
 
 def fallbacks(reference: Candidate) -> list[Candidate]:
     """Candidates for the case that none has the reference's bits at this number of threads: the reference itself at
-    one thread, whose bits they are, then rows one by one."""
-    return [one_thread(reference), products.SLOW]
+    one thread, whose bits they are, then rows one by one, of a dense weight."""
+    slow = [products.SLOW] if products.SLOW.takes & reference.takes else []
+    return [one_thread(reference), *slow]
 
 
 def one_thread(candidate: Candidate) -> Candidate:
     """`candidate` at one thread, whatever torch's setting."""
 
-    def make(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
-        linear_fn = candidate.make(weight_NK, bias_N, out_dtype)
+    def make(given: Any, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+        linear_fn = candidate.make(given, bias_N, out_dtype)
 
         def run(x_TK: Tensor) -> Tensor:
             with threads(1):
@@ -106,7 +110,7 @@ def one_thread(candidate: Candidate) -> Candidate:
 
         return run
 
-    return Candidate(f"{candidate.name} at 1 thread", make, candidate.any_rows)
+    return dataclasses.replace(candidate, name=f"{candidate.name} at 1 thread", make=make)
 
 
 def _fallback(
@@ -174,7 +178,7 @@ def _relative(times: Sequence[float], others: Sequence[Sequence[float]]) -> floa
 
 
 def _make(candidate: Candidate, weight_NK: Tensor, shape: Shape) -> LinearFn:
-    return candidate.make(weight_NK, None, shape.out_dtype)
+    return candidate.make(parts(shape.kind, weight_NK), None, shape.out_dtype)
 
 
 def _times(linear_fn: LinearFn, x_TK: Tensor, rows: Sequence[int]) -> list[float]:

@@ -5,6 +5,7 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftproof.kernels import cpu_planner, environment, gpu, grouped, native, products, quantized
+from draftproof.kernels import cpu_planner, environment, gpu, grouped, native, products
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.plan_cache import Cache, Choice, ReportRow
 from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.kernels.weights import KINDS, Dense, Weight
 
 FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Candidate]]
 
@@ -26,11 +28,11 @@ class PackedLinear:
     `weight_itemsize`: bytes of a weight element as it is read, scales not counted.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, weight_itemsize: int) -> None:
         self.shape = shape
         self.in_features = shape.inputs
         self.out_features = shape.outputs
-        self.weight_itemsize = shape.dtype.itemsize
+        self.weight_itemsize = weight_itemsize
         self._linear_fn: LinearFn | None = None
         self._partial_sums: LinearFn | None = None
 
@@ -81,51 +83,46 @@ class LinearPlanner:
         self._find_candidates = find_candidates
         self._folder = cache_dir or native.default_cache_dir()
         self.weight_bytes = 0  # everything that was read for models whose products are packed here
-        self._pending: list[tuple[PackedLinear, Tensor, Tensor | None]] = []
+        self._pending: list[tuple[PackedLinear, Weight, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
         self._equal_groups: dict[int, grouped.EqualGroups] = {}
         self._grouped: dict[Shape, bool] = {}  # whether the grouped product of a shape is exact
 
     def pack(
         self,
-        weight_NK: Tensor,
+        weight: Tensor | Weight,
         bias_N: Tensor | None = None,
         *,
         out_dtype: torch.dtype | None = None,
         exact: bool | None = None,
-        fp8: bool = False,
     ) -> PackedLinear:
-        """The product with `weight_NK`; the caller drops the original. `exact` None: as the planner.
+        """The product with `weight`, a tensor [N, K] or one of a kind; the caller drops the original. `exact` None: as
+        the planner.
 
-        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype. `fp8`:
-        with the weight rounded to fp8, for products that need not be exact; a GPU keeps it so.
+        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype.
         """
-        weight_NK = weight_NK.detach()
-        out_dtype = out_dtype or weight_NK.dtype
-        shape = Shape(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype, out_dtype, bias_N is not None)
-        linear = PackedLinear(shape)
+        weight = Dense(weight.detach()) if isinstance(weight, Tensor) else weight
+        bias_N = None if bias_N is None else bias_N.detach()
+        shape = Shape(*weight.size, weight.dtype, out_dtype or weight.dtype, bias_N is not None, weight.kind)
+        kind = KINDS[weight.kind]
+        linear = PackedLinear(shape, kind.itemsize(self._device, weight.dtype))
         if self.exact if exact is None else exact:
-            assert not fp8, "products with fp8 weights are for drafters: they have no certificates"
-            self._pending.append((linear, weight_NK, None if bias_N is None else bias_N.detach()))
-        elif fp8 and quantized.is_kept(self._device):
-            linear.use(quantized.make_linear_fn(weight_NK, bias_N, out_dtype))
-            linear.weight_itemsize = quantized.FP8.itemsize
+            assert kind.exact, (
+                f"products with {weight.kind} weights are for drafters: they have no certificates"
+            )
+            self._pending.append((linear, weight, bias_N))
         else:
-            if fp8:
-                weight_NK = quantized.dequantize(*quantized.quantize(weight_NK), weight_NK.dtype)
             # The first candidate is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             candidate = self._candidates(shape)[-1 if gpu.available(self._device) else 0]
-            linear_fn = candidate.make(weight_NK, bias_N, out_dtype)
-            rounded = fp8 and not gpu.available(self._device)  # as a GPU would have them
-            linear.use(quantized.with_rounded_rows(linear_fn) if rounded else linear_fn)
+            linear.use(candidate.make(weight.parts, bias_N, shape.out_dtype))
         return linear
 
     def pack_experts(
         self,
         num_experts: int,
         weights: Iterable[Tensor],
-        shape: Shape,
         *,
+        out_dtype: torch.dtype | None = None,
         exact: bool | None = None,
     ) -> grouped.GroupedLinear:
         """The products with each expert's weight [N, K], taken one by one. Usable after `certify`.
@@ -133,6 +130,11 @@ class LinearPlanner:
         Where no grouped product is exact here, each expert's is one of `pack`'s.
         """
         exact = self.exact if exact is None else exact
+        rest = iter(weights)
+        first_NK = next(rest)
+        weights = itertools.chain([first_NK], rest)
+        dtype = first_NK.dtype
+        shape = Shape(first_NK.shape[0], first_NK.shape[1], dtype, out_dtype or dtype, False)
         make = grouped.find(self._device, shape, self._library)
         if make is not None and exact and shape not in self._grouped:
             self._grouped[shape] = grouped.is_exact(make, shape, self._device)
@@ -168,8 +170,8 @@ class LinearPlanner:
         self._warn_if_slow(wanted)
         self._pending.reverse()
         while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
-            linear, weight_NK, bias_N = self._pending.pop()
-            linear.use(self._make(linear.shape, weight_NK, bias_N))
+            linear, weight, bias_N = self._pending.pop()
+            linear.use(self._make(linear.shape, weight, bias_N))
 
     @property
     def choices(self) -> Mapping[Shape, Choice]:
@@ -186,7 +188,10 @@ class LinearPlanner:
         return [row for choice in self._choices.values() for row in choice.report]
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
-        return self._find_candidates(self._device, shape.dtype, shape.out_dtype, self._library)
+        """Those that take a weight of the shape's kind."""
+        dense = self._find_candidates(self._device, shape.dtype, shape.out_dtype, self._library)
+        own = KINDS[shape.kind].candidates(self._device, dense)
+        return [candidate for candidate in (*dense, *own) if shape.kind in candidate.takes]
 
     def _can_follow(self, shape: Shape, choice: Choice | None) -> bool:
         """Whether a choice read from disk can be carried out here."""
@@ -199,18 +204,18 @@ class LinearPlanner:
             for candidate in self._choosable(shape)
         )
 
-    def _make(self, shape: Shape, weight_NK: Tensor, bias_N: Tensor | None) -> LinearFn:
+    def _make(self, shape: Shape, weight: Weight, bias_N: Tensor | None) -> LinearFn:
         choice = self._choices[shape]
         if choice.by_bucket:
             from draftproof.kernels.gpu import planner
 
-            args = (weight_NK, bias_N, shape.out_dtype)
-            return planner.make(self._candidates(shape), choice.buckets, choice.by_bucket, *args)
+            candidates, chosen = self._candidates(shape), choice.by_bucket
+            return planner.make(candidates, choice.buckets, chosen, weight.parts, bias_N, shape.out_dtype)
         candidate = next(
             candidate for candidate in self._choosable(shape) if candidate.name == choice.candidate
         )
         return cpu_planner.planned(
-            candidate, candidate.make(weight_NK, bias_N, shape.out_dtype), choice.buckets
+            candidate, candidate.make(weight.parts, bias_N, shape.out_dtype), choice.buckets
         )
 
     def _choose(self, shape: Shape) -> Choice:
@@ -226,7 +231,7 @@ class LinearPlanner:
         """The candidates that a choice may name, fallbacks included."""
         candidates = self._candidates(shape)
         if gpu.available(self._device):
-            return [*candidates, products.SLOW]
+            return [*candidates, *([products.SLOW] if shape.kind in products.SLOW.takes else [])]
         return [*candidates, *cpu_planner.fallbacks(candidates[0])]
 
     def _warn_if_slow(self, shapes: Sequence[Shape]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +30,22 @@ def partial_sums(linear_fn: LinearFn) -> LinearFn:
     return found
 
 
+DENSE = "dense"  # the kind of a weight that is numbers of the rows' dtype, see weights.py
 PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A version of the product: `make(weight_NK, bias_N, out_dtype)` gives the function.
+    """A version of the product: `make(parts, bias_N, out_dtype)` gives the function, `parts` being those of a weight of
+    the kinds that it takes: of a dense one its numbers [N, K].
 
     `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
     """
 
     name: str
-    make: Callable[[Tensor, Tensor | None, torch.dtype], LinearFn]
+    make: Callable[[Any, Tensor | None, torch.dtype], LinearFn]
     any_rows: bool = False
+    takes: frozenset[str] = frozenset({DENSE})
 
 
 def candidates(

@@ -6,6 +6,8 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,11 +15,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.kernels import gpu
-from draftproof.kernels.products import LinearFn
+from draftproof.kernels.products import Candidate, LinearFn
 
+KIND = "fp8"
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
 STEP = 128  # inputs of a row that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """A weight in e4m3 with fp32 scales [N]; `dtype` is that of the rows that it multiplies."""
+
+    weight_NK: Tensor
+    scale_N: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def store(cls, weight_NK: Tensor) -> Fp8:
+        return cls(*quantize(weight_NK), weight_NK.dtype)
+
+    @property
+    def kind(self) -> str:
+        return KIND
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.weight_NK.shape[0], self.weight_NK.shape[1]
+
+    @property
+    def parts(self) -> Fp8:
+        return self
+
+
+def candidates(device: torch.device, dense: Sequence[Candidate]) -> list[Candidate]:
+    """The one product of such weights: a GPU's where it keeps them, else that of the rounded numbers."""
+    takes = frozenset({KIND})
+    if is_kept(device):
+        return [Candidate("fp8", make_linear_fn, takes=takes)]
+    on_gpu = gpu.available(device)
+    # The first candidate is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
+    product = dense[-1 if on_gpu else 0]
+
+    def make(weight: Fp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+        rounded_NK = dequantize(weight.weight_NK, weight.scale_N, weight.dtype)
+        linear_fn = product.make(rounded_NK, bias_N, out_dtype)
+        return linear_fn if on_gpu else with_rounded_rows(linear_fn)  # a CPU's, as a GPU would have them
+
+    return [Candidate("rounded to fp8", make, takes=takes)]
+
+
+def itemsize(device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of an element as it is read."""
+    return FP8.itemsize if is_kept(device) else dtype.itemsize
 
 
 def is_kept(device: torch.device) -> bool:
@@ -64,11 +114,14 @@ def with_rounded_rows(linear_fn: LinearFn) -> LinearFn:
     return lambda x_TK: linear_fn(round_rows(x_TK))
 
 
-def make_linear_fn(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
+def make_linear_fn(weight: Fp8, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
     """x [T, K] -> x @ weight.T + bias [T, N] on a GPU, which keeps the weight in e4m3."""
     from draftproof.kernels.gpu import quantized as gpu_quantized
 
-    fp8_NK, scale_N = quantize(weight_NK)
     return partial(
-        gpu_quantized.product, weight_NK=fp8_NK, scale_N=scale_N, bias_N=bias_N, out_dtype=out_dtype
+        gpu_quantized.product,
+        weight_NK=weight.weight_NK,
+        scale_N=weight.scale_N,
+        bias_N=bias_N,
+        out_dtype=out_dtype,
     )

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.products import DENSE
+from draftproof.kernels.weights import KINDS
 from draftproof.models.weights import WeightSource
 
 Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
@@ -20,8 +22,8 @@ Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """Makes the pieces of a model from its weights. `exact` None: as the planner does; drafters pass False, and `fp8`
-    where the weights of their products are to be rounded to it."""
+    """Makes the pieces of a model from its weights. `exact` None: as the planner does; drafters pass False. `kind`: how
+    the weights of products are kept, see `kernels.weights`."""
 
     weights: WeightSource
     ops: Ops
@@ -29,7 +31,7 @@ class LayerBuilder:
     device: torch.device
     dtype: torch.dtype
     exact: bool | None = None
-    fp8: bool = False
+    kind: str = DENSE
 
     def reading(self, weights: WeightSource) -> LayerBuilder:
         """A builder from other weights, otherwise like this one."""
@@ -88,8 +90,9 @@ class LayerBuilder:
         kept: bool = False,
     ) -> PackedLinear:
         """The product with a weight that `tensor` read. `kept`: the caller has another use for the weight."""
-        made = self.planner.pack(weight_NX, bias_N, out_dtype=out_dtype, exact=self.exact, fp8=self.fp8)
-        if self.fp8:
+        weight = KINDS[self.kind].store(weight_NX)
+        made = self.planner.pack(weight, bias_N, out_dtype=out_dtype, exact=self.exact)
+        if self.kind != DENSE:
             freed = 0 if kept else weight_NX.nbytes
             self.planner.weight_bytes += made.weight_itemsize * weight_NX.numel() - freed
         return made

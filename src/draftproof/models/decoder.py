@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.attention.base import PagedAttention
 from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
+from draftproof.kernels.products import DENSE
 from draftproof.models.builder import LayerBuilder, Norm, rounded
 from draftproof.models.config import ModelConfig
 from draftproof.models.layer_inputs import LayerInputs
@@ -92,17 +93,17 @@ class Decoder:
         *,
         max_positions: int | None = None,
         exact: bool | None = None,
-        fp8: bool = False,
+        kind: str = DENSE,
         num_columns: int | None = None,
     ) -> Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
         max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models; fp8: see `LayerBuilder`. num_columns: outputs of an untied
+        planner does, False for draft models; kind: see `LayerBuilder`. num_columns: outputs of an untied
         head that has not one for each id. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
-        builder = LayerBuilder(weights, ops, planner, device, dtype, exact, fp8)
+        builder = LayerBuilder(weights, ops, planner, device, dtype, exact, kind)
         root = root_of(weights)
         length = max_positions or config.max_position_embeddings
         vocab_size = config.vocab_size

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import certify, products
+from draftproof.kernels import weights as weights_module
 from draftproof.kernels.certify import Shape
 from draftproof.kernels.gpu import linear
 from draftproof.kernels.gpu.norm import add_rms_norm, rms_norm
@@ -49,7 +50,10 @@ def times(
     ]
     bias_N = weights[0][:, 0].contiguous() if shape.bias else None
     linear_fns = {
-        candidate.name: [candidate.make(weight, bias_N, shape.out_dtype) for weight in weights]
+        candidate.name: [
+            candidate.make(weights_module.parts(shape.kind, weight), bias_N, shape.out_dtype)
+            for weight in weights
+        ]
         for candidate in candidates
     }
     if not whole:
@@ -174,11 +178,11 @@ def plan(shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: t
 
 def make(
     candidates: Sequence[Candidate], buckets: Sequence[int], chosen: Sequence[str],
-    weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype,
+    parts: Any, bias_N: Tensor | None, out_dtype: torch.dtype,
 ) -> LinearFn:  # fmt: skip
-    """The product of `plan`'s choice."""
+    """The product of `plan`'s choice, with a weight's parts."""
     named = {candidate.name: candidate for candidate in candidates if candidate.name in chosen}
-    linear_fns = {name: candidate.make(weight_NK, bias_N, out_dtype) for name, candidate in named.items()}
+    linear_fns = {name: candidate.make(parts, bias_N, out_dtype) for name, candidate in named.items()}
     return BucketLinear(
         linear_fns, {name: candidate.any_rows for name, candidate in named.items()}, buckets, chosen
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.exactness import Case
+from draftproof.kernels.products import DENSE
 from draftproof.models.builder import LayerBuilder, Norm
 from draftproof.models.cases import Where, norm_case
 from draftproof.models.ffns.dense import DenseConfig
@@ -79,7 +80,7 @@ class StreamExperts:
         self, builder: LayerBuilder, layer: str, hidden: int, norms: Norms, config: ExpertsConfig
     ) -> None:
         """layer: what the layer's tensors begin with."""
-        builder = replace(builder, fp8=False)  # as for other experts
+        builder = replace(builder, kind=DENSE)  # as for other experts
         eps = norms.eps
         self._routing = config.routing
         self._route = builder.ops.experts.route

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import operator_checks as checks
-from draftproof.kernels.certify import Shape
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.experts import Routing
 from draftproof.kernels.grouped import GroupedLinear
+from draftproof.kernels.products import DENSE
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.cases import Where, gate_case, name_of
 from draftproof.models.families import SIGMOID_ONLY
@@ -43,12 +43,12 @@ class ExpertsConfig:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, hidden_size: int) -> MoE:
-        """The router's few choose among experts, and their weights are products of another kind: neither is rounded
-        to fp8."""
+        """The router's few choose among experts, and their weights are products of another kind: both stay
+        dense."""
         shared = None
         if self.shared is not None:
             shared = MLP(builder, f"{prefix}.mlp.shared_experts", hidden_size, self.shared)
-        return MoE(replace(builder, fp8=False), prefix, hidden_size, self, shared)
+        return MoE(replace(builder, kind=DENSE), prefix, hidden_size, self, shared)
 
     def num_weights(self, hidden_size: int, rows: int) -> WeightCount:
         shared = 0 if self.shared is None else self.shared.width
@@ -164,7 +164,6 @@ class ExpertWeights:
         """The product with `parts` one below the other, each of `out_size`; `packed`: what they are called together."""
         builder = self._builder
         rows = len(parts) * out_size
-        shape = Shape(rows, in_size, builder.dtype, out_dtype or builder.dtype, False)
 
         def each() -> Iterator[Tensor]:
             for expert in range(self._num_experts):
@@ -175,7 +174,9 @@ class ExpertWeights:
         whole = f"{self._prefix}.{packed}"
         is_packed = f"{self._prefix}.0.{parts[0]}.weight" not in builder.weights and whole in builder.weights
         weights = builder.tensor(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
-        return builder.planner.pack_experts(self._num_experts, weights, shape, exact=builder.exact)
+        return builder.planner.pack_experts(
+            self._num_experts, weights, out_dtype=out_dtype, exact=builder.exact
+        )
 
 
 def read(given: Given) -> list[FfnConfig]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedKV
-from draftproof.kernels.certify import Shape
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -214,10 +213,8 @@ class HeadProducts:
 
     def __init__(self, builder: LayerBuilder, weights: Sequence[Tensor]) -> None:
         """weights: [Y, X] each."""
-        outputs, inputs = weights[0].shape
         self._heads = len(weights)
-        shape = Shape(outputs, inputs, builder.dtype, builder.dtype, False)
-        self._product = builder.planner.pack_experts(len(weights), weights, shape, exact=builder.exact)
+        self._product = builder.planner.pack_experts(len(weights), weights, exact=builder.exact)
         self._swap = builder.ops.swap
         self._starts = builder.planner.equal_groups(len(weights))
 
