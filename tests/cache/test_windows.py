@@ -7,7 +7,7 @@ import random
 import pytest
 
 from draftproof.cache.pages import ROOT, PageAllocator
-from draftproof.cache.windows import MARGIN, WindowPages
+from draftproof.cache.windows import MARGIN, WindowPages, usable_by_all
 
 
 def test_pages_go_once_no_row_can_see_them() -> None:
@@ -32,6 +32,19 @@ def test_a_prefix_is_usable_where_all_that_is_seen_is_here() -> None:
     assert pages.hold(nodes) == [0, 0, 0, *blocks[2:]]
     assert pages.num_free == 8 - 2
     pages.check_integrity()
+
+
+def test_a_prefix_must_be_usable_in_all_windows_at_once() -> None:
+    """One has the pages 1, 2, 4, 5 of five, the other the first four: after 4 the one lacks page 3, after 2 none
+    lacks anything."""
+    nodes = [11, 12, 13, 14, 15]
+    windows = [WindowPages(9, 4, 5), WindowPages(9, 4, 5)]
+    for pages, kept in zip(windows, ((11, 12, 14, 15), (11, 12, 13, 14)), strict=True):
+        for block, node in zip(pages.allocate(4) or [], kept, strict=True):
+            pages.register(block, node)
+    assert [pages.usable(nodes) for pages in windows] == [5, 4]
+    assert usable_by_all(windows, nodes) == 2
+    assert usable_by_all([], nodes) == 5
 
 
 def test_a_block_that_was_handed_out_again_is_known_no_more() -> None:

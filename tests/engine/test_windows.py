@@ -99,6 +99,9 @@ def test_outputs_have_the_same_bits(
             assert sum(output.metrics.num_cached_tokens for output in found) > 500
     if "num_kv_blocks" in changes:
         assert llm.stats.num_preemptions > 0
+    llm.reset_prefix_cache()
+    found = llm.generate(PROMPTS[:1], params(1), use_tqdm=False)
+    assert not compare(plain[:1], found) and found[0].metrics.num_cached_tokens == 0
     for group in (scheduler.pages, *scheduler.windows):
         group.check_integrity()
         assert group.num_free == group.num_blocks - 1

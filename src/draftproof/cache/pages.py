@@ -42,6 +42,7 @@ class PageAllocator:
         self._pool = BlockPool(num_blocks, self._is_known, self._forget)
         self._sharing = sharing
         self._lookahead = lookahead
+        self._next_node = ROOT + 1  # never used twice: layers of a window know pages by these
         self.clear()
 
     def clear(self) -> None:
@@ -51,7 +52,6 @@ class PageAllocator:
         self._key_of: dict[int, PageKey] = {}
         self._node_of: dict[int, int] = {}  # registered block -> its id in chains
         self._without_drafts: set[int] = set()  # registered blocks without the drafter's keys and values
-        self._next_node = ROOT + 1
 
     @property
     def num_free(self) -> int:

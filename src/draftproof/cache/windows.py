@@ -91,3 +91,13 @@ class WindowPages:
         node = self._node_of.pop(block, None)
         if node is not None:
             del self._block_of[node]
+
+
+def usable_by_all(windows: Sequence[WindowPages], nodes: Sequence[int]) -> int:
+    """The most pages of a chain after which a row finds all that it sees, in the layers of every window."""
+    num_pages = len(nodes)
+    while True:
+        least = min((window.usable(nodes[:num_pages]) for window in windows), default=num_pages)
+        if least == num_pages:
+            return num_pages
+        num_pages = least  # one of them may lack what another has, so all are asked again

@@ -51,9 +51,10 @@ class Memory:
             else ""
         )
         graphs = f", CUDA graphs {_size(self.graphs)}" if self.graphs else ""
+        windows = f", and {_size(self.window_kv)} of layers that see a window" if self.window_kv else ""
         return (
             f"memory: weights {_size(self.weights)}{drafter}{graphs}; keys and values {_size(self.kv)}: "
-            f"{self.num_blocks} blocks, {self.kv_tokens} tokens of {_size(self.kv_bytes_per_token)}{of_it}"
+            f"{self.num_blocks} blocks, {self.kv_tokens} tokens of {_size(self.kv_bytes_per_token)}{of_it}{windows}"
         )
 
 

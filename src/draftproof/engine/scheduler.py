@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import PageAllocator
-from draftproof.cache.windows import WindowPages
+from draftproof.cache.windows import WindowPages, usable_by_all
 from draftproof.engine.progress import Progress, WindowBlocks
 
 
@@ -153,9 +153,7 @@ class Scheduler:
         tokens = request.tokens if request.spec.reads_prefix_cache else []
         num_lost = self.pages.num_unseen(tokens)
         found = self.pages.match(tokens, with_drafts=num_lost > 0 and self.will_draft(request, num_lost))
-        self.pages.shorten(
-            found, min((window.usable(found.nodes) for window in self.windows), default=len(found.nodes))
-        )
+        self.pages.shorten(found, usable_by_all(self.windows, found.nodes))
         num_cached = len(found.blocks) * self.pages.block_size
         num_rows = min(budget, len(request.tokens) - num_cached)
         request.blocks = found.blocks
@@ -199,7 +197,7 @@ class Scheduler:
         if min([self.pages.num_free, *(window.num_free for window in self.windows)]) < missing:
             return False
         fresh = _allocated(self.pages, missing)
-        request.blocks = request.blocks + fresh
+        request.blocks += fresh
         self.fresh_blocks += fresh
         for window, held in zip(self.windows, request.windows, strict=True):
             held.blocks += _allocated(window, missing)
@@ -213,9 +211,8 @@ class Scheduler:
 
     def _release_blocks(self, request: Progress) -> None:
         self.pages.release(request.blocks)
-        for window, held in zip(
-            self.windows, request.windows, strict=False
-        ):  # without any where nothing is held
+        # a request that waits holds nothing, not even empty lists
+        for window, held in zip(self.windows, request.windows, strict=False):
             window.release(held.held())
 
     def _blocks_for(self, request: Progress, num_positions: int) -> int:
