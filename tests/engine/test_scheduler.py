@@ -6,6 +6,7 @@ import pytest
 
 from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
+from draftproof.cache.windows import WindowPages
 from draftproof.engine.interface import RequestSpec
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import Scheduler, SchedulerOutput
@@ -194,3 +195,50 @@ def test_recomputing_gives_all_slots_up_and_keeps_what_was_cached() -> None:
     s.schedule()
     assert one.num_computed == 0
     s.pages.check_integrity()
+
+
+def long_prompt(window: int) -> tuple[Scheduler, Progress, list[tuple[int, int]]]:
+    """A prompt of 32k tokens and a few after it: (blocks held of all positions, of the window) after each pass."""
+    pages = PageAllocator(2100, 16, sharing=True, lookahead=0)
+    windows = [WindowPages(2100, 16, window)]
+    s = Scheduler(pages, num_slots=4, max_num_batched_tokens=2048, num_lookahead=5, windows=windows)
+    r = request(32768, limit=33000)
+    s.add(r)
+    held = []
+    for _ in range(24):
+        finish_pass(s.schedule())
+        held.append((pages.num_blocks - 1 - pages.num_free, windows[0].num_blocks - 1 - windows[0].num_free))
+    return s, r, held
+
+
+def test_a_prompt_of_32k_holds_a_window_of_blocks_in_most_layers() -> None:
+    """Of Gemma 3's layers five of six see 1024 positions: they hold a 32nd, all layers together a fifth."""
+    _, _, held = long_prompt(1024)
+    assert max(full for full, _ in held) == 32768 // 16 + 1
+    assert max(windowed for _, windowed in held) <= (1024 + 2048) // 16 + 2
+    full, windowed = held[-1]
+    assert windowed == 1024 // 16 + 1
+    assert (full + 5 * windowed) / (6 * full) < 0.2
+
+
+def test_blocks_given_back_are_cleared_in_the_table_and_those_held_are_in_it() -> None:
+    """The device's table as its entries make it, beside what the request holds."""
+    pages = PageAllocator(300, 4, sharing=True, lookahead=0)
+    window = WindowPages(300, 4, 10)
+    s = Scheduler(pages, num_slots=1, max_num_batched_tokens=32, num_lookahead=2, windows=[window])
+    r = request(200, limit=400)
+    s.add(r)
+    table: dict[tuple[int, int], int] = {}
+    for _ in range(60):
+        plan = s.schedule()
+        for number, _, page, block in r.new_entries():
+            table[number, page] = block
+        lowest = max(0, r.num_computed - 9) // 4
+        for page, block in enumerate(r.windows[0].blocks):
+            assert table.get((1, page), 0) == block
+            assert block or page < lowest, "a row of this pass sees it"
+        assert all(table[0, page] == block for page, block in enumerate(r.blocks))
+        finish_pass(plan)
+    s.finish(r)
+    assert window.num_free == 299 and pages.num_free == 299
+    window.check_integrity()
