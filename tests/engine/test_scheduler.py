@@ -212,7 +212,7 @@ def long_prompt(window: int) -> tuple[Scheduler, Progress, list[tuple[int, int]]
 
 
 def test_a_prompt_of_32k_holds_a_window_of_blocks_in_most_layers() -> None:
-    """Of Gemma 3's layers five of six see 1024 positions: they hold a 32nd, all layers together a fifth."""
+    """Five of six layers of Gemma 3 see 1024 positions: they hold a 32nd, all layers together a fifth."""
     _, _, held = long_prompt(1024)
     assert max(full for full, _ in held) == 32768 // 16 + 1
     assert max(windowed for _, windowed in held) <= (1024 + 2048) // 16 + 2
