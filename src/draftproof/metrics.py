@@ -121,3 +121,9 @@ class EngineStats:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     drafters: list[DrafterStats] = field(default_factory=list)
     predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def host_seconds(self) -> float:
+        """Time of steps in which the host neither ran or launched a pass nor waited for one."""
+        busy = self.target_seconds + self.draft_seconds + self.waiting_seconds
+        return max(0.0, self.step_seconds - busy)

@@ -166,6 +166,20 @@ def _read_bias(bias: Mapping[Any, float]) -> dict[int, float]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHints:
+    """What a request may ask for beside its parameters: when its tokens come, and never which.
+
+    num_speculative_tokens: the most drafts a round; None: as the engine's settings say. method: the drafter of a chain
+    that proposes for it; None: whichever does best. priority: of requests that wait, the one with the least is admitted
+    first; nobody gives a place up for it.
+    """
+
+    num_speculative_tokens: int | None = None
+    method: str | None = None
+    priority: int = 0
+
+
 @dataclass(slots=True)
 class Logprob:
     """One entry of a logprobs dictionary; `rank` 1 is the likeliest token."""
@@ -198,6 +212,7 @@ class RequestMetrics:
     speculation: SpeculationStats
     first_token_latency: float = 0.0
     num_preemptions: int = 0
+    queue_seconds: float = 0.0
     num_cached_tokens: int = 0
     drafters: list[DrafterStats] = field(default_factory=list)
 

@@ -65,7 +65,7 @@ def chain(*members: Drafter, host_looks: bool = True) -> ChainDrafter:
     made.bind(
         DraftRuntime(ops=TORCH, backend=reference_attention, cache=cache, graphs=EAGER, host_looks=host_looks)
     )
-    made._host_looks = host_looks  # `Says` declares host_tokens
+    made.host_looks = host_looks  # `Says` declares host_tokens
     return made
 
 
@@ -325,3 +325,16 @@ def test_a_real_chain_keeps_records_and_changes_nothing(temperature: float) -> N
         assert sum(record.rounds for record in drafter.records) > 5
         check_counts(llm, found)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_only_members_that_a_request_names_propose_for_it() -> None:
+    for host_looks in (True, False):
+        made = chain(Says(1, 3), Says(2, 3))
+        made.host_looks = host_looks
+        if not host_looks:
+            made._may_SM = torch.ones((2, 2), dtype=torch.int64)
+        made.admit(0, [], 0)
+        made.restrict(0, (1,))
+        assert proposers(made, a_round([1, 1], [1, 1])) == [2, 1]
+        made.admit(0, [], 0)
+        assert proposers(made, a_round([1, 1], [1, 1])) == [1, 1], "who takes the slot next may have all"

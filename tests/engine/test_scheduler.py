@@ -242,3 +242,39 @@ def test_blocks_given_back_are_cleared_in_the_table_and_those_held_are_in_it() -
     s.finish(r)
     assert window.num_free == 299 and pages.num_free == 299
     window.check_integrity()
+
+
+def prioritised(arrival: int, priority: int, num_tokens: int = 5) -> Progress:
+    ids = list(range(100 * arrival, 100 * arrival + num_tokens))
+    spec = RequestSpec(token_ids=ids, params=PARAMS, row_seed=0, limit=64, priority=priority)
+    return Progress(id=f"r{arrival}", spec=spec, arrival=arrival, tokens=list(ids))
+
+
+def test_priority_orders_those_that_wait_and_costs_nobody_a_place() -> None:
+    s = scheduler(slots=1)
+    running = prioritised(0, 9)
+    s.add(running)
+    finish_pass(s.schedule())
+    for arrival, priority in ((1, 0), (2, 5), (3, -1), (4, 0), (5, 5)):
+        s.add(prioritised(arrival, priority))
+    assert shape(s.schedule()) == [("r0", 1, 1)], "who runs stays"
+    order = []
+    for _ in range(5):
+        s.finish(s.running[0])
+        plan = s.schedule()
+        order += [rows.request.id for rows in plan.rows]
+        finish_pass(plan)
+    assert order == ["r3", "r1", "r4", "r2", "r5"]
+
+
+def test_priority_holds_after_everybody_was_computed_again() -> None:
+    s = scheduler(slots=4)
+    for arrival, priority in ((0, 3), (1, 1), (2, 2)):
+        s.add(prioritised(arrival, priority))
+    finish_pass(s.schedule())
+    s.recompute_all(keep_cache=False)
+    assert [r.id for r in s.waiting] == ["r1", "r2", "r0"]
+    s.isolate([s.waiting[2]])
+    s.add(prioritised(3, 0))
+    s.rejoin()
+    assert [r.id for r in s.waiting] == ["r3", "r1", "r2", "r0"]

@@ -14,6 +14,7 @@ from draftproof.engine.core import EngineCore
 from draftproof.engine.interface import DeviceFaultError
 from draftproof.engine.runner import ModelRunner
 from draftproof.frontend.async_llm import AsyncLLM
+from draftproof.types import RequestHints
 from tests.conformance.cases import REPEATS, prompts
 from tests.server.running import ENGINE, LONG, drafting
 
@@ -132,7 +133,7 @@ def test_the_number_of_drafts_is_a_requests_own(most: int) -> None:
     async def main() -> tuple[list[list[Delta]], list[int]]:
         llm = AsyncLLM(drafting())
         asked = [
-            collect(llm, REPEATS, PARAMS[0], "few", num_speculative_tokens=most),
+            collect(llm, REPEATS, PARAMS[0], "few", hints=RequestHints(num_speculative_tokens=most)),
             collect(llm, REPEATS, PARAMS[0], "many"),
         ]
         answers = await asyncio.gather(*asked)
@@ -266,7 +267,7 @@ def test_what_cannot_be_served_raises_before_anything_runs() -> None:
             with pytest.raises(ValueError, match=r"prompt|allowed_token_ids"):
                 await collect(llm, prompt, params)
         with pytest.raises(ValueError, match="num_speculative_tokens=-1"):
-            await collect(llm, "x", None, num_speculative_tokens=-1)
+            await collect(llm, "x", None, hints=RequestHints(num_speculative_tokens=-1))
         check_nothing_left(llm)
         await llm.shutdown()
 

@@ -27,7 +27,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
 
 def drafting(**settings: Any) -> LLM:
     """An engine with a drafter, and room for few requests at once."""
-    return LLM(speculative_config=EAGLE3, **{"num_kv_blocks": 40, **ENGINE, **settings})
+    return LLM(**{"speculative_config": EAGLE3, "num_kv_blocks": 40, **ENGINE, **settings})
 
 
 @dataclass

@@ -157,6 +157,9 @@ class Drafter:
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""
 
+    def restrict(self, slot: int, members: Sequence[int]) -> None:
+        """Called after `admit` where a request names members of a chain: only these propose for it."""
+
     def release(self, slot: int) -> None:
         """Called when a request leaves its slot, finished or preempted."""
 

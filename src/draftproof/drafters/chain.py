@@ -65,7 +65,8 @@ class ChainDrafter(Drafter):
 
     Members are asked in order, each for the requests whose proposal so far is expected to be accepted less than its
     own. Where the host would have to wait for the device to know, the first that has a proposal wins. A member that
-    fails is as one that has none, and where that cost it its state for a request it is not asked for that one again.
+    fails is as one that has none, and where that cost it its state for a request it is not asked for that one again. A
+    request may have named the members that may propose for it.
     """
 
     def __init__(self, drafters: Sequence[DrafterSandbox], most: Sequence[int], vocab_size: int) -> None:
@@ -73,9 +74,11 @@ class ChainDrafter(Drafter):
         self._most = list(most)
         self._vocab_size = vocab_size
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
-        self._host_looks = False
+        self.host_looks = False
         self.records = [Record() for _ in drafters]
         self._proposed_by: dict[int, int] = {}  # slot -> the member whose drafts are being verified
+        self._only: dict[int, frozenset[int]] = {}  # slot -> members that may propose; not there: all
+        self._may_SM: Tensor | None = None  # int64: 1 where they may; None where the host looks
         specs = [d.spec for d in drafters]
         layers = sorted({i for s in specs for i in s.taps.layers})
         self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
@@ -90,7 +93,11 @@ class ChainDrafter(Drafter):
         )
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self._host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
+        self.host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
+        if not self.host_looks:
+            self._may_SM = runtime.cache.block_table_SB.new_ones(
+                (len(runtime.cache.block_table_SB), len(self._drafters)), dtype=torch.int64
+            )
         own = iter(runtime.cache.layers)
         lent = iter(runtime.cache.layers[len(self.spec.kv) :])
         for drafter in self._drafters:
@@ -102,10 +109,19 @@ class ChainDrafter(Drafter):
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         self._proposed_by.pop(slot, None)
+        if self._only.pop(slot, None) is not None and self._may_SM is not None:
+            self._may_SM[slot] = 1
         for record in self.records:
             record.of_slot.pop(slot, None)
         for drafter in self._drafters:
             drafter.admit(slot, tokens, num_cached)
+
+    def restrict(self, slot: int, members: Sequence[int]) -> None:
+        self._only[slot] = frozenset(members)
+        if self._may_SM is not None:
+            self._may_SM[slot] = self._may_SM.new_tensor(
+                [int(number in members) for number in range(len(self._drafters))]
+            )
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters:
@@ -116,15 +132,19 @@ class ChainDrafter(Drafter):
         count_R = torch.zeros_like(verified.k_R)
         drafter_R = torch.zeros_like(count_R)
         broken_R = torch.zeros_like(count_R)
-        slots = verified.slots_R.tolist() if self._host_looks else []
+        slots = verified.slots_R.tolist() if self.host_looks else []
         if slots:
             self._look_back(verified, slots)
         held = [0.0] * len(slots)  # what each request's proposal so far is expected to bring
-        open_R = verified.k_R
+        free_R = verified.k_R  # of requests that have no proposal, where the host does not look
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
-            if slots and number:
-                better = [self.records[number].expected(s) > h for s, h in zip(slots, held, strict=True)]
+            if slots:
+                better = [self._is_better(number, s, h) for s, h in zip(slots, held, strict=True)]
                 open_R = verified.k_R * torch.tensor(better, device=count_R.device)
+            elif self._may_SM is not None:
+                open_R = free_R * self._may_SM[verified.slots_R, number]
+            else:
+                open_R = free_R
             k_R = open_R.clamp(max=most) * drafter.able(verified.slots_R)
             # a member without open requests still ingests the rows, but does not draft
             num = 0 if slots and not bool(k_R.any()) else min(num_drafts, most)
@@ -141,7 +161,7 @@ class ChainDrafter(Drafter):
             if slots:
                 self._hold(number, slots, take_R.tolist(), held)
             else:
-                open_R = open_R.masked_fill(take_R, 0)
+                free_R = free_R.masked_fill(take_R, 0)
         return Proposal(tokens_RK, count_R, drafter_R, broken_R)
 
     def _cut(self, drafts_RK: Tensor, count_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +171,12 @@ class ChainDrafter(Drafter):
         is_id_RK = (drafts_RK >= 0) & (drafts_RK < self._vocab_size)
         num_good_R = (is_id_RK & (at_K < count_R[:, None])).long().cumprod(1).sum(1)
         return num_good_R, num_good_R < count_R
+
+    def _is_better(self, number: int, slot: int, held: float) -> bool:
+        """Whether a member may propose for a request, and is expected to do so better than those before it."""
+        if slot in self._only and number not in self._only[slot]:
+            return False
+        return number == 0 or self.records[number].expected(slot) > held
 
     def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
         """Count how the proposals of the round before did: rows that stand beyond the first are accepted drafts. Where
@@ -171,7 +197,7 @@ class ChainDrafter(Drafter):
         """Where the host looks, the first member may have drafts for everybody, and the others none to make."""
         found = Cost()
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
-            num_drafts = 0 if self._host_looks and number else min(size.num_drafts, most)
+            num_drafts = 0 if self.host_looks and number else min(size.num_drafts, most)
             its = drafter.cost(dataclasses.replace(size, num_drafts=num_drafts))
             if its is None:
                 return None

@@ -85,6 +85,7 @@ class Loaded:
     model: ModelConfig
     max_model_len: int
     num_drafts: int  # K, 0 without a drafter
+    methods: tuple[str, ...]  # of the drafter, or of a chain's members
     memory: memory.Memory
     arithmetic: str
     operators: str
@@ -168,6 +169,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         model=base.model,
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
+        methods=tuple(plan.method for plan in plans),
         memory=used,
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftproof.engine.interface import RequestSpec
-from draftproof.schema import check_whole, is_whole, shown
+from draftproof.schema import MOST, check_whole, is_whole, shown
 from draftproof.types import MOST_LOGPROBS, SamplingParams
 
 
@@ -25,6 +25,7 @@ def check_request(spec: RequestSpec, vocab_size: int, max_model_len: int) -> Non
             raise ValueError(f"bad_words: {shown(word)}: must be token ids from 0 to {vocab_size - 1}")
     if spec.most_drafts is not None:
         check_whole("num_speculative_tokens", spec.most_drafts, 0)
+    check_whole("priority", spec.priority, -MOST, MOST)
     if spec.prompt_logprobs is not None:
         check_whole("prompt_logprobs", spec.prompt_logprobs, 0, MOST_LOGPROBS)
         if spec.reads_prefix_cache:

@@ -40,6 +40,7 @@ class TokenDelta:
     `is_round`: not the token that a prompt's last chunk gives. `drafter`: index of the one that made the drafts;
     `drafter_faults`: of those that failed the request, one entry a fault. `stop_reason`: the stop token's id, None for
     an end-of-text token. `error`: why it ended with finish_reason "error".
+    `queue_seconds`: until it had a place.
     """
 
     id: str
@@ -56,6 +57,7 @@ class TokenDelta:
     num_preemptions: int = 0
     drafter: int = 0
     drafter_faults: list[int] = field(default_factory=list)
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -236,6 +238,9 @@ class EngineCore:
             output, wanted, without_drafter=not is_shown and self._can_do_without_drafter(output.rows, wanted)
         )
         requests = self._step_requests = [rows.request for rows in output.rows]
+        for request in output.admitted:
+            if request.queue_seconds is None:
+                request.queue_seconds = start - request.queued
         pending = self.runner.run(step)
         is_missed = step.without_drafter and self.runner.drafter_has_kv
         for request, scheduled in zip(requests, step.scheduled, strict=True):
@@ -354,6 +359,7 @@ class EngineCore:
             delta.num_cached_tokens = request.num_cached
             delta.num_preemptions = request.num_preemptions
             delta.drafter_faults, request.drafter_faults = request.drafter_faults, []
+            delta.queue_seconds = request.queue_seconds or 0.0
             self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._finish(request, delta.finish_reason)
@@ -427,6 +433,7 @@ class EngineCore:
     def _queue(self, request: Progress) -> None:
         self._num_arrived += 1
         self._requests[request.id] = request
+        request.queued = time.perf_counter()
         self.scheduler.add(request)
 
     def _finish(self, request: Progress, reason: FinishReason) -> None:

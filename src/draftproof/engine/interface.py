@@ -33,7 +33,8 @@ class RequestSpec:
 
     `limit`: the most tokens it may grow to, min(max_model_len, prompt + max_tokens). `eos_ids` end the output without a
     stop reason; `params.stop_token_ids` end it with one. `stop_ids`: both, which min_tokens holds back.
-    `most_drafts`: the most drafts a round; it changes speed only.
+    `most_drafts`: the most drafts a round; `members`: the members of a chain that may draft for it, none named: all.
+    `priority`: among requests that wait, those with the least come first. These three change speed only.
     """
 
     token_ids: list[int]
@@ -45,6 +46,8 @@ class RequestSpec:
     bad_words_ids: list[list[int]] = field(default_factory=list)
     prompt_logprobs: int | None = None  # alternatives beside each prompt token; None: not wanted
     most_drafts: int | None = None  # None: as many as the policy wants
+    members: tuple[int, ...] = ()
+    priority: int = 0
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
 
 
@@ -61,7 +64,7 @@ class LogprobRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A request takes a slot. `token_ids` are known (prompt and, after a preemption, output); the first `num_computed`
-    of them are in the cache."""
+    of them are in the cache. `members`: as in `RequestSpec`."""
 
     slot: int
     token_ids: list[int]
@@ -72,6 +75,7 @@ class Admission:
     params: SamplingParams
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
+    members: tuple[int, ...] = ()
 
 
 class ScheduledRequest(NamedTuple):

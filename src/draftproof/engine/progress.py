@@ -78,8 +78,15 @@ class Progress:
     is_hole_partial: bool = False  # another drafter's cache has no hole
     num_preemptions: int = 0
     num_cached: int = 0
+    queued: float = 0.0  # when it was asked for: seconds of `time.perf_counter`
+    queue_seconds: float | None = None  # until it was first admitted
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What orders those that wait: the least comes first."""
+        return self.spec.priority, self.arrival
 
     @property
     def num_prompt(self) -> int:
@@ -123,6 +130,7 @@ class Progress:
             params=self.spec.params,
             stop_ids=self.spec.stop_ids,
             bad_words_ids=self.spec.bad_words_ids,
+            members=self.spec.members,
         )
 
     def new_entries(self) -> list[TableEntry]:

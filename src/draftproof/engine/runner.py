@@ -234,6 +234,8 @@ class ModelRunner:
             self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
             if self.drafter is not None:
                 self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
+                if a.members:
+                    self.drafter.restrict(a.slot, a.members)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 

@@ -39,7 +39,8 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Running requests first, in order of arrival; then waiting ones, while slots, budget and pages last.
+    """Running requests first, in order of admission; then waiting ones, by priority and arrival, while slots, budget
+    and pages last. Priority orders admission and nothing else: nobody gives a place up for it.
 
     `num_lookahead` is how many positions past its rows a request needs pages for: what drafting may write. Slots that
     were given up lie in `released` and new blocks in `fresh_blocks`, until somebody takes them.
@@ -71,7 +72,10 @@ class Scheduler:
         self._num_lookahead = num_lookahead
 
     def add(self, request: Progress) -> None:
-        (self.waiting if self.held is None else self.held).append(request)
+        if self.held is None:
+            self._wait(request)
+        else:
+            self.held.append(request)
 
     @property
     def is_idle(self) -> bool:
@@ -126,7 +130,7 @@ class Scheduler:
             if keep_cache:
                 self._release_blocks(request)
             request.forget()
-        self.waiting = _by_arrival([r for r in everybody if r.finish_reason is None])
+        self.waiting = _in_turn([r for r in everybody if r.finish_reason is None])
         self.running, self.fresh_blocks, self.held = [], [], None
         self.released = list(range(self._num_slots))
         self._free_slots = list(reversed(self.released))
@@ -138,13 +142,13 @@ class Scheduler:
         for request in self.running:
             self._release(request)
         self.running = []
-        self.waiting = _by_arrival([r for r in everybody if r in chosen])
-        self.held = list(_by_arrival([r for r in everybody if r not in chosen]))
+        self.waiting = _in_turn([r for r in everybody if r in chosen])
+        self.held = list(_in_turn([r for r in everybody if r not in chosen]))
 
     def rejoin(self) -> None:
         """Everybody takes part again."""
         if self.held is not None:
-            self.waiting = _by_arrival([*self.waiting, *self.held])
+            self.waiting = _in_turn([*self.waiting, *self.held])
             self.held = None
 
     def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
@@ -226,10 +230,16 @@ class Scheduler:
         if victim in output.admitted:
             output.admitted.remove(victim)
         output.num_preempted += 1
-        self.waiting.appendleft(victim)
+        self._wait(victim)
         self.running.remove(victim)
         self._release(victim)
         victim.num_preemptions += 1
+
+    def _wait(self, request: Progress) -> None:
+        turn, place = request.turn, len(self.waiting)
+        while place and self.waiting[place - 1].turn > turn:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def _release(self, request: Progress) -> None:
         self._release_blocks(request)
@@ -268,5 +278,5 @@ def _allocated(group: PageAllocator | WindowPages, count: int) -> list[int]:
     return blocks
 
 
-def _by_arrival(requests: list[Progress]) -> deque[Progress]:
-    return deque(sorted(requests, key=lambda request: request.arrival))
+def _in_turn(requests: list[Progress]) -> deque[Progress]:
+    return deque(sorted(requests, key=lambda request: request.turn))

@@ -70,6 +70,7 @@ def _pack_admission(out: list[int], a: Admission) -> None:
     out.append(len(a.bad_words_ids))
     for word in a.bad_words_ids:
         _pack_list(out, word)
+    _pack_list(out, a.members)
     out += [_bits(getattr(a.params, name)) for name in FLOATS]
     out += [getattr(a.params, name) for name in INTEGERS]
     _pack_list(out, a.params.allowed_token_ids)
@@ -82,6 +83,7 @@ def _unpack_admission(reader: _Reader) -> Admission:
     slot, num_computed, num_prompt, limit, row_seed = (reader.integer() for _ in range(5))
     token_ids, stop_ids = reader.integers(), reader.integers()
     bad_words_ids = [reader.integers() for _ in range(reader.integer())]
+    members = tuple(reader.integers())
     floats = {name: reader.number() for name in FLOATS}
     integers = {name: reader.integer() for name in INTEGERS}
     allowed, biased = reader.optional(), reader.optional()
@@ -97,6 +99,7 @@ def _unpack_admission(reader: _Reader) -> Admission:
         params=params,
         stop_ids=frozenset(stop_ids),
         bad_words_ids=bad_words_ids,
+        members=members,
     )
 
 

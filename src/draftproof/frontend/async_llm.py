@@ -14,10 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from draftproof.frontend.input_processor import PreparedRequest, Prompt
+from draftproof.frontend.input_processor import NO_HINTS, PreparedRequest, Prompt
 from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
-from draftproof.types import Delta, RequestOutput, SamplingParams
+from draftproof.types import Delta, RequestHints, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -114,11 +114,11 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        num_speculative_tokens: int | None = None,
+        hints: RequestHints = NO_HINTS,
     ) -> AsyncIterator[Delta]:
         """Deltas as they come, of all `params.n` choices; the last of each has a finish_reason. Leaving the loop, or
         cancelling the task, aborts the request. Errors as in `prepare` and `begin`."""
-        stream = self.begin(await self.prepare(prompt, params, num_speculative_tokens), request_id)
+        stream = self.begin(await self.prepare(prompt, params, hints), request_id)
         try:
             async for delta in stream:
                 yield delta
@@ -126,16 +126,13 @@ class AsyncLLM:
             stream.close()
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, num_speculative_tokens: int | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
-        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet.
-
-        `num_speculative_tokens`: the most drafts a round, None: as the engine's settings say; it changes speed only.
-        Raises ValueError for what cannot be served.
-        """
+        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet. Raises ValueError
+        for what cannot be served."""
         self._check_open()
         params = params or self.llm.default_sampling_params()
-        return await self.encode(partial(self._requests.prepare, prompt, params, num_speculative_tokens))
+        return await self.encode(partial(self._requests.prepare, prompt, params, hints))
 
     def begin(self, given: PreparedRequest, request_id: str | None = None) -> AnswerStream:
         """Queue what `prepare` gave, for the task that calls; it closes the stream when it wants no more.

@@ -12,23 +12,26 @@ from draftproof.frontend.text import Tokenizer
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
-from draftproof.types import SamplingParams
+from draftproof.schema import check_choice, shown
+from draftproof.types import RequestHints, SamplingParams
 
 DictPrompt = dict[str, str] | dict[str, list[int]]
 Prompt = str | list[int] | DictPrompt
+NO_HINTS = RequestHints()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
 
-    `most_drafts` and `bad_words_ids`: as in `RequestSpec`.
+    `members` and `bad_words_ids`: as in `RequestSpec`.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    most_drafts: int | None = None
+    hints: RequestHints = NO_HINTS
+    members: tuple[int, ...] = ()
     bad_words_ids: list[list[int]] = field(default_factory=list)
 
 
@@ -42,22 +45,26 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         defaults: GenerationDefaults,
         engine_seed: int,
+        methods: Sequence[str] = (),
     ) -> None:
+        """`methods`: of the engine's drafter, or of its chain's members."""
         self.tokenizer = tokenizer
         self._model = model
         self._max_model_len = max_model_len
         self._defaults = defaults
         self._engine_seed = engine_seed
+        self._methods = tuple(methods)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, most_drafts: int | None = None
+        self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
         """Raises ValueError if it cannot be served."""
         text, token_ids = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
             raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
-        prepared = PreparedRequest(text, token_ids, params, most_drafts, self._bad_words(params))
+        members = self._members(hints.method)
+        prepared = PreparedRequest(text, token_ids, params, hints, members, self._bad_words(params))
         check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
         return prepared
 
@@ -75,7 +82,9 @@ class InputProcessor:
             stop_ids=self._stop_ids(params),
             bad_words_ids=given.bad_words_ids,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-            most_drafts=given.most_drafts,
+            most_drafts=given.hints.num_speculative_tokens,
+            members=given.members,
+            priority=given.hints.priority,
             reads_prefix_cache=not scores_prompt,
         )
 
@@ -105,6 +114,16 @@ class InputProcessor:
         raise ValueError(
             f"prompt={prompt!r:.80}: must be text, a list of token ids or {{'prompt_token_ids': [...]}}"
         )
+
+    def _members(self, method: str | None) -> tuple[int, ...]:
+        """Numbers of the chain's members of a method; none where it names all there are."""
+        if method is None:
+            return ()
+        if not self._methods:
+            raise ValueError(f"method={shown(method)}: this engine has no drafter; leave it out")
+        check_choice("method", method, self._methods)
+        named = tuple(number for number, own in enumerate(self._methods) if own == method)
+        return () if len(named) == len(self._methods) else named
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Those that end an output, and that min_tokens holds back."""

@@ -70,7 +70,12 @@ class LLM:
         self.num_speculative_tokens = loaded.num_drafts
         tokenizer = self._load_tokenizer(loaded.directory)
         inputs = InputProcessor(
-            loaded.model, loaded.max_model_len, tokenizer, self._defaults, self.config.seed
+            loaded.model,
+            loaded.max_model_len,
+            tokenizer,
+            self._defaults,
+            self.config.seed,
+            loaded.methods,
         )
         self.requests = Requests(self.engine, inputs)
 

@@ -51,6 +51,7 @@ class Request:
     streamed: bool = False
     first_token_latency: float = 0.0
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
     prompt_logprobs: list[LogprobRow] = field(
         default_factory=list
     )  # a row for each prompt token but the first
@@ -90,6 +91,7 @@ class OutputProcessor:
         """Take in what a step added to a choice; whether a stop string ended it, so that the engine must abort it."""
         request.prompt_logprobs += new.prompt_logprobs
         request.num_cached_tokens = max(request.num_cached_tokens, new.num_cached_tokens)
+        request.queue_seconds = max(request.queue_seconds, new.queue_seconds)
         choice.num_preemptions = new.num_preemptions
         for number in new.drafter_faults:
             choice.drafters[number].num_faults += 1
@@ -136,6 +138,7 @@ class OutputProcessor:
                 num_preemptions=sum(choice.num_preemptions for choice in request.choices),
                 num_cached_tokens=request.num_cached_tokens,
                 drafters=drafters,
+                queue_seconds=request.queue_seconds,
             ),
             prompt_logprobs=(
                 None

@@ -8,9 +8,9 @@ import time
 
 from draftproof.engine.core import EngineCore, TokenDelta
 from draftproof.engine.reporting import AcceptanceReport
-from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt
+from draftproof.frontend.input_processor import NO_HINTS, InputProcessor, PreparedRequest, Prompt
 from draftproof.frontend.output_processor import Choice, OutputProcessor, Request
-from draftproof.types import RequestOutput, SamplingParams
+from draftproof.types import RequestHints, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ class Requests:
         self._report = AcceptanceReport(engine.stats.speculation, time.perf_counter())
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, most_drafts: int | None = None
+        self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
         """Raises ValueError if it cannot be served. Nothing of the engine is touched."""
-        return self.inputs.prepare(prompt, params, most_drafts)
+        return self.inputs.prepare(prompt, params, hints)
 
     def new(
         self, given: PreparedRequest, *, streamed: bool = False, request_id: str | None = None

@@ -41,6 +41,7 @@ def metrics(stream: AnswerStream, output: RequestOutput, most_drafts: int) -> di
     seconds = stream.last - stream.first
     return {
         "time_to_first_token_ms": 1000 * (stream.first - stream.started),
+        "queue_time_ms": 1000 * output.metrics.queue_seconds,
         "generation_time_ms": 1000 * seconds,
         "mean_itl_ms": 1000 * seconds / (num_tokens - 1) if num_tokens > 1 else None,
         "tokens_per_second": num_tokens / (stream.last - stream.started) if num_tokens else 0.0,

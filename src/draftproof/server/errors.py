@@ -20,7 +20,7 @@ TYPES: Mapping[int, str] = {
 BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
 # "prompt" is in messages of ours what encoding made of a chat's messages, too
 OURS = frozenset({"draft", "params", "limit"})
-INNER_FIELDS = ("include_usage", "num_speculative_tokens")  # fields of objects within a body
+INNER_FIELDS = ("include_usage", "num_speculative_tokens", "method")  # fields of objects within a body
 
 
 class RefusalError(Exception):

@@ -37,6 +37,9 @@ class Meter:
         self._between = self._histogram(f"{prefix}inter_token_latency_seconds", SHORT)
         self._per_token = self._histogram(f"{prefix}request_time_per_output_token_seconds", SHORT)
         self._whole = self._histogram(f"{prefix}e2e_request_latency_seconds", LONG)
+        self._queued = self._histogram(f"{prefix}request_queue_time_seconds", LONG)
+        self._prefilling = self._histogram(f"{prefix}request_prefill_time_seconds", LONG)
+        self._computing = self._histogram(f"{prefix}request_inference_time_seconds", LONG)
         self._decoding = self._histogram(f"{prefix}request_decode_time_seconds", LONG)
         self._prompt = self._histogram(f"{prefix}request_prompt_tokens", COUNTS)
         self._written = self._histogram(f"{prefix}request_generation_tokens", COUNTS)
@@ -61,7 +64,11 @@ class Meter:
         self.forget(stream)
         seconds = stream.last - stream.first
         self._whole.observe(stream.last - stream.started)
+        queued = output.metrics.queue_seconds
+        self._queued.observe(queued)
+        self._prefilling.observe(max(0.0, stream.first - stream.started - queued))
         self._decoding.observe(seconds)
+        self._computing.observe(max(0.0, stream.last - stream.started - queued))
         self._prompt.observe(len(output.prompt_token_ids))
         self._num_choices.observe(len(output.outputs))
         for choice in output.outputs:
@@ -106,9 +113,11 @@ class EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens),
             ("drafter_faults", "Rounds in which the drafter failed.", stats.num_drafter_faults),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
-            ("step_seconds", "Time of the engine's steps.", stats.step_seconds),
+            ("step_seconds", "Time of the engine's steps: the next four, together.", stats.step_seconds),
             ("target_seconds", "Time of the target's passes, as the host saw it.", stats.target_seconds),
             ("draft_seconds", "Time of the drafter's passes, as the host saw it.", stats.draft_seconds),
+            ("waiting_seconds", "Time that the host waited for a device.", stats.waiting_seconds),
+            ("host_seconds", "Time of steps that was none of these.", stats.host_seconds),
         ):
             family = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
             family.add_metric(self._labels, value)
@@ -121,6 +130,22 @@ class EngineCollector(Collector):
         for position, number in enumerate(list(drafts.accepted_per_position)):
             by_position.add_metric((*self._labels, str(position)), number)
         yield by_position
+        yield from self._by_drafter()
+
+    def _by_drafter(self) -> Iterator[Metric]:
+        """What each drafter of a chain did, or the only one."""
+        counted = list(self._llm.llm.stats.drafters)
+        drafts = [one.speculation for one in counted]
+        for name, text, values in (
+            ("drafter_num_drafts", "Rounds that verified its drafts.", [d.num_rounds for d in drafts]),
+            ("drafter_num_draft_tokens", "Its draft tokens.", [d.num_draft_tokens for d in drafts]),
+            ("drafter_num_accepted_tokens", "Of them accepted.", [d.num_accepted_tokens for d in drafts]),
+            ("drafter_num_faults", "Calls in which it failed.", [one.num_faults for one in counted]),
+        ):
+            family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, "drafter"))
+            for one, value in zip(counted, values, strict=True):
+                family.add_metric((*self._labels, one.name), value)
+            yield family
 
     def _gauges(self) -> Iterator[Metric]:
         scheduler = self._llm.llm.engine.scheduler

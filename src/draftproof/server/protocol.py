@@ -15,7 +15,7 @@ from draftproof.frontend.llm import LLM
 from draftproof.schema import words
 from draftproof.server.errors import RefusalError
 from draftproof.server.settings import ServerConfig
-from draftproof.types import SamplingParams
+from draftproof.types import RequestHints, SamplingParams
 
 # Fields of others that would change the answer: to ignore them silently would be wrong.
 NOT_SERVED: Mapping[str, frozenset[str]] = {
@@ -46,11 +46,12 @@ class StreamOptions(BaseModel):
 
 
 class Speculation(BaseModel):
-    """`num_speculative_tokens`: the most drafts a round for this request; "auto": as the engine does. Changes speed
-    only."""
+    """`num_speculative_tokens`: the most drafts a round for this request; "auto": as the engine does. `method`: the
+    drafter of a chain that proposes for it. Changes speed only."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     num_speculative_tokens: int | Literal["auto"] = "auto"
+    method: str | None = None
 
 
 class Body(BaseModel):
@@ -101,6 +102,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, max_length=256)
     speculation: Speculation | None = None
+    priority: int | None = None
     user: str | None = None
 
     @property
@@ -157,10 +159,11 @@ class GenerationBody(Body):
                 raise ValueError(f"{name}={number}: must be at most {limits.max_logprobs}")
 
     @property
-    def most_drafts(self) -> int | None:
-        """Drafts a round; None: as the engine's settings say."""
-        wanted = "auto" if self.speculation is None else self.speculation.num_speculative_tokens
-        return None if wanted == "auto" else wanted
+    def hints(self) -> RequestHints:
+        """What changes the answer's speed and nothing else."""
+        asked = self.speculation or Speculation()
+        wanted = None if asked.num_speculative_tokens == "auto" else asked.num_speculative_tokens
+        return RequestHints(num_speculative_tokens=wanted, method=asked.method, priority=self.priority or 0)
 
 
 class ChatBody(GenerationBody):

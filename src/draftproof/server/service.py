@@ -90,7 +90,7 @@ class Service:
 
     async def _start(self, job: Job) -> None:
         prompts = await self.llm.encode(lambda: job.body.prompts(self.llm.llm))
-        given = [await self.llm.prepare(prompt, job.params, job.body.most_drafts) for prompt in prompts]
+        given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
         self.admission.add_tokens(job.ticket, job.params.n * num_tokens)
         for one in given:
