@@ -65,3 +65,74 @@ def test_a_missing_extra_is_told_in_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     assert main(["serve"]) == 2
     assert capsys.readouterr().err == "error: serve: uvicorn missing; pip install 'draftproof[serve]'\n"
+
+
+FILE = """\
+model: m
+port: 80
+api-key: [a, 7]
+served_model_name: one
+max-num-seqs: 3
+speculative-config: {method: ngram, num_speculative_tokens: 2}
+enforce-eager: true
+client-timeout: 1e1
+kv-offload:
+"""
+
+
+def test_a_file_sets_flags_and_flags_win(
+    engines: Engines, served: list[ServerConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(FILE.replace("kv-offload", "tokenizer"))
+    assert main(["serve", "--config", str(file)]) == 0
+    drafter = {"method": "ngram", "num_speculative_tokens": 2}
+    told = {"model": "m", "max_num_seqs": 3, "speculative_config": drafter, "enforce_eager": True}
+    assert engines[0].engine == told
+    own = {"api_key": ["a", "7"], "served_model_name": ["one"], "client_timeout": 10.0}
+    assert served[0] == ServerConfig(port=80, **own)
+    flags = ["--port", "9", "--api-key", "b", "--no-enforce-eager", "--speculative-config", "suffix"]
+    assert main(["serve", "other", *flags, "--config", str(file)]) == 0
+    changed = {"model": "other", "speculative_config": {"method": "suffix"}, "enforce_eager": False}
+    assert engines[1].engine == told | changed
+    assert served[1] == ServerConfig(port=9, **own | {"api_key": ["b"]})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prt: 80", "unknown key 'prt': did you mean 'port'?"),
+        ("max_num_seq: 8", "unknown key 'max_num_seq': did you mean 'max-num-seqs'?"),
+        ("config: x", "unknown key 'config': "),
+        ("port: 8000.5", "'8000.5' is not a valid integer"),
+        ("port: true", "'true' is not a valid integer"),
+        ("port: [1, 2]", "port=[1, 2]: must be one value"),
+        ("host: {a: b}", "host={'a': 'b'}: must be one value"),
+        ("api-key: [[a]]", "api-key=[['a']]: must hold single values"),
+        ("port: 99999", "port=99999: must be an integer from 0 to 65535"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs: is there twice"),
+        ("port: [", "cannot be read as YAML"),
+        ("!!python/object:os.system {}", "cannot be read as YAML"),
+        ("just words", "must hold keys and values"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(
+    engines: Engines,
+    served: list[ServerConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    message: str,
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    assert main(["serve", "--config", str(file)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not served
+
+
+def test_a_file_that_is_not_there_is_told(
+    engines: Engines, served: list[ServerConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--config", "missing.yaml"]) == 2
+    assert "missing.yaml: cannot be read" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.server.errors import RefusalError
+from draftproof.server.logs import FACTS, REQUEST_ID
 from draftproof.server.settings import ServerConfig
 
+log = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health", "/ready")  # what a balancer asks, which has no key
 RETRY_SECONDS = 1
 PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent back in a header
@@ -38,10 +41,13 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if PLAIN.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                if message["status"] >= 400:
+                    _log_refusal(scope, request_id, message["status"])
             await send(message)
 
         if self._digests and scope["path"] not in OPEN_ROUTES and not self._is_known(headers):
@@ -59,6 +65,12 @@ class Gate:
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(found)
+
+
+def _log_refusal(scope: Scope, request_id: str, status: int) -> None:
+    asked = f"{scope['method']} {scope['path']:.80}"
+    facts = {"method": scope["method"], "path": f"{scope['path']:.80}", "status": status}
+    log.info("%s: %r got %d", request_id, asked, status, extra={FACTS: facts})
 
 
 async def read_body(request: Request, limits: ServerConfig) -> bytes:

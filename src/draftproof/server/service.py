@@ -15,12 +15,14 @@ from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import Admission, Ticket
+from draftproof.server.logs import FACTS
 from draftproof.server.meter import Meter
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
 from draftproof.server.settings import ServerConfig
 from draftproof.types import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+FINISHED = "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s"
 AnyBody = ChatBody | CompletionBody
 
 
@@ -192,13 +194,13 @@ class Service:
 
     def _log(self, job: Job, outputs: Sequence[RequestOutput]) -> None:
         counted = answers.usage(outputs)
-        reasons = [choice.finish_reason for output in outputs for choice in output.outputs]
-        log.info(
-            "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s",
-            job.id,
-            counted["prompt_tokens"],
-            counted["completion_tokens"],
-            counted["completion_tokens_details"]["accepted_prediction_tokens"],
-            ", ".join(sorted({str(reason) for reason in reasons})),
-            max(stream.last - stream.started for stream in job.streams),
-        )
+        reasons = {str(choice.finish_reason) for output in outputs for choice in output.outputs}
+        facts = {
+            "id": job.id,
+            "prompt_tokens": counted["prompt_tokens"],
+            "completion_tokens": counted["completion_tokens"],
+            "accepted_tokens": counted["completion_tokens_details"]["accepted_prediction_tokens"],
+            "finish_reasons": ", ".join(sorted(reasons)),
+            "seconds": max(stream.last - stream.started for stream in job.streams),
+        }
+        log.info(FINISHED, *facts.values(), extra={FACTS: facts})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from draftproof.schema import check_number, check_whole, documented
+from draftproof.schema import check_choice, check_number, check_whole, documented
+
+LogFormat = Literal["text", "json"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,13 @@ class ServerConfig:
     keep_alive_interval: float = documented(
         15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
     )
+    log_format: LogFormat = documented("text", "Lines to read, or a JSON object on each line.")
     shutdown_timeout: float = documented(
         30.0, "Seconds that running requests have to end once the server is told to stop."
     )
 
     def __post_init__(self) -> None:
+        check_choice("log_format", self.log_format, get_args(LogFormat))
         check_whole("port", self.port, 0, 65535)
         for name in (
             "max_body_bytes",
