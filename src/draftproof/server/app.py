@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from draftproof.server import errors
 from draftproof.server.errors import RefusalError
-from draftproof.server.limits import Gate, read_body
+from draftproof.server.limits import Gate, read_body, within
 from draftproof.server.protocol import (
     Body,
     ChatBody,
@@ -180,7 +180,8 @@ async def _tokenize(service: Service, request: Request) -> Response:
         ids = await service.llm.encode(partial(tokenizer.encode, body.prompt, body.add_special_tokens))
     else:
         template = {"add_generation_prompt": body.add_generation_prompt}
-        ids = await service.llm.encode(partial(tokenizer.chat, body.messages or [], **template))
+        work = partial(tokenizer.chat, body.messages or [], **template)
+        ids = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.llm.llm.max_model_len,

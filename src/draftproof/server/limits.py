@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -23,6 +27,8 @@ from draftproof.server.settings import ServerConfig
 log = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health", "/ready")  # what a balancer asks, which has no key
 RETRY_SECONDS = 1
+GRACE_SECONDS = 1.0  # for a thread to end in
+T = TypeVar("T")
 PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent back in a header
 
 
@@ -95,6 +101,42 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
         message = f"body: took longer than client_timeout={limits.client_timeout:g} seconds"
         raise RefusalError(408, message, headers={"Connection": "close"}) from None
     return b"".join(parts)
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`, Python code of others, done by a thread of its own; 400 where it takes longer.
+
+    The thread is ended by an exception in its midst. What is stuck in one call of C code lives on until that returns.
+    """
+    future: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=act, name="draftproof-template", daemon=True)
+    thread.start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if not future.done():
+            _end_thread(thread)
+            raise RefusalError(
+                400,
+                f"messages: the chat template took longer than chat_template_timeout={seconds:g} seconds; send less",
+                param="messages",
+                code="template_timeout",
+            ) from None
+        raise
+
+
+def _end_thread(thread: threading.Thread) -> None:
+    assert thread.ident is not None, "it was started"
+    ended = ctypes.py_object(SystemExit)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended)
+    thread.join(GRACE_SECONDS)
 
 
 def _too_long(most: int) -> RefusalError:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from socket import socket
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
 from draftproof.server.app import create_app
+from draftproof.server.connections import Connection, allow_files, close_silent
 from draftproof.server.service import Service
 from draftproof.server.settings import ServerConfig
 
@@ -29,13 +29,17 @@ class Server(uvicorn.Server):
     signal ends it at once."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, told: Callable[[str], None] | None = None
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        silent: dict[Connection, None],
+        told: Callable[[str], None] | None = None,
     ) -> None:
-        """`told` is called with the address once there is one."""
+        """`silent`: as in `Connection`. `told` is called with the address once there is one."""
         super().__init__(config)
         self._service = service
+        self._silent = silent
         self._told = told or _print_address
-        self._silent_since: dict[H11Protocol, float] = {}
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
@@ -47,20 +51,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS == 0:
-            self._close_silent(time.monotonic())
+            close_silent(self._silent, self._service.config.client_timeout)
         return await super().on_tick(counter)
-
-    def _close_silent(self, now: float) -> None:
-        """Close connections on which no request has come for too long; uvicorn waits for ever for headers."""
-        silent: dict[H11Protocol, float] = {}
-        for connection in self.server_state.connections:
-            assert isinstance(connection, H11Protocol), "as its settings say"
-            if connection.cycle is None or connection.cycle.response_complete:
-                silent[connection] = self._silent_since.get(connection, now)
-        for connection, since in silent.items():
-            if now - since > self._service.config.client_timeout:
-                connection.transport.close()
-        self._silent_since = silent
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.is_draining = True
@@ -81,6 +73,7 @@ def _print_address(address: str) -> None:
 
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal; the engine has ended then."""
+    allow_files(config.max_connections)
     server = make_server(Service(AsyncLLM(llm), config))
     with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
         server.run()
@@ -89,6 +82,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
 def make_server(service: Service, told: Callable[[str], None] | None = None) -> Server:
     """A server with the settings of its service; `told` as in `Server`."""
     config = service.config
+    silent: dict[Connection, None] = {}
     settings = uvicorn.Config(
         create_app(service),
         host=config.host,
@@ -97,11 +91,12 @@ def make_server(service: Service, told: Callable[[str], None] | None = None) -> 
         access_log=False,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
-        http="h11",
+        http=partial(Connection, silent=silent),  # type: ignore[arg-type]
         ws="none",
         server_header=False,
         limit_concurrency=config.max_connections,
+        backlog=config.max_connections,
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         timeout_graceful_shutdown=round(config.shutdown_timeout) + GRACE,
     )
-    return Server(settings, service, told)
+    return Server(settings, service, silent, told)

@@ -14,7 +14,7 @@ from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
-from draftproof.server.limits import Admission, Ticket
+from draftproof.server.limits import Admission, Ticket, within
 from draftproof.server.logs import FACTS
 from draftproof.server.meter import Meter
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
@@ -91,7 +91,9 @@ class Service:
         return job
 
     async def _start(self, job: Job) -> None:
-        prompts = await self.llm.encode(lambda: job.body.prompts(self.llm.llm))
+        work = partial(job.body.prompts, self.llm.llm)
+        limit = self.config.chat_template_timeout
+        prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
         self.admission.add_tokens(job.ticket, job.params.n * num_tokens)

@@ -50,9 +50,14 @@ class ServerConfig:
     max_open_tokens: int = documented(
         1 << 20, "Most prompt tokens of all open outputs together; beyond them requests get a 429."
     )
-    max_connections: int = documented(2048, "Most connections; beyond them requests get a 503.")
+    max_connections: int = documented(
+        2048, "Most connections; beyond them silent ones are closed, then new ones get a 503."
+    )
     client_timeout: float = documented(
         30.0, "Seconds that a client has for a request's headers, and again for its body."
+    )
+    chat_template_timeout: float = documented(
+        5.0, "Seconds that the model's chat template may take for a request."
     )
     keep_alive_interval: float = documented(
         15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
@@ -78,7 +83,7 @@ class ServerConfig:
         ):
             check_whole(name, getattr(self, name), 1)
         check_whole("max_logprobs", self.max_logprobs, 0)
-        for name in ("client_timeout", "keep_alive_interval"):
+        for name in ("client_timeout", "keep_alive_interval", "chat_template_timeout"):
             check_number(name, getattr(self, name), above=0)
         check_number("shutdown_timeout", self.shutdown_timeout)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -1,0 +1,91 @@
+"""Connections of clients: how many there may be, and how long one may say nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftproof.server.errors import RefusalError
+from draftproof.server.limits import RETRY_SECONDS
+
+ROOM_FOR_FILES = 256  # descriptors beside those of connections: weights, sockets that listen, logs
+
+
+class Connection(H11Protocol):
+    """uvicorn's. Beyond `limit_concurrency` whoever has been silent for longest gives way, so that nobody keeps others
+    out by asking nothing; where all are being served, the newcomer's request gets a 503.
+
+    `silent`: connections on which no request has come, longest first, and some that are being served by now.
+    """
+
+    def __init__(self, *args: Any, silent: dict[Connection, None], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._silent = silent
+        self.silent_since = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no request has come, or all have been answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self._most is not None and len(self.connections) > self._most and not self._make_room():
+            refused = RefusalError(
+                503, f"max_connections={self._most}: all are being served; try again", code="overloaded"
+            )
+            headers = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
+            self.app = JSONResponse(refused.body(), refused.status, headers)
+        self._fall_silent()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.is_silent and not self.transport.is_closing():
+            self._fall_silent()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._silent.pop(self, None)
+        super().connection_lost(exc)
+
+    def _fall_silent(self) -> None:
+        self.silent_since = time.monotonic()
+        self._silent.pop(self, None)
+        self._silent[self] = None
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been silent for longest; whether there was one."""
+        while self._silent:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            if oldest.is_silent and not oldest.transport.is_closing():
+                oldest.transport.close()
+                return True
+        return False
+
+
+def close_silent(silent: dict[Connection, None], timeout: float) -> None:
+    """Close connections on which no request has come for so many seconds; uvicorn waits for ever for headers."""
+    now = time.monotonic()
+    for connection in list(silent):
+        if now - connection.silent_since <= timeout:
+            return  # they are in order
+        del silent[connection]
+        if connection.is_silent:
+            connection.transport.close()
+
+
+def allow_files(num_connections: int) -> None:
+    """Let the process open so many connections, as far as the system does."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + ROOM_FOR_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
