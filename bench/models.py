@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
 SHAPES = Path(__file__).resolve().parent / "shapes"
 DUMMY = "8b"
 SHAPES_OF = {DUMMY: "llama-3.1-8b", "qwen": "qwen3-8b", "moe": "glm-4-moe-2b"}
@@ -50,4 +54,16 @@ def shrunk(source: Path, into: Path) -> Path:
         raw |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in raw else {}
     into.mkdir(exist_ok=True)
     (into / "config.json").write_text(json.dumps(raw))
+    return into
+
+
+def with_words(source: Path, into: Path) -> Path:
+    """The folder `into` with a model's config and a tokenizer for as many ids, whose tokens are words: so that making
+    text of them is part of what is measured."""
+    config = json.loads((source / "config.json").read_text())
+    words = {f" {number:x}": number for number in range(config["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token=" 0"))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(into / "tokenizer.json"))
+    (into / "config.json").write_text(json.dumps(config))
     return into

@@ -225,6 +225,7 @@ def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers() -> None:
                 assert (await client.post(route, json={})).status_code == 401
             for route in ("/health", "/ready"):
                 assert (await client.get(route)).status_code == 200
+                assert (await client.head(route)).status_code == 200
             assert (await client.get("/v1/models", headers=KEY)).status_code == 200
             response = await client.post(TEXT, json={"prompt": "x", "max_tokens": 1}, headers=KEY)
             assert response.status_code == 200

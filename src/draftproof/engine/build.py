@@ -213,6 +213,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
     max_model_len = _max_model_len(config, model)
     memory.check_tables(config, max_model_len, _rotary_sizes(model), device)
     where, library = operators.where_to_run(config, model, progress)
+    log.info("%s", memory.forecast(directory, config, model, where, max_model_len))
     ops, backend = operators.select(config, model, where, library, progress)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,9 @@ from draftproof.cache.windows import MARGIN
 from draftproof.config import EngineConfig
 from draftproof.kernels import native
 from draftproof.kernels.room import free_bytes
+from draftproof.models.config import ModelConfig
+from draftproof.models.decoder import kv_shapes
+from draftproof.models.operators import Where
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
@@ -64,6 +68,27 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
+
+
+def forecast(
+    directory: Path, config: EngineConfig, model: ModelConfig, where: Where, max_model_len: int
+) -> str:
+    """What the target will take, and the room that will be left for requests, told before anything is loaded: files'
+    sizes stand for weights."""
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    stored_as = model.dtype or where.dtype
+    weights = stored * where.dtype.itemsize // stored_as.itemsize
+    free, per_token = free_bytes(where.device), bytes_per_token(kv_shapes(model), where.dtype)
+    if config.num_kv_blocks is not None:
+        num_tokens = (config.num_kv_blocks - 1) * config.block_size
+    else:
+        num_tokens = max(0, _cache_bytes(config, where.device, max(0, free - weights))) // per_token
+    num_requests = min(config.max_num_seqs, num_tokens // max_model_len)
+    return (
+        f"to load: weights of about {_size(weights)}, {_size(free)} are free; then there is room for about "
+        f"{num_tokens} tokens of {_size(per_token)}: {num_requests} requests of max_model_len={max_model_len} at once, "
+        f"of max_num_seqs={config.max_num_seqs}, without a drafter"
+    )
 
 
 def pick_device(name: str) -> torch.device:

@@ -58,17 +58,18 @@ class AnswerStream:
     async def with_pauses(self, interval: float) -> AsyncIterator[Delta | None]:
         """Deltas, and None whenever so many seconds have passed without one."""
         while True:
-            if not self._waiting and not self.over.is_set():
-                self._news.clear()
-                try:
-                    async with asyncio.timeout(interval):
-                        await self._news.wait()
-                except TimeoutError:
-                    yield None
-            elif self._waiting:
+            while self._waiting:
                 yield self._waiting.popleft()
-            else:
+            if self.over.is_set():
                 return
+            self._news.clear()
+            pause = self.loop.call_later(interval, self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                pause.cancel()
+            if not self._waiting and not self.over.is_set():
+                yield None
 
     def deliver(self, deltas: Sequence[Delta], *, is_over: bool) -> None:
         """Called in the loop's thread."""

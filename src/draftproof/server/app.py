@@ -128,6 +128,7 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
             "data": [{"id": name, **facts, "max_model_len": longest} for name in service.names],
         }
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Whether the engine lives: a server that is shutting down is healthy."""
@@ -135,6 +136,7 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
             raise RefusalError(503, service.llm.llm.engine.error, code="unavailable")
         return Response()
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """Whether requests are taken."""
@@ -150,6 +152,7 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
         admission = service.admission
         return {"server_load": admission.num_outputs, "prompt_tokens": admission.num_tokens}
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.meter.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

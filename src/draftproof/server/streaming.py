@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -17,7 +17,6 @@ from draftproof.server.service import Job, Service
 from draftproof.types import Delta
 
 DONE = b"data: [DONE]\n\n"
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -57,7 +56,7 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    return f"data: {ENCODER.encode(content)}\n\n".encode()
+    return b"data: %b\n\n" % to_json(content)
 
 
 class Chunks:

@@ -1,0 +1,117 @@
+"""A server in a process of its own, and clients of few lines, so that measuring costs little."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftproof import SamplingParams
+
+ROUTE = "/v1/completions"
+
+
+@dataclass
+class Asked:
+    """One request, and what became of it."""
+
+    body: dict[str, Any]
+    leaves_after: int | None = None  # events
+    text: str = ""
+    finish_reason: str | None = None
+    gaps: list[float] = field(default_factory=list)  # seconds until each event, from the one before
+    token_ids: list[int] = field(default_factory=list)  # where the body asks for them
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> SamplingParams:
+        names = ("max_tokens", "temperature", "seed", "ignore_eos")
+        return SamplingParams(**{name: self.body[name] for name in names if name in self.body})
+
+
+def as_flag(name: str, value: object) -> list[str]:
+    """A setting on the command line; none where it is None."""
+    flag = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+async def ask(address: tuple[str, int], asked: Asked, route: str = ROUTE) -> None:
+    """Stream one answer."""
+    reader, writer = await asyncio.open_connection(*address)
+    body = json.dumps(asked.body | {"stream": True}).encode()
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    num_events, before = 0, time.perf_counter()
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.perf_counter()
+        asked.gaps.append(now - before)
+        before, num_events = now, num_events + 1
+        event = json.loads(line[6:])
+        if "error" in event:
+            asked.finish_reason = event["error"]["message"]
+            break
+        asked.usage = event.get("usage") or asked.usage
+        if not event["choices"]:
+            continue
+        choice = event["choices"][0]
+        asked.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        asked.token_ids += choice.get("token_ids", ())
+        asked.finish_reason = choice["finish_reason"] or asked.finish_reason
+        if num_events == asked.leaves_after:
+            break
+    writer.close()
+
+
+class Server:
+    """`draftproof serve` in a process of its own, with settings of its engine."""
+
+    def __init__(self, settings: Mapping[str, Any], *flags: str) -> None:
+        own = [part for name, value in settings.items() for part in as_flag(name, value)]
+        command = [sys.executable, "-m", "draftproof", "serve", "--port", "0", *own, *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith("serving at http://"):
+                host, _, port = line.split()[2].removeprefix("http://").removesuffix("/v1").rpartition(":")
+                self.address = (host, int(port))
+                break
+        else:
+            raise RuntimeError("the server did not start")
+        self.log = subprocess.Popen(["cat"], stdin=self.process.stderr, stdout=subprocess.DEVNULL)
+
+    def rss(self) -> float:
+        """Resident memory, in MiB."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    async def metrics(self) -> dict[str, float]:
+        """Values by name, summed over labels."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        text = (await reader.read()).decode()
+        writer.close()
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            if line.startswith("draftproof:"):
+                name = line.removeprefix("draftproof:").partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(line.split()[-1])
+        return found
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(60)
+        self.log.kill()
+        return status
