@@ -48,31 +48,55 @@ def as_flag(name: str, value: object) -> list[str]:
 
 async def ask(address: tuple[str, int], asked: Asked, route: str = ROUTE) -> None:
     """Stream one answer."""
-    reader, writer = await asyncio.open_connection(*address)
     body = json.dumps(asked.body | {"stream": True}).encode()
     head = f"POST {route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    num_events, before = 0, time.perf_counter()
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        now = time.perf_counter()
-        asked.gaps.append(now - before)
-        before, num_events = now, num_events + 1
-        event = json.loads(line[6:])
+    loop = asyncio.get_running_loop()
+    reading = Reading(asked, loop.create_future())
+    transport, _ = await loop.create_connection(lambda: reading, *address)
+    transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await reading.over
+    transport.close()
+
+
+class Reading(asyncio.Protocol):
+    """Takes one answer in, event by event. `over`: done when it has ended, or the client has had enough."""
+
+    def __init__(self, asked: Asked, over: asyncio.Future[None]) -> None:
+        self.over = over
+        self._asked = asked
+        self._rest = b""
+        self._num_events, self._before = 0, time.perf_counter()
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {") and not self.over.done():
+                self._take(json.loads(line[6:]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        now, asked = time.perf_counter(), self._asked
+        asked.gaps.append(now - self._before)
+        self._before, self._num_events = now, self._num_events + 1
         if "error" in event:
             asked.finish_reason = event["error"]["message"]
-            break
+            self._end()
+            return
         asked.usage = event.get("usage") or asked.usage
         if not event["choices"]:
-            continue
+            return
         choice = event["choices"][0]
         asked.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
         asked.token_ids += choice.get("token_ids", ())
         asked.finish_reason = choice["finish_reason"] or asked.finish_reason
-        if num_events == asked.leaves_after:
-            break
-    writer.close()
+        if self._num_events == asked.leaves_after:
+            self._end()
 
 
 class Server:

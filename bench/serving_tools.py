@@ -94,7 +94,7 @@ def aiperf(server: Server, site: Path | None, folder: Path) -> dict[str, tuple[f
         "drafts": (told["total_draft_tokens"]["avg"], drafted),
         "accepted drafts": (told["total_accepted_draft_tokens"]["avg"], accepted),
         "rounds": (told["total_spec_decode_steps"]["avg"], rounds),
-        "share accepted": (told["spec_decode_overall_draft_acceptance_rate"]["avg"], accepted / drafted),
+        "% accepted": (told["spec_decode_overall_draft_acceptance_rate"]["avg"], 100 * accepted / drafted),
     }
 
 

@@ -98,3 +98,25 @@ def test_the_process_may_open_as_many_files(monkeypatch: pytest.MonkeyPatch) -> 
         allow_files(2048)
     wanted = 2048 + ROOM_FOR_FILES
     assert given == [(wanted, 4096), (1500, 1500), (wanted, resource.RLIM_INFINITY)]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_events_are_framed_as_the_client_reads_them(server: Running, version: str) -> None:
+    """A client of HTTP/1.0 knows no chunks; one of HTTP/1.1 gets an event in each."""
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": True}).encode()
+    head = f"POST {TEXT} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with connect(server) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    headers, _, content = answer.partition(b"\r\n\r\n")
+    assert (b"chunked" in headers) == (version == "1.1")
+    events = content.split(b"\n\n")
+    if version == "1.0":
+        assert all(event.startswith(b"data: ") for event in events[:-1]) and not events[-1]
+        assert events[-2] == b"data: [DONE]"
+    else:
+        assert content.endswith(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        sizes = [int(event.split(b"\r\n")[-2], 16) for event in events[:-1]]
+        assert sizes == [len(event.split(b"\r\n")[-1]) + 2 for event in events[:-1]]

@@ -57,19 +57,23 @@ class AnswerStream:
 
     async def with_pauses(self, interval: float) -> AsyncIterator[Delta | None]:
         """Deltas, and None whenever so many seconds have passed without one."""
-        while True:
-            while self._waiting:
-                yield self._waiting.popleft()
-            if self.over.is_set():
-                return
-            self._news.clear()
-            pause = self.loop.call_later(interval, self._news.set)
-            try:
+        alarm = _Alarm(self, interval)
+        try:
+            while True:
+                while self._waiting:
+                    yield self._waiting.popleft()
+                if self.over.is_set():
+                    return
+                self._news.clear()
                 await self._news.wait()
-            finally:
-                pause.cancel()
-            if not self._waiting and not self.over.is_set():
-                yield None
+                if not self._waiting and not self.over.is_set():
+                    yield None
+        finally:
+            alarm.cancel()
+
+    def wake(self) -> None:
+        """Have whoever waits look, though there may be nothing."""
+        self._news.set()
 
     def deliver(self, deltas: Sequence[Delta], *, is_over: bool) -> None:
         """Called in the loop's thread."""
@@ -89,6 +93,27 @@ class AnswerStream:
             self.over.set()
             self._news.set()
             self._leave(self)
+
+
+class _Alarm:
+    """Wakes a stream whenever nothing has come for `interval` seconds: one timer, however much comes."""
+
+    def __init__(self, stream: AnswerStream, interval: float) -> None:
+        self._stream = stream
+        self._interval = interval
+        self._rung = time.perf_counter()
+        self._timer = stream.loop.call_later(interval, self._look)
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        rest = max(self._stream.last, self._rung) + self._interval - now
+        if rest <= 0:
+            self._rung, rest = now, self._interval
+            self._stream.wake()
+        self._timer = self._stream.loop.call_later(rest, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 class AsyncLLM:

@@ -15,7 +15,7 @@ import uvicorn
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
 from draftproof.server.app import create_app
-from draftproof.server.connections import Connection, allow_files, close_silent
+from draftproof.server.connections import Connection, allow_files, close_silent, lending_writes
 from draftproof.server.service import Service
 from draftproof.server.settings import ServerConfig
 
@@ -84,7 +84,7 @@ def make_server(service: Service, told: Callable[[str], None] | None = None) -> 
     config = service.config
     silent: dict[Connection, None] = {}
     settings = uvicorn.Config(
-        create_app(service),
+        lending_writes(create_app(service)),
         host=config.host,
         port=config.port,
         log_level="warning",

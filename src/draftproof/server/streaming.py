@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from pydantic_core import to_json
@@ -16,6 +16,8 @@ from draftproof.server.protocol import CompletionBody
 from draftproof.server.service import Job, Service
 from draftproof.types import Delta
 
+WRITE = "write"  # key of a scope's state: writes a part of the body, where that can be done sooner than by sending it
+Write = Callable[[bytes], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -29,12 +31,25 @@ class EventResponse(StreamingResponse):
         super().__init__(events, media_type="text/event-stream")
         self.headers.update({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._end = end
+        self._write: Write | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write = scope.get("state", {}).get(WRITE)
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._end()
+
+    async def stream_response(self, send: Send) -> None:
+        """Where the connection lends its own way of writing, events go past what is between it and us."""
+        if self._write is None:
+            await super().stream_response(send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self.body_iterator:
+            assert isinstance(chunk, bytes), "events are"
+            await self._write(chunk)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
