@@ -112,6 +112,24 @@ def _acceptance(axes: Any, runs: Sequence[Record]) -> bool:
     return bool(drafting)
 
 
+def draw_acceptance(path: Path, rows: Sequence[Record]) -> None:
+    """Acceptance by position, a line for each domain and temperature."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for row in rows:
+        shares = row["accepted_per_position"]
+        label = f"{row['domain']}, T = {row['temperature']} (tau {row['tau']:.2f})"
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axes.set_xlabel("position of the draft")
+    axes.set_ylabel("share of rounds that accepted it")
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def _time_split(axes: Any, runs: Sequence[Record]) -> bool:
     known = [run for run in runs if run["time_split"]]
     left = [0.0] * len(known)

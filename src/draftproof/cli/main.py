@@ -21,6 +21,7 @@ COMMANDS = {
     "certify": "Show which operators and products are exact on this machine, and which are used.",
     "doctor": "Check a model and its drafter, measure both here, and predict the speed-up.",
     "bench": "Measure plain decoding beside speculation: latency, throughput, requests at a rate, methods.",
+    "train": "Train a draft head for a model, on the model's own answers.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }
 

@@ -18,6 +18,7 @@ import click
 from draftproof import assets
 from draftproof.config import EngineConfig
 from draftproof.server.settings import ServerConfig
+from draftproof.train.settings import AnswerConfig, HeadConfig
 from draftproof.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # A command's defaults by field. None: the flag is of no use to it, and not shown.
 OwnDefaults = Mapping[str, int | None]
+_NO_DEFAULTS: OwnDefaults = MappingProxyType({})
 
 
 def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
@@ -46,6 +48,12 @@ def sampling_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
 def server_flags(function: F) -> F:
     """Give a command one flag for each field of ServerConfig; those that were given arrive as `server`."""
     return _flags(ServerConfig, "server", function, MappingProxyType({}))
+
+
+def train_flags(function: F) -> F:
+    """Give a command one flag for each field of AnswerConfig and HeadConfig; those that were given arrive as `answers`
+    and `head`."""
+    return _flags(AnswerConfig, "answers", _flags(HeadConfig, "head", function, _NO_DEFAULTS), _NO_DEFAULTS)
 
 
 def _flags(config: Any, into: str, function: F, own: OwnDefaults) -> F:

@@ -19,12 +19,13 @@ KEYS = "'prompt', 'messages', 'turns' or 'question'"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: raw `text`, or the `messages` of a conversation; exactly one of them is set. `reference`: the number
-    that answers it, where the file says."""
+    that answers it, `domain`: what kind of text it asks for, where the file says."""
 
     id: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     reference: str | None = None
+    domain: str = ""
 
     @property
     def title(self) -> str:
@@ -84,14 +85,17 @@ def _parse(line: str, where: str, number: str) -> Prompt:
         raise ValueError(f"{where}: must be an object with {KEYS}")
     name = str(next((item[k] for k in ("id", "task_id", "question_id") if k in item), number))
     reference = _number(item.get("reference"))
+    domain = str(item.get("domain", ""))
     match item:
         case {"prompt": str(text)}:
-            return Prompt(name, text, reference=reference)
+            return Prompt(name, text, reference=reference, domain=domain)
         case {"messages": [_, *_] as messages} if all(isinstance(m, Mapping) for m in messages):
-            return Prompt(name, messages=[dict(m) for m in messages], reference=reference)
+            return Prompt(name, messages=[dict(m) for m in messages], reference=reference, domain=domain)
         # Conversations of several turns: only the first can be asked without an answer to it.
         case {"turns": [str(text), *_]} | {"question": str(text)}:
-            return Prompt(name, messages=[{"role": "user", "content": text}], reference=reference)
+            return Prompt(
+                name, messages=[{"role": "user", "content": text}], reference=reference, domain=domain
+            )
     raise ValueError(
         f"{where}: has keys {', '.join(map(str, item))}; needs {KEYS}, with text or messages in it"
     )

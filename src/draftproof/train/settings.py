@@ -1,0 +1,95 @@
+"""Settings of training a head, checked once; the command line makes a flag of each field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from draftproof.schema import check_choice, check_number, check_whole, documented, reject_unknown_keys, shown
+
+Method = Literal["eagle3", "dflash"]
+FILE = "train.json"  # beside the head: its settings, and what it was trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerConfig:
+    """What the target's answers are: half of them greedy, the others sampled at `temperature`."""
+
+    max_tokens: int = documented(256, "Longest answer of the target, in tokens.")
+    temperature: float = documented(
+        0.8, "Temperature of every other answer; the others are greedy. 0: all are greedy."
+    )
+    data_seed: int = documented(0, "Seed of the sampled answers.")
+
+    def __post_init__(self) -> None:
+        check_whole("max_tokens", self.max_tokens, 1)
+        check_number("temperature", self.temperature)
+        check_whole("data_seed", self.data_seed, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """What the head is, and how it is trained.
+
+    Training ends after `num_steps` or `max_seconds`, whichever comes first, and the learning rate falls with what is
+    spent of either. Left out, `num_layers` is 1 for eagle3 and 2 for dflash, `intermediate_size` the target's, and
+    `draft_vocab_size` 8192, or the target's whole vocabulary where that is no larger.
+    """
+
+    method: Method = documented("eagle3", "Kind of head: eagle3 or dflash.")
+    num_drafts: int = documented(5, "Drafts that the head is trained for; a dflash block is one longer.")
+    num_layers: int | None = documented(None, "Layers of the head. Left out: 1, or 2 for dflash.")
+    intermediate_size: int | None = documented(None, "Width of the head's MLPs. Left out: the target's.")
+    draft_vocab_size: int | None = documented(
+        None, "Tokens that the head can draft, the most frequent ones. Left out: 8192 or all."
+    )
+    num_steps: int = documented(2000, "Most training steps.")
+    max_seconds: float | None = documented(None, "Most seconds of training, data and checks apart.")
+    tokens_per_step: int = documented(4096, "Tokens of a training step.")
+    learning_rate: float = documented(1e-3, "Highest learning rate.")
+    train_seed: int = documented(0, "Seed of the head's weights and of the order of texts.")
+    checkpoint_every: int = documented(200, "Steps from one checkpoint to the next.")
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, get_args(Method))
+        check_whole("num_drafts", self.num_drafts, 1, 15)
+        for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name in ("num_steps", "checkpoint_every"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("tokens_per_step", self.tokens_per_step, 32)
+        if self.max_seconds is not None:
+            check_number("max_seconds", self.max_seconds, above=0)
+        check_number("learning_rate", self.learning_rate, above=0)
+        check_whole("train_seed", self.train_seed, 0)
+
+
+def as_record(config: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def check_same(path: Path, wanted: dict[str, Any]) -> bool:
+    """Whether `path` was written before; ValueError where it holds other values than `wanted`: what lies beside it was
+    made with them."""
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    reject_unknown_keys(str(path), found, list(wanted))
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise ValueError(
+                f"{path}: {key}={shown(found.get(key))}, but {shown(value)} is asked for; name another folder, or "
+                "remove this one"
+            )
+    return True
