@@ -11,6 +11,7 @@ and their licences. The packages that the demo's prompts were taken from are lef
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -57,6 +58,7 @@ DOMAINS = {
 HELD_OUT = 20  # one file or topic in so many
 MOST_FILES = 400  # of a package
 MOST_BYTES = 120_000  # of a file
+LEAST_LENGTH = 400
 
 TOPICS = """photosynthesis; the water cycle; black holes; the French Revolution; compound interest; recursion; bread
 baking; jazz music; the immune system; plate tectonics; chess openings; the Roman Empire; solar panels; coffee; tides;
@@ -108,12 +110,25 @@ PROSE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """A file of a package. `name`: its path from the package on."""
 
     name: str
-    text: str
+    path: Path
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Nothing where there is little, or letters that a small model hardly knows."""
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        return text if len(text) > LEAST_LENGTH and text.isascii() else ""
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text)
+        except (SyntaxError, ValueError):
+            return ast.parse("")
 
     @property
     def is_held_out(self) -> bool:
@@ -180,9 +195,8 @@ def files(package: str) -> Iterator[Source]:
     paths = [p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts)]
     paths.sort(key=lambda path: _digest(str(path.relative_to(root))))
     for path in paths[:MOST_FILES]:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size < MOST_BYTES else ""
-        if len(text) > 400 and text.isascii():
-            yield Source(f"{root.name}/{path.relative_to(root)}", text)
+        if LEAST_LENGTH < path.stat().st_size < MOST_BYTES:
+            yield Source(f"{root.name}/{path.relative_to(root)}", path)
 
 
 _SKIPPED = frozenset({"_vendor", "site-packages", "test", "idlelib", "lib2to3", "turtledemo", "encodings"})
@@ -227,21 +241,13 @@ def _explain(rng: random.Random, source: Source) -> dict[str, Any] | None:
 
 def _prose(rng: random.Random, source: Source) -> dict[str, Any] | None:
     """A piece of documentation of some length."""
-    try:
-        tree = ast.parse(source.text)
-    except (SyntaxError, ValueError):
-        return None
-    nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    nodes = [n for n in ast.walk(source.tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     texts = [d for n in nodes if (d := ast.get_docstring(n)) and 300 < len(d) < 2500]
     return _message(f"{rng.choice(PROSE)}\n\n{rng.choice(texts)[:1400]}", source) if texts else None
 
 
 def _documented(rng: random.Random, source: Source) -> ast.FunctionDef | None:
-    try:
-        tree = ast.parse(source.text)
-    except (SyntaxError, ValueError):
-        return None
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
+    nodes = [n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
     return rng.choice(nodes) if nodes else None
 
 

@@ -1,0 +1,149 @@
+"""Heads trained by `speculators` on the engine's states: read by our engine, the same bits after a break, refused for
+another target. Skipped where that library is not installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftproof import LLM, SamplingParams, assets
+from draftproof.train import loop, run
+from draftproof.train.settings import AnswerConfig, HeadConfig
+
+pytest.importorskip("speculators", reason="needs draftproof[train]")
+
+PROMPTS = [[40 + i, 50, 60 + 2 * i, 70] for i in range(6)]
+ANSWERS = AnswerConfig(max_tokens=24, temperature=0.8)
+HEADS = {
+    "eagle3": HeadConfig(method="eagle3", num_drafts=2, draft_vocab_size=512, intermediate_size=64),
+    "dflash": HeadConfig(method="dflash", num_drafts=3, num_layers=1, draft_vocab_size=512, intermediate_size=64),
+}
+FEW = {"num_steps": 6, "tokens_per_step": 64, "checkpoint_every": 2}
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers and states, made once."""
+    folder = tmp_path_factory.mktemp("data")
+    training = make_training(folder / "unused", folder, "eagle3")
+    _, files = run.prepare(training)
+    run.make_data(training, files, LLM(**training.engine), quiet)
+    return folder
+
+
+def make_training(folder: Path, data: Path, method: str) -> run.Training:
+    return run.Training(
+        engine={"model": str(assets.path(assets.TARGET)), "dtype": "float32", "device": "cpu"},
+        prompts=PROMPTS,
+        folder=folder,
+        data_folder=data,
+        answers=ANSWERS,
+        head=dataclasses.replace(HEADS[method], **FEW),
+    )
+
+
+def trained(training: run.Training, show: Any = quiet) -> dict[str, torch.Tensor]:
+    target, files = run.prepare(training)
+    run.make_head(training, target, files, show)
+    return load_file(training.folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_killed_training_goes_on_to_the_same_head(
+    method: str, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the checkpoint of step 4, while that of step 6 is being written."""
+    whole = trained(make_training(tmp_path / "whole", data_folder, method))
+
+    class KilledError(BaseException):
+        pass
+
+    real, calls = loop.save_file, []
+
+    def dies(tensors: Any, path: Path, **more: Any) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"the beginning of a checkpoint")
+            raise KilledError
+        real(tensors, path, **more)
+
+    broken = make_training(tmp_path / "broken", data_folder, method)
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(loop, "save_file", dies)
+        trained(broken)
+    assert not (broken.folder / "model.safetensors").exists()
+
+    steps: list[int] = []
+    resumed = trained(broken, lambda step, *_: steps.append(step))
+    assert steps == [6]
+    logged = [json.loads(line)["step"] for line in (broken.folder / loop.LOG).read_text().splitlines()]
+    assert logged == [2, 4, 6, 6]  # the last one again
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_trained_head_drafts_and_changes_nothing(method: str, data_folder: Path, tmp_path: Path) -> None:
+    training = make_training(tmp_path / method, data_folder, method)
+    tensors = trained(training)
+    assert not [name for name in tensors if name.startswith(("embed_tokens", "lm_head", "verifier"))]
+    drafter = {"model": str(training.folder), "num_speculative_tokens": 2}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with LLM(**training.engine) as plain, LLM(**training.engine, speculative_config=drafter) as drafting:
+        wanted = plain.generate(prompts, params, use_tqdm=False)
+        found = drafting.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
+    assert sum(o.metrics.speculation.num_draft_tokens for o in found) > 0
+    record = json.loads((training.folder / "train.json").read_text())
+    assert record["trained_on"]["texts"] == len(PROMPTS)
+    assert record["held_back"]["steps"] == 6
+
+
+def test_a_head_of_another_target_is_refused(data_folder: Path, tmp_path: Path) -> None:
+    """By the engine that should draft with it, and by a training that would go on with it."""
+    training = make_training(tmp_path / "head", data_folder, "eagle3")
+    trained(training)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((assets.path(assets.TARGET) / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    with pytest.raises(ValueError, match="hidden_size"):
+        LLM(
+            model=str(other), load_format="dummy", device="cpu",
+            speculative_config={"model": str(training.folder), "load_format": "auto"},
+        )  # fmt: skip
+    moved = dataclasses.replace(training, engine={**training.engine, "model": str(other)})
+    with pytest.raises(ValueError, match=r"train.json: target="):
+        run.prepare(moved)
+
+
+def test_training_lowers_the_loss(data_folder: Path, tmp_path: Path) -> None:
+    training = make_training(tmp_path / "head", data_folder, "eagle3")
+    training = dataclasses.replace(training, head=dataclasses.replace(training.head, num_steps=60))
+    losses: list[float] = []
+    trained(training, lambda step, most, metrics: losses.append(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_estimate_counts_bytes_and_time(data_folder: Path, tmp_path: Path) -> None:
+    training = make_training(tmp_path / "head", data_folder, "eagle3")
+    target, _ = run.prepare(training)
+    with LLM(**training.engine) as llm:
+        told = run.estimate(training, target, llm)
+    num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * ANSWERS.max_tokens
+    assert told.num_tokens == num_tokens
+    assert told.num_bytes == num_tokens * 4 * 256 * 2  # tapped layers, hidden size, bf16
+    assert told.answer_seconds > 0
+    assert told.read_seconds > 0
+    assert told.train_seconds > 0
