@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from draftproof import LLM, assets
-from draftproof.cli import options
 from draftproof.cli.main import main
 from tests.cli.fake_llm import Engines
 
@@ -56,7 +55,7 @@ def test_the_variable_names_any_model(package: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(assets.VARIABLE, "owner/name")
     assert assets.default_model() == assets.DefaultModel("owner/name", is_embedded=False)
     monkeypatch.setenv(assets.VARIABLE, "tiny")
-    assert assets.default_model() == assets.DefaultModel(EMBEDDED, is_embedded=True)
+    assert assets.default_model() == assets.DefaultModel(EMBEDDED, is_embedded=True, drafter="tiny-eagle3")
 
 
 def test_a_server_calls_it_by_its_file() -> None:
@@ -64,15 +63,19 @@ def test_a_server_calls_it_by_its_file() -> None:
     assert assets.default_model().served_name == assets.TARGET
 
 
-def test_only_the_embedded_model_has_a_head_of_its_own(
+def test_each_default_model_has_a_head_of_its_own(
     package: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["generate", "x"]) == 0
-    assert engines[0].engine["speculative_config"] == {"method": "ngram"}
+    assert Path(engines[0].engine["speculative_config"]["model"]).name == assets.SMOLLM2_DRAFTER
+    monkeypatch.setenv(assets.VARIABLE, "owner/name")
+    assert main(["generate", "x"]) == 0
+    assert engines[1].engine["speculative_config"] == {"method": "ngram"}
+    monkeypatch.delenv(assets.VARIABLE)
     without(monkeypatch, "gguf")
     assert main(["generate", "x"]) == main(["generate", "x", "--no-speculation"]) == 0
-    assert Path(engines[1].engine["speculative_config"]["model"]).name == options.EMBEDDED_DRAFTER
-    assert "speculative_config" not in engines[2].engine
+    assert Path(engines[2].engine["speculative_config"]["model"]).name == assets.EMBEDDED_DRAFTER
+    assert "speculative_config" not in engines[3].engine
 
 
 def test_a_command_says_once_which_model_it_takes(

@@ -1,4 +1,4 @@
-"""Answers are the engine's own, a data folder is finished where it was left, and belongs to one target and its prompts."""
+"""Answers are the engine's own; a data folder is finished where it was left, and has one target and its prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_answers_follow_their_prompts_greedy_and_sampled(
         for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
             params = data.params_of(number, CONFIG)
             assert params.temperature == (CONFIG.temperature if number % 2 else 0)
-            answer = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
+            answer = (
+                llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
+            )
             assert text == [*prompt, *answer]
 
 
@@ -75,7 +77,7 @@ def test_a_folder_that_was_left_is_finished(
 
 @pytest.mark.parametrize(
     ("target", "prompts", "named"),
-    [({**TARGET, "vocab_size": 5}, PROMPTS, "target"), (TARGET, PROMPTS[:-1] + [[1, 2]], "prompts")],
+    [({**TARGET, "vocab_size": 5}, PROMPTS, "target"), (TARGET, [*PROMPTS[:-1], [1, 2]], "prompts")],
 )
 def test_a_folder_of_another_target_or_other_prompts_is_refused(
     tmp_path: Path, target: dict[str, object], prompts: list[list[int]], named: str

@@ -22,7 +22,9 @@ PROMPTS = [[40 + i, 50, 60 + 2 * i, 70] for i in range(6)]
 ANSWERS = AnswerConfig(max_tokens=24, temperature=0.8)
 HEADS = {
     "eagle3": HeadConfig(method="eagle3", num_drafts=2, draft_vocab_size=512, intermediate_size=64),
-    "dflash": HeadConfig(method="dflash", num_drafts=3, num_layers=1, draft_vocab_size=512, intermediate_size=64),
+    "dflash": HeadConfig(
+        method="dflash", num_drafts=3, num_layers=1, draft_vocab_size=512, intermediate_size=64
+    ),
 }
 FEW = {"num_steps": 6, "tokens_per_step": 64, "checkpoint_every": 2}
 

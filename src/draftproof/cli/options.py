@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from draftproof.frontend.llm import LLM
 
-EMBEDDED_DRAFTER = "tiny-eagle3"
 LEAST = 1e-9  # the least number that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -178,15 +177,16 @@ SPECIAL: dict[str, click.ParamType[Any]] = {
 
 
 def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[str, Any]:
-    """The engine's flags with a drafter where neither it nor a model is named: the embedded model has one that was
-    trained for it, any other gets n-gram drafts."""
+    """The engine's flags with a drafter where neither it nor a model is named: the default model's own if there is one,
+    else n-gram drafts."""
     chosen = dict(engine)
     if not speculation:
         if "speculative_config" in chosen:
             raise ValueError("--no-speculation and --speculative-config: give only one of them")
     elif "model" not in chosen:
-        own = {"model": str(assets.path(EMBEDDED_DRAFTER))}
-        chosen.setdefault("speculative_config", own if is_embedded(engine) else {"method": "ngram"})
+        drafter = assets.default_model().drafter
+        own = {"model": str(assets.path(drafter))} if drafter else {"method": "ngram"}
+        chosen.setdefault("speculative_config", own)
     return chosen
 
 

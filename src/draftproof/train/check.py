@@ -21,6 +21,7 @@ from draftproof.train.settings import write_record
 from draftproof.types import RequestOutput, SamplingParams
 
 PLAIN, NGRAM, HEAD = "plain", "ngram", "head"
+ALL_DRAFTS = "head, all drafts"
 REPORT = "report.md"
 
 
@@ -80,8 +81,9 @@ def check(
                     (prompt.domain, temperature, name), Row(prompt.domain, temperature, name)
                 )
                 outputs.append(_timed(llm, prompt, _params(temperature, max_tokens, number), row))
-            name = f"{HEAD}, all drafts"
-            row = rows.setdefault((prompt.domain, temperature, name), Row(prompt.domain, temperature, name))
+            row = rows.setdefault(
+                (prompt.domain, temperature, ALL_DRAFTS), Row(prompt.domain, temperature, ALL_DRAFTS)
+            )
             with asking_for(llms[HEAD], llms[HEAD].num_speculative_tokens):
                 outputs.append(_timed(llms[HEAD], prompt, _params(temperature, max_tokens, number), row))
             for output in outputs[1:]:
@@ -120,9 +122,8 @@ def report(rows: Sequence[Row], folder: Path) -> str:
     (folder / REPORT).write_text(table + "\n", encoding="utf-8")
     write_record(folder / "report.json", {"rows": records})
     if plots.available():
-        plots.draw_acceptance(
-            folder / "acceptance.png", [r for r in records if r["drafter"].endswith("all drafts")]
-        )
+        drawn = [record for record in records if record["drafter"] == ALL_DRAFTS]
+        plots.draw_acceptance(folder / "acceptance.png", drawn)
     return table
 
 

@@ -61,37 +61,70 @@ MOST_BYTES = 120_000  # of a file
 LEAST_LENGTH = 400
 
 TOPICS = """photosynthesis; the water cycle; black holes; the French Revolution; compound interest; recursion; bread
-baking; jazz music; the immune system; plate tectonics; chess openings; the Roman Empire; solar panels; coffee; tides;
-the Great Wall of China; vaccines; inflation; haiku; volcanoes; the stock market; gravity; sourdough; marathon training;
-the printing press; coral reefs; antibiotics; supply and demand; the Moon; electric cars; penguins; origami; DNA; the
-Silk Road; earthquakes; public speaking; gardening; time zones; the Renaissance; magnets; yoga; budgeting; glaciers;
-bees; the Internet; a good night's sleep; rainbows; job interviews; cheese; the human heart; recycling; camping; lasers;
-the Olympic Games; vitamins; deserts; teamwork; clouds; the Industrial Revolution; owls; passwords; learning a language;
-rivers; the violin; nuclear energy; honesty; spiders; moving to a new city; batteries; elephants; democracy; bicycles;
-the periodic table; tea; lightning; procrastination; sharks; the brain; pottery; hurricanes; friendship; trains; algae;
-the Pyramids; photography; saving money; dinosaurs; meditation; bridges; the scientific method; a healthy breakfast;
-whales; libraries; databases; sorting algorithms; version control; unit tests; operating systems; machine learning;
-neural networks; hash tables; regular expressions; web servers; encryption; object-oriented programming; compilers"""
-QUESTIONS = """What is the most important thing to know about {t}?; Explain {t} to a ten-year-old.; Give me five facts
-about {t}.; Write a short story about {t}.; What are common misconceptions about {t}?; How would you describe {t} in one
-paragraph?; Write an email to a friend about {t}.; List the pros and cons of {t}.; Write a poem about {t}.; Why does {t}
-matter?; Compare {t} with {u}.; What should a beginner read about {t}, and in which order?; Write a short dialogue
-between two people who disagree about {t}.; How did people's view of {t} change over time?; Give a step-by-step
-introduction to {t}.; What questions would an expert ask about {t}?; Summarise what you know about {t} in three
-bullet points.; How are {t} and {u} related?; Write a news report that mentions {t} and {u}.; Make a quiz with four
-questions about {t}, with answers."""
-NAMES = "Maya Tom Priya Lucas Hannah Omar Sofia Ben Aiko Carlos Nadia Peter Ruth Ivan Grace Leo".split()
-THINGS = "apples pencils books cards stickers marbles tickets coins eggs flowers cookies bottles shells stamps".split()
-SUMS = """{a} has {x} {n}. {b} has {k} times as many {n} as {a}. How many {n} do they have together?; A shop sells {n}
-for ${k} each. {a} buys {x} of them and pays with a ${y} note. How much change does {a} get?; {a} collects {x} {n} every
-day for {k} days and then gives {z} of them to {b}. How many {n} are left?; {a} packs {y} {n} into boxes of {k}. How many
-boxes are full, and how many {n} are left over?; {a} reads {x} pages on Monday and twice as many on Tuesday. The book has
-{y} pages. How many pages are left?; {a} and {b} share {y} {n} so that {a} gets {k} more than {b}. How many does {b} get?;
-A train travels {x} miles in {k} hours. How far does it travel in {z} hours at the same speed?; {a} earns ${x} an hour
-and works {k} hours a day, {z} days a week. How much does {a} earn in a week?; {a} bakes {x} cakes and cuts each into
-{k} slices. {b} eats {z} slices. How many slices are left?; A garden is {x} meters long and {k} meters wide. What are its
-area and its perimeter?; {a} had some {n}, gave {k} to {b}, then bought {z} more and now has {y}. How many {n} did {a}
-have at first?; What is {k} percent of {y}?"""
+baking; jazz music; the immune system; plate tectonics; chess openings; the Roman Empire; solar panels; coffee;
+tides; the Great Wall of China; vaccines; inflation; haiku; volcanoes; the stock market; gravity; sourdough;
+marathon training; the printing press; coral reefs; antibiotics; supply and demand; the Moon; electric cars;
+penguins; origami; DNA; the Silk Road; earthquakes; public speaking; gardening; time zones; the Renaissance;
+magnets; yoga; budgeting; glaciers; bees; the Internet; a good night's sleep; rainbows; job interviews; cheese; the
+human heart; recycling; camping; lasers; the Olympic Games; vitamins; deserts; teamwork; clouds; the Industrial
+Revolution; owls; passwords; learning a language; rivers; the violin; nuclear energy; honesty; spiders; moving to a
+new city; batteries; elephants; democracy; bicycles; the periodic table; tea; lightning; procrastination; sharks;
+the brain; pottery; hurricanes; friendship; trains; algae; the Pyramids; photography; saving money; dinosaurs;
+meditation; bridges; the scientific method; a healthy breakfast; whales; libraries; databases; sorting algorithms;
+version control; unit tests; operating systems; machine learning; neural networks; hash tables; regular expressions;
+web servers; encryption; object-oriented programming; compilers"""
+QUESTIONS = """What is the most important thing to know about {t}?; Explain {t} to a ten-year-old.; Give me five
+facts about {t}.; Write a short story about {t}.; What are common misconceptions about {t}?; How would you describe
+{t} in one paragraph?; Write an email to a friend about {t}.; List the pros and cons of {t}.; Write a poem about
+{t}.; Why does {t} matter?; Compare {t} with {u}.; What should a beginner read about {t}, and in which order?; Write
+a short dialogue between two people who disagree about {t}.; How did people's view of {t} change over time?; Give a
+step-by-step introduction to {t}.; What questions would an expert ask about {t}?; Summarise what you know about {t}
+in three bullet points.; How are {t} and {u} related?; Write a news report that mentions {t} and {u}.; Make a quiz
+with four questions about {t}, with answers."""
+NAMES = [
+    "Maya",
+    "Tom",
+    "Priya",
+    "Lucas",
+    "Hannah",
+    "Omar",
+    "Sofia",
+    "Ben",
+    "Aiko",
+    "Carlos",
+    "Nadia",
+    "Peter",
+    "Ruth",
+    "Ivan",
+    "Grace",
+    "Leo",
+]
+THINGS = [
+    "apples",
+    "pencils",
+    "books",
+    "cards",
+    "stickers",
+    "marbles",
+    "tickets",
+    "coins",
+    "eggs",
+    "flowers",
+    "cookies",
+    "bottles",
+    "shells",
+    "stamps",
+]
+SUMS = """{a} has {x} {n}. {b} has {k} times as many {n} as {a}. How many {n} do they have together?; A shop sells
+{n} for ${k} each. {a} buys {x} of them and pays with a ${y} note. How much change does {a} get?; {a} collects {x}
+{n} every day for {k} days and then gives {z} of them to {b}. How many {n} are left?; {a} packs {y} {n} into boxes
+of {k}. How many boxes are full, and how many {n} are left over?; {a} reads {x} pages on Monday and twice as many on
+Tuesday. The book has {y} pages. How many pages are left?; {a} and {b} share {y} {n} so that {a} gets {k} more than
+{b}. How many does {b} get?; A train travels {x} miles in {k} hours. How far does it travel in {z} hours at the same
+speed?; {a} earns ${x} an hour and works {k} hours a day, {z} days a week. How much does {a} earn in a week?; {a}
+bakes {x} cakes and cuts each into {k} slices. {b} eats {z} slices. How many slices are left?; A garden is {x}
+meters long and {k} meters wide. What are its area and its perimeter?; {a} had some {n}, gave {k} to {b}, then
+bought {z} more and now has {y}. How many {n} did {a} have at first?; What is {k} percent of {y}?"""
 ASKS = (
     "Write a Python function `{name}({arguments})`. {what}",
     "In Python, how can I do the following? {what}",

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.schema import words
 from draftproof.train.settings import HeadConfig
 
 DRAFT_VOCAB = 8192
@@ -124,7 +125,7 @@ class TrainedHead:
         """The head as our engine reads it: bf16, without what it shares with its target."""
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.model.config.to_json_string(use_diff=False))
-        raw = {key: config[key] for key in _KEPT if key in config}
+        raw = {key: config[key] for key in sorted(_KEPT) if key in config}
         raw["transformer_layer_config"] = _plain(raw["transformer_layer_config"])
         raw["speculators_config"]["verifier"]["name_or_path"] = self.target.name
         raw |= {"architectures": [type(self.model).__name__], "dtype": "bfloat16"}
@@ -253,7 +254,7 @@ def _layers(kind: str, num_layers: int, config: HeadConfig, target: Target, **mo
         tie_word_embeddings=False,
         **more,
     )
-    made._attn_implementation = "sdpa"  # noqa: SLF001
+    made._attn_implementation = "sdpa"
     return made
 
 
@@ -263,8 +264,8 @@ def _plain(layers: dict[str, Any]) -> dict[str, Any]:
 
 
 _RECIPES: Mapping[str, Callable[[HeadConfig, Target], _Recipe]] = {"eagle3": _eagle3, "dflash": _dflash}
-_KEPT = (
-    "speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size "
-    "tie_word_embeddings eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc fc_norm norm_output "
-    "aux_hidden_state_layer_ids block_size mask_token_id sample_from_anchor sliding_window_non_causal"
-).split()
+_KEPT = words(
+    """speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
+    tie_word_embeddings eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc fc_norm norm_output
+    aux_hidden_state_layer_ids block_size mask_token_id sample_from_anchor sliding_window_non_causal"""
+)

@@ -57,7 +57,7 @@ class Recorder:
             taps=Taps(layers=tuple(options["taps"])), layout=lambda _: InputLayout(context="all")
         )
         self._key = int(options["key"])
-        self._first_row: dict[int, int] = {}  # of a slot's text
+        self._first_row: dict[int, int] = {}  # by slot: where its text begins
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         first = _recording[self._key].first_row_of(tokens) if self._key in _recording else None
@@ -75,7 +75,8 @@ class Recorder:
     def _keep(self, verified: Verified, into: States) -> None:
         ends = verified.query_start_loc_R1.tolist()
         slots, live = verified.slots_R.tolist(), verified.live_R.tolist()
-        places, rows = [], []
+        places: list[int] = []
+        rows: list[int] = []
         positions = verified.positions_T.tolist()
         for slot, num_live, (start, _) in zip(slots, live, pairwise(ends), strict=True):
             first = self._first_row.get(slot)

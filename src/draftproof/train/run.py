@@ -23,7 +23,7 @@ from draftproof.train.record import StateReader
 from draftproof.train.settings import FILE, AnswerConfig, HeadConfig, as_record, check_same, write_record
 from draftproof.types import SamplingParams
 
-PROBE_TOKENS = 24  # of each answer whose speed is measured
+PROBE_TOKENS = 24  # answers of this length show the speed
 PROBE_STEPS = 2
 
 
