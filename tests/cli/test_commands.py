@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from draftproof import assets
+from draftproof import LLM, assets
 from draftproof.bench.compare import compare
-from draftproof.cli import generate, options
+from draftproof.cli import demo, generate, options
 from draftproof.cli.main import COMMANDS, main
-from draftproof.cli.prompts import read_file
+from draftproof.cli.prompts import Prompt, read_file
 from draftproof.config import EngineConfig
 from draftproof.types import Logprob, RequestOutput, SamplingParams
 from tests.cli.fake_llm import TEXT, TOKENIZER, Engines, FakeLLM
@@ -173,10 +173,12 @@ class TestDraft:
 
 class TestDemo:
     def test_says_identical_and_shows_speed(
-        self, engines: Engines, capsys: pytest.CaptureFixture[str]
+        self, engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(demo, "transformers_speed", lambda *_: 1.0)
         assert main(["demo", "--max-tokens", "5", "--batch-size", "4"]) == 0
         out = capsys.readouterr().out
+        assert "greedy, transformers  \u2588 1 tok/s" in out.splitlines()
         assert TEXT in out
         assert "plain tok/s" in out and "tau" in out
         assert out.splitlines()[-1].startswith("identical: yes (180 tokens of 36 outputs;")
@@ -184,8 +186,20 @@ class TestDemo:
 
     def test_fails_when_not_identical(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         engines.change = "token"
-        assert main(["demo", "--max-tokens", "5", "--batch-size", "4"]) == 1
-        assert "identical: NO" in capsys.readouterr().out
+        assert main(["demo", "--max-tokens", "5", "--batch-size", "4", "--no-transformers"]) == 1
+        out = capsys.readouterr().out
+        assert "identical: NO" in out and "transformers" not in out
+
+    def test_bars_are_as_long_as_speeds_are_high(self, capsys: pytest.CaptureFixture[str]) -> None:
+        demo.print_bars({"plain": 50.0, "speculative": 100.0, "other": 0.1}, color=False)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.count("\u2588") for line in lines] == [demo.BAR // 2, demo.BAR, 1]
+        assert lines[0].endswith(" 50 tok/s")
+
+    def test_transformers_is_measured_on_the_same_model(self) -> None:
+        model = str(assets.path(assets.TARGET))
+        with LLM(model, device="cpu") as llm:
+            assert demo.transformers_speed(llm, {"model": model}, [Prompt("0", "def f")], 4) > 0
 
 
 class TestEnds:

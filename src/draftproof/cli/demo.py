@@ -15,7 +15,7 @@ from draftproof import assets
 from draftproof.bench.compare import Tally, compare
 from draftproof.cli import options
 from draftproof.cli.prompts import Prompt, read_file
-from draftproof.cli.stream import Painter, write_stream
+from draftproof.cli.stream import ACCEPTED, Painter, write_stream
 from draftproof.cli.verify import failures, seeded
 from draftproof.types import RequestOutput
 
@@ -30,6 +30,7 @@ Examples:
 """
 
 GREEDY, SAMPLED = 0.0, 0.8
+BAR = 48  # characters of the longest bar
 PROVED = 4  # prompts that are decoded with all drafts in any case
 
 
@@ -55,14 +56,27 @@ class Timed:
 @click.option(
     "--color/--no-color", default=None, help="Colour accepted draft tokens. [default: on a terminal]"
 )
+@click.option(
+    "--transformers/--no-transformers",
+    "beside_transformers",
+    default=True,
+    show_default=True,
+    help="Measure transformers' generate on two of the prompts, too.",
+)
 @options.engine_flags
 def command(
-    prompt_file: str | None, max_tokens: int, batch_size: int, color: bool | None, engine: dict[str, Any]
+    prompt_file: str | None,
+    max_tokens: int,
+    batch_size: int,
+    color: bool | None,
+    beside_transformers: bool,
+    engine: dict[str, Any],
 ) -> int:
     """Stream one completion, then decode 16 prompts plainly and speculatively, greedy and sampled.
 
-    The table shows the speed of both, with as many drafts as pay on this machine; what is streamed has all drafts. The
-    line `identical: yes` comes from comparing every token id. Exit status 1 if any differs.
+    The table shows the speed of both, with as many drafts as pay on this machine; what is streamed has all drafts.
+    Speed-ups are over draftproof's own plain decoding; below them stands the speed of transformers. The line
+    `identical: yes` comes from comparing every token id. Exit status 1 if any differs.
     """
     from draftproof.bench.internals import asking_for
 
@@ -78,6 +92,16 @@ def command(
     for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"T={SAMPLED}")):
         pairs[name] = run_both(plain, drafting, prompts, temperature, max_tokens, batch_size)
     print_table(pairs, len(prompts), batch_size)
+    speeds = {
+        f"{name}, {how}": run.tokens_per_second
+        for name, runs in pairs.items()
+        for how, run in zip(("plain", "speculative"), runs, strict=True)
+    }
+    if beside_transformers:
+        speeds["greedy, transformers"] = transformers_speed(
+            plain, engine, prompts[:: len(prompts) // 2][:2], max_tokens
+        )
+    print_bars(speeds, options.use_color(color))
     with asking_for(
         drafting, drafting.num_speculative_tokens
     ):  # drafts prove something whether they pay or not
@@ -166,6 +190,47 @@ def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int
             " ".join(f"{share:.2f}" for share in shares) or "-",
         )
     options.print_table(table)
+
+
+def transformers_speed(
+    llm: LLM, engine: Mapping[str, Any], prompts: Sequence[Prompt], max_tokens: int
+) -> float:
+    """Tokens per second of transformers' `generate`, greedy, one prompt at a time, in the precision of `llm`."""
+    from draftproof.bench.peers.engine import Spec
+    from draftproof.bench.peers.hf import Transformers
+    from draftproof.engine.memory import pick_device
+    from draftproof.frontend.llm import show_progress
+    from draftproof.models.loading import resolve
+
+    config = llm.config
+    directory = resolve(
+        engine.get("model") or assets.default_model().where,
+        load_format=config.load_format,
+        progress=show_progress,
+    )
+    dtype = str(llm.model_config.dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    peer = Transformers(
+        Spec(
+            where="",
+            model=str(directory),
+            dtype=dtype,
+            device=str(pick_device(config.device)),
+            dummy=config.load_format == "dummy",
+        )
+    )
+    ids = [prompt.token_ids(llm.tokenizer, chat=False) for prompt in prompts]
+    peer.generate(ids[:1], 4)  # what is done at first use is not timed
+    return max_tokens * len(ids) / sum(peer.generate([one], max_tokens)[1] for one in ids)
+
+
+def print_bars(speeds: Mapping[str, float], color: bool) -> None:
+    """A bar for each speed, in tokens per second, as long as it is fast."""
+    widest = max(map(len, speeds))
+    fastest = max(speeds.values())
+    for name, speed in speeds.items():
+        bar = "\u2588" * max(1, round(BAR * speed / fastest))
+        painted = click.style(bar, fg=ACCEPTED) if color and name.endswith("speculative") else bar
+        click.echo(f"{name:<{widest}}  {painted} {speed:.0f} tok/s")
 
 
 def conclude(pairs: dict[str, list[Timed]]) -> int:
