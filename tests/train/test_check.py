@@ -51,7 +51,7 @@ def _plain_speed(rows: list[Row], like: Row) -> float:
 
 
 def test_a_changed_output_is_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = check._params  # noqa: SLF001
+    real = check._params
     calls = []
 
     def other_seed(temperature: float, max_tokens: int, number: int) -> object:

@@ -14,10 +14,26 @@ from draftproof.cli.main import main
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="needs draftproof[train]"
 )
-FEW = (
-    "--max-tokens 6 --num-steps 2 --tokens-per-step 64 --checkpoint-every 1 --draft-vocab-size 256 "
-    "--intermediate-size 32 --num-held-out 1 --device cpu --dtype float32"
-).split()
+FEW = [
+    "--max-tokens",
+    "6",
+    "--num-steps",
+    "2",
+    "--tokens-per-step",
+    "64",
+    "--checkpoint-every",
+    "1",
+    "--draft-vocab-size",
+    "256",
+    "--intermediate-size",
+    "32",
+    "--num-held-out",
+    "1",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+]
 
 
 @pytest.fixture
