@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ def test_a_head_of_another_target_is_refused(data_folder: Path, tmp_path: Path) 
     moved = dataclasses.replace(training, engine={**training.engine, "model": str(other)})
     with pytest.raises(ValueError, match=r"train.json: target="):
         run.prepare(moved)
+
+
+def test_training_needs_all_of_the_data(data_folder: Path, tmp_path: Path) -> None:
+    training = make_training(tmp_path / "head", tmp_path / "data", "eagle3")
+    target, files = run.prepare(training)
+    shutil.copy(data_folder / "answers-00000.safetensors", tmp_path / "data")
+    with pytest.raises(ValueError, match="states are missing; run the stage 'data' first"):
+        run.make_head(training, target, files, quiet)
 
 
 def test_training_lowers_the_loss(data_folder: Path, tmp_path: Path) -> None:

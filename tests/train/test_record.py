@@ -15,7 +15,13 @@ TEXTS = [LONG, [100, 101, 102], LONG[:64], [100, 101, 102]]
 
 def test_states_are_those_of_transformers() -> None:
     directory = str(assets.path(assets.TARGET))
-    reader = StateReader(TAPS, {"model": directory, "dtype": "float32", "max_num_batched_tokens": 128})
+    engine = {
+        "model": directory,
+        "dtype": "float32",
+        "max_num_batched_tokens": 128,
+        "enable_prefix_caching": True,
+    }
+    reader = StateReader(TAPS, engine)
     states_TSH = reader.read(TEXTS)
     reader.close()
 

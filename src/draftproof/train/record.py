@@ -96,7 +96,7 @@ class StateReader:
         self._key = max(_recording, default=0) + 1
         self.taps = tuple(taps)
         drafter = {"method": METHOD, "num_speculative_tokens": 1, "taps": list(taps), "key": self._key}
-        self.llm = LLM(**engine, speculative_config=drafter, enable_prefix_caching=False)
+        self.llm = LLM(**{**engine, "speculative_config": drafter, "enable_prefix_caching": False})
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """The states at every token of the texts, one text after the other: [T, S, H], on the CPU."""

@@ -139,6 +139,8 @@ def make_data(training: Training, folder: DataFolder, llm: LLM, bar: Bar) -> Non
 
 def make_head(training: Training, target: Target, folder: DataFolder, show: loop.Show) -> dict[str, float]:
     """Train, and write the head with its record; what it reached on texts that it was not trained on."""
+    if not data.is_complete(folder, states=True):
+        raise ValueError(f"{folder.path}: answers or states are missing; run the stage 'data' first")
     texts = TrainingData(folder, training.device)
     head = TrainedHead(training.head, target, texts.frequencies(target.model.vocab_size), training.device)
     reached = loop.train(head, texts, training.folder, show)
