@@ -131,14 +131,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
-    for member in members:
-        spec = member.spec
-        target.check_taps(spec.taps.layers)
-        whose = f"drafter {member.name}"
-        shapes = spec.attention or [
-            AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
-        ]
-        registry_of_attention.check_sizes(base.device, config.attention_backend, shapes, whose)
+    _check_fit(base, target, members)
     base.planner.certify()
     is_auto = speculative is not None and speculative.is_auto
     drafting = _Drafting(
@@ -174,6 +167,18 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),
     )
+
+
+def _check_fit(base: _Base, target: Decoder, members: Seq[DrafterSandbox]) -> None:
+    """ValueError for drafters whose taps the target has not, or whose heads no attention backend here takes."""
+    for member in members:
+        spec = member.spec
+        target.check_taps(spec.taps.layers)
+        shapes = spec.attention or [
+            AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
+        ]
+        whose = f"drafter {member.name}"
+        registry_of_attention.check_sizes(base.device, base.config.attention_backend, shapes, whose)
 
 
 def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:

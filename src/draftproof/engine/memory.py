@@ -15,9 +15,8 @@ from draftproof.cache.windows import MARGIN
 from draftproof.config import EngineConfig
 from draftproof.kernels import native
 from draftproof.kernels.room import free_bytes
+from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig
-from draftproof.models.decoder import kv_shapes
-from draftproof.models.operators import Where
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
@@ -78,7 +77,7 @@ def forecast(
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     stored_as = model.dtype or where.dtype
     weights = stored * where.dtype.itemsize // stored_as.itemsize
-    free, per_token = free_bytes(where.device), bytes_per_token(kv_shapes(model), where.dtype)
+    free, per_token = free_bytes(where.device), bytes_per_token(model.caches, where.dtype)
     if config.num_kv_blocks is not None:
         num_tokens = (config.num_kv_blocks - 1) * config.block_size
     else:

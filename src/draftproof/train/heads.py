@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.ffns.dense import DenseConfig
+from draftproof.models.mixers.attention import AttentionConfig
 from draftproof.schema import words
 from draftproof.train.settings import HeadConfig
 
@@ -235,22 +237,34 @@ def _dflash(config: HeadConfig, target: Target) -> _Recipe:
     return _Recipe(make, taps, None, call)
 
 
+def is_plain(model: ModelConfig) -> bool:
+    """Whether its layers are those of Llama and Qwen, which the library makes heads of."""
+    return all(
+        isinstance(layer.mixer, AttentionConfig)
+        and isinstance(layer.ffn, DenseConfig)
+        and layer.norms.style == "pre"
+        for layer in model.layers
+    )
+
+
 def _layers(kind: str, num_layers: int, config: HeadConfig, target: Target, **more: Any) -> Any:
     """The library's config of the head's layers: of the target's sizes."""
     from transformers import LlamaConfig, Qwen3Config
 
     m = target.model
+    mixer, ffn = m.layers[0].mixer, m.layers[0].ffn
+    assert isinstance(mixer, AttentionConfig) and isinstance(ffn, DenseConfig), "asked before, by `is_plain`"
     made = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
         num_hidden_layers=num_layers,
         vocab_size=m.vocab_size,
         hidden_size=m.hidden_size,
-        intermediate_size=config.intermediate_size or m.intermediate_size,
-        num_attention_heads=m.num_heads,
-        num_key_value_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
+        intermediate_size=config.intermediate_size or ffn.width,
+        num_attention_heads=mixer.num_heads,
+        num_key_value_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
         max_position_embeddings=m.max_position_embeddings,
         rms_norm_eps=m.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": m.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": mixer.rope.theta},
         tie_word_embeddings=False,
         **more,
     )

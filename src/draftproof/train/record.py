@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.config import EngineConfig
-from draftproof.drafters.base import DraftSpec, InputLayout, Proposal, Taps, Verified, no_proposal
+from draftproof.drafters.base import DraftSpec, Proposal, Taps, Verified, no_proposal
 from draftproof.frontend.llm import LLM
 from draftproof.types import SamplingParams
 
@@ -53,9 +53,7 @@ class Recorder:
     def __init__(self, config: EngineConfig) -> None:
         assert config.speculative_config is not None
         options = config.speculative_config.options
-        self.spec = DraftSpec(
-            taps=Taps(layers=tuple(options["taps"])), layout=lambda _: InputLayout(context="all")
-        )
+        self.spec = DraftSpec(taps=Taps(layers=tuple(options["taps"])))
         self._key = int(options["key"])
         self._first_row: dict[int, int] = {}  # by slot: where its text begins
 

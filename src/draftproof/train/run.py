@@ -65,7 +65,7 @@ class Training:
         model = self.engine.get("model") or assets.default_model().where
         directory = resolve(model, load_format=self.engine.get("load_format", "auto"))
         config = read_config(directory, overrides=self.engine.get("hf_overrides"))
-        if config.gemma or config.mla or config.moe:
+        if not heads.is_plain(config):
             raise ValueError(
                 f"{directory}: model_type={config.model_type!r}: heads are trained for Llama and Qwen"
             )
