@@ -15,6 +15,7 @@ from typing import Any
 from bench.models import NUM_DRAFTS, SHAPES_OF, Shape
 from draftproof import LLM, assets
 from draftproof.bench import internals, workload
+from draftproof.kernels.graphs import Eager
 from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
 
@@ -92,7 +93,8 @@ class Models:
 
 def num_graphs(llm: LLM) -> int:
     """Passes that were captured (on a CPU: recorded) and can be run again."""
-    return len(getattr(llm.engine.runner.graphs, "_entries", ()))
+    graphs = llm.engine.runner.graphs
+    return 0 if isinstance(graphs, Eager) else len(graphs.recorded_keys())
 
 
 def token_prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:

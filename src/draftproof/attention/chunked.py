@@ -88,7 +88,7 @@ TREES = Products(scores=_tree_scores, values=_tree_values)
 
 @dataclass(frozen=True)
 class ChunkedAttention(PagedBackend):
-    """An `AttentionBackend` over chunks, with one of the two kinds of products."""
+    """A backend over chunks, with one of the two kinds of products."""
 
     products: Products
 

@@ -14,7 +14,7 @@ from draftproof.kernels.native import DTYPE_CODES, Library
 
 
 class CompiledAttention(PagedBackend):
-    """An `AttentionBackend`; dtypes the library does not know go to torch."""
+    """A backend; dtypes the library does not know go to torch."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_attention", "7P9qd")

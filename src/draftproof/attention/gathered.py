@@ -58,7 +58,7 @@ def attend_by_length(
     context_lens_T: Tensor,
     window: int,
 ) -> Tensor:
-    """The result of an `AttentionBackend`, [T, num_heads * D], by calls of rows that have equally many padded keys.
+    """The result of a `RowAttention`, [T, num_heads * D], by calls of rows that have equally many padded keys.
 
     attend(q [T, num_heads, D], keys, values, seen as `gather_keys` gives them) -> [T, num_heads, D]; max_rows(L): how
     many rows may share a call, which bounds the gathered copy of the cache.

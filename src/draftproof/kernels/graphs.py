@@ -276,6 +276,10 @@ class Captured:
         entry = self._table.get(key)
         return 0 if entry is None else entry.number
 
+    def recorded_keys(self) -> list[Key]:
+        """The keys of all graphs: those that were prepared, then the others, least recently used first."""
+        return self._table.recorded_keys()
+
     def _capture(self, kind: Hashable, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Capture:
         static, before = tuple(t.clone() for t in inputs), torch.cuda.memory_allocated()
         self._is_capturing = True

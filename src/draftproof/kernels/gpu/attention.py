@@ -1,4 +1,4 @@
-"""Paged attention in Triton, an `AttentionBackend` without a look at the host, so that it may stand in a CUDA graph.
+"""Paged attention in Triton, a `RowAttention` without a look at the host, so that it may stand in a CUDA graph.
 
 Keys are gone through in chunks at fixed absolute positions, each from nothing, and a row's chunks are added first to
 last. Neighbouring rows of one slot and the heads of a group form a tile that reads each key once. Few rows: runs of
@@ -93,7 +93,7 @@ class _Shape:
 
 
 class TritonAttention:
-    """An `AttentionBackend`. `begin` gives one whose calls share what depends on a pass's rows only."""
+    """A `RowAttention`. `begin` gives one whose calls share what depends on a pass's rows only."""
 
     def __init__(self, tiling: Tiling | None = None) -> None:
         self._tiling = tiling or Tiling()
@@ -136,7 +136,7 @@ class AttentionPass:
         window: int,
         scale: float,
     ) -> Tensor:
-        """See `AttentionBackend`."""
+        """See `RowAttention`."""
         rows, heads, dim = q_THD.shape
         out_TX = q_THD.new_empty(rows, heads * dim)
         if rows == 0:
