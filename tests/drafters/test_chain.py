@@ -164,6 +164,7 @@ def test_a_member_that_is_switched_off_leaves_the_others_drafting() -> None:
     with pytest.warns(RuntimeWarning, match="Fails switched off after 3 faults"):
         assert [proposers(made, a_round([1], [1])) for _ in range(4)] == [[2]] * 4
     assert made._drafters[0].off and len(first.asked) == 3
+    made._drafters[0].lose([0])
     made.admit(0, [], 0)
     assert made._drafters[0].able(torch.tensor([0, 1])).tolist() == [0, 0]
 

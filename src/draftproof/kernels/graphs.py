@@ -101,16 +101,12 @@ class _Table(Generic[E]):
             self.num_bytes -= gone.num_bytes
 
     def is_due(self, key: Key) -> bool:
-        """Count a run of what is not recorded; whether it has come often enough to be."""
-        number = self._num_met.pop(key, 0)
-        self._num_met[key] = number if number < 0 else number + 1
+        """Count a run of what is not recorded; whether it has now come often enough to be. What could not be recorded
+        then is not tried again."""
+        number = self._num_met[key] = self._num_met.pop(key, 0) + 1
         if len(self._num_met) > MOST_MET:
             self._num_met.popitem(last=False)
-        return number + 1 == OFTEN
-
-    def refuse(self, key: Key) -> None:
-        """What cannot be recorded is not tried again."""
-        self._num_met[key] = -1
+        return number == OFTEN
 
     def met_anew(self, key: Key) -> None:
         """Count from the start: what has been recorded may be again, should it go."""
@@ -198,9 +194,8 @@ class Recorded:
         with self._library.record() as recorder, _Watch() as watch:
             outputs = function(*static)
         num_bytes = _num_bytes([*static, *recorder.outputs])
-        if watch.others or recorder.incomplete or num_bytes > MOST_BYTES:
-            self._table.refuse(key)
-        else:
+        is_whole = not watch.others and not recorder.incomplete
+        if is_whole and num_bytes <= MOST_BYTES:
             entry = _Entry(static, outputs, recorder.program(), num_bytes, next(self._numbers))
             self._table.put(key, entry)
             self._table.met_anew(key)
@@ -261,9 +256,7 @@ class Captured:
             if not self._table.is_due(key):
                 return function(*inputs)
             entry = self._capture(key[0], function, inputs)
-            if entry.num_bytes > MOST_BYTES:
-                self._table.refuse(key)
-            else:
+            if entry.num_bytes <= MOST_BYTES:
                 torch.cuda.synchronize()  # a graph that gives way may still be running
                 self._table.put(key, entry)
                 self._table.met_anew(key)
