@@ -103,7 +103,8 @@ class _Table(Generic[E]):
     def is_due(self, key: Key) -> bool:
         """Count a run of what is not recorded; whether it has now come often enough to be. What could not be recorded
         then is not tried again."""
-        number = self._num_met[key] = self._num_met.pop(key, 0) + 1
+        number = self._num_met.pop(key, 0) + 1
+        self._num_met[key] = number
         if len(self._num_met) > MOST_MET:
             self._num_met.popitem(last=False)
         return number == OFTEN
