@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftproof.attention.base import PagedAttention, Rows
+from draftproof.attention.base import FunctionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pool import allocate
 from draftproof.kernels import ops as operators
@@ -132,7 +132,8 @@ def called_by(config: ModelConfig) -> set[str]:
     table_SB = torch.arange(1, 5, dtype=torch.int32).view(1, 4)
     cache = allocate(list(decoder.kv), table_SB, 5, BLOCK, torch.float32, CPU)
     rows = Rows(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), torch.tensor([1, 2]))
-    out = decoder(torch.tensor([3, 4]), PagedAttention(recorder.ops(), recorder.attention, cache, rows))
+    backend = FunctionBackend(recorder.attention)
+    out = decoder(torch.tensor([3, 4]), PagedAttention(recorder.ops(), backend, cache, rows))
     decoder.logits(out.hidden_TH)
     return recorder.called
 
