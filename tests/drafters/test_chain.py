@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftproof import LLM, EngineConfig, RequestOutput, SamplingParams, assets
-from draftproof.attention.reference import reference_attention
+from draftproof.attention.reference import REFERENCE
 from draftproof.bench import internals
 from draftproof.cache.pool import KVShape, PagedCache
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified, no_proposal
@@ -62,9 +62,7 @@ def boxed(drafter: Drafter) -> DrafterSandbox:
 def chain(*members: Drafter, host_looks: bool = True) -> ChainDrafter:
     made = ChainDrafter([boxed(m) for m in members], [3] * len(members), vocab_size=100)
     cache = PagedCache([], torch.zeros(4, 1, dtype=torch.int32))
-    made.bind(
-        DraftRuntime(ops=TORCH, backend=reference_attention, cache=cache, graphs=EAGER, host_looks=host_looks)
-    )
+    made.bind(DraftRuntime(ops=TORCH, backend=REFERENCE, cache=cache, graphs=EAGER, host_looks=host_looks))
     made.host_looks = host_looks  # `Says` declares host_tokens
     return made
 

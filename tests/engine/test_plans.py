@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftproof import LLM, Proposal, SamplingParams, Verified
-from draftproof.attention.reference import reference_attention
+from draftproof.attention.reference import REFERENCE
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec
 from draftproof.drafters.chain import ChainDrafter, Record
@@ -122,7 +122,7 @@ def test_what_a_member_proposes_beyond_its_k_is_cut() -> None:
     members = [DrafterSandbox(d, vocab_size=100, max_faults=1, time_limit=None) for d in (first, second)]
     chain = ChainDrafter(members, [2, 9], vocab_size=100)
     cache = PagedCache([], torch.zeros(3, 1, dtype=torch.int32))
-    chain.bind(DraftRuntime(ops=TORCH, backend=reference_attention, cache=cache, graphs=EAGER))
+    chain.bind(DraftRuntime(ops=TORCH, backend=REFERENCE, cache=cache, graphs=EAGER))
     proposal = chain.propose(verified, 5)
     assert (first.asked, second.asked) == ([2], [5])
     assert proposal.count_R.tolist() == [0, 1, 2]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention import registry
+from draftproof.attention.base import FunctionBackend
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.attention.exactness import scores_check, split_by_the_batch, values_check
 from draftproof.kernels import certify, exactness, native, ops
@@ -72,7 +73,7 @@ def test_ordinary_data_would_see_nothing_in_half_precision() -> None:
 @pytest.mark.parametrize("kind", ["scores", "values"])
 def test_attention_split_by_the_batch_is_refused_on_either_data(kind: str) -> None:
     make = scores_check if kind == "scores" else values_check
-    assert not is_exact(make(ATTENTION["few heads"], 16, BF16, CPU), split_by_the_batch, 1)
+    assert not is_exact(make(ATTENTION["few heads"], 16, BF16, CPU), FunctionBackend(split_by_the_batch), 1)
 
 
 def slow_from(rows: int) -> Callable[[Tensor, Tensor, float], Tensor]:
@@ -138,7 +139,7 @@ def test_attention_that_changes_with_a_prompts_rows_is_seen() -> None:
         many = len(q_THD) > 30 and int(context_lens_T.min()) > 500
         return split_by_the_batch(q_THD, *rest) if many else ChunkedAttention(TREES)(q_THD, *rest)
 
-    assert not is_exact(values_check(ATTENTION["few heads"], 16, FP32, CPU), attention, 1)
+    assert not is_exact(values_check(ATTENTION["few heads"], 16, FP32, CPU), FunctionBackend(attention), 1)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 33, 60, 2000])
