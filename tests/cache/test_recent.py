@@ -34,17 +34,19 @@ def test_what_is_kept_are_the_last_permanent_rows() -> None:
                 skipped += 1
         counts = [rng.randint(1, 4) for _ in slots]
         live = [rng.randint(0, count) for count in counts]
+        is_padding = [not n and rng.random() < 0.5 for n in live]  # rows of nobody, at no position
         tokens = [rng.randrange(1, 100) for _ in range(sum(counts))]
         starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
         rows = PassOfRows(
             slots_R=torch.tensor(slots),
             query_start_loc_R1=torch.tensor(starts),
-            first_R=torch.tensor([length[slot] for slot in slots]),
+            first_R=torch.tensor([-1 if is_padding[r] else length[slot] for r, slot in enumerate(slots)]),
             live_R=torch.tensor(live),
             tokens_T=torch.tensor(tokens),
         )
         known = recent.known(rows).tolist()
-        assert known == [min(EACH, len(texts[slot])) for slot in slots]
+        wanted = [0 if is_padding[r] else min(EACH, len(texts[slot])) for r, slot in enumerate(slots)]
+        assert known == wanted
         table = recent.table(rows, torch.tensor([vector(token) for token in tokens]))
         for r, slot in enumerate(slots):
             for back in range(1, known[r] + 1):
