@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from draftproof import LLM, Delta, SamplingParams
 from draftproof.engine.core import EngineCore
 from draftproof.engine.interface import DeviceFaultError
 from draftproof.engine.runner import ModelRunner
+from draftproof.frontend import async_llm
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.types import RequestHints
 from tests.conformance.cases import REPEATS, prompts
@@ -272,3 +274,30 @@ def test_what_cannot_be_served_raises_before_anything_runs() -> None:
         await llm.shutdown()
 
     run(main())
+
+
+class Timers:
+    """A loop that only notes who wants to be called, and when."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, Any]] = []
+
+    def call_later(self, seconds: float, call: Any) -> None:
+        self.asked.append((seconds, call))
+
+
+def test_silence_is_timed_from_the_last_news_and_not_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, woken, over = 100.0, [], asyncio.Event()
+    monkeypatch.setattr(async_llm.time, "perf_counter", lambda: now)
+    timers = Timers()
+    stream = SimpleNamespace(loop=timers, last=90.0, over=over, wake=lambda: woken.append(now))
+    async_llm._Alarm(stream, 15.0)  # type: ignore[arg-type]
+    looks = ((115.0, 110.0, 10.0), (125.0, 110.0, 15.0), (130.0, 110.0, 10.0), (140.0, 139.0, 14.0))
+    for time_then, last, rest in looks:
+        now, stream.last = time_then, last
+        timers.asked[-1][1]()
+        assert timers.asked[-1][0] == rest
+    assert woken == [125.0]
+    over.set()
+    timers.asked[-1][1]()
+    assert len(timers.asked) == 5, "nothing holds on to a stream that is over"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import resource
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from draftproof.server import run
 from draftproof.server.connections import ROOM_FOR_FILES, allow_files
+from draftproof.server.settings import ServerConfig
 from tests.server.running import LONG, Running, drafting, running
 
 TEXT = "/v1/completions"
@@ -120,3 +123,15 @@ def test_events_are_framed_as_the_client_reads_them(server: Running, version: st
         assert content.endswith(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         sizes = [int(event.split(b"\r\n")[-2], 16) for event in events[:-1]]
         assert sizes == [len(event.split(b"\r\n")[-1]) + 2 for event in events[:-1]]
+
+
+def test_what_is_loaded_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection goes through all that torch and a model are made of, for some tenths of a second."""
+    counts: list[int] = []
+    monkeypatch.setattr(run.Server, "run", lambda _: counts.append(gc.get_freeze_count()))
+    try:
+        with drafting() as llm:
+            run.serve(llm, ServerConfig(port=0))
+    finally:
+        gc.unfreeze()
+    assert counts[0] > 10_000

@@ -105,6 +105,8 @@ class _Alarm:
         self._timer = stream.loop.call_later(interval, self._look)
 
     def _look(self) -> None:
+        if self._stream.over.is_set():  # and whoever iterated has not come back
+            return
         now = time.perf_counter()
         rest = max(self._stream.last, self._rung) + self._interval - now
         if rest <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,8 @@ def _print_address(address: str) -> None:
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal; the engine has ended then."""
     allow_files(config.max_connections)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: going through it again and again holds everybody up
     server = make_server(Service(AsyncLLM(llm), config))
     with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
         server.run()
