@@ -35,6 +35,10 @@ def test_a_file_is_held_out_or_trained_on_but_not_both(prompts: list[dict[str, o
         assert corpus.Source(name, assets.path(assets.PROMPTS)).is_held_out == prompt["held_out"]
 
 
+def test_about_one_in_twenty_is_held_out(prompts: list[dict[str, object]]) -> None:
+    assert 0 < sum(bool(prompt["held_out"]) for prompt in prompts) < len(prompts) / 8
+
+
 def test_the_demos_prompts_are_of_other_packages() -> None:
     demo = [prompt.text for prompt in read_file(assets.path(assets.PROMPTS)) if prompt.text]
     for package in corpus.SOURCES:
