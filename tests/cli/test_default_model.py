@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftproof import LLM, assets
+from draftproof.cli import options
 from draftproof.cli.main import main
 from tests.cli.fake_llm import Engines
 
@@ -37,7 +38,7 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 def test_the_package_is_found_and_not_run(package: Path) -> None:
     found = assets.default_model()
-    assert (found.where, found.is_embedded, found.note) == (str(package), False, "")
+    assert (found.where, found.is_packaged, found.is_embedded, found.note) == (str(package), True, False, "")
     assert package.parent.name not in sys.modules
 
 
@@ -55,7 +56,7 @@ def test_the_variable_names_any_model(package: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(assets.VARIABLE, "owner/name")
     assert assets.default_model() == assets.DefaultModel("owner/name", is_embedded=False)
     monkeypatch.setenv(assets.VARIABLE, "tiny")
-    assert assets.default_model() == assets.DefaultModel(EMBEDDED, is_embedded=True, drafter="tiny-eagle3")
+    assert assets.default_model() == assets.DefaultModel(EMBEDDED, is_embedded=True)
 
 
 def test_a_server_calls_it_by_its_file() -> None:
@@ -67,14 +68,14 @@ def test_each_default_model_has_a_head_of_its_own(
     package: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["generate", "x"]) == 0
-    assert Path(engines[0].engine["speculative_config"]["model"]).name == assets.SMOLLM2_DRAFTER
+    assert Path(engines[0].engine["speculative_config"]["model"]).name == options.SMOLLM2_DRAFTER
     monkeypatch.setenv(assets.VARIABLE, "owner/name")
     assert main(["generate", "x"]) == 0
     assert engines[1].engine["speculative_config"] == {"method": "ngram"}
     monkeypatch.delenv(assets.VARIABLE)
     without(monkeypatch, "gguf")
     assert main(["generate", "x"]) == main(["generate", "x", "--no-speculation"]) == 0
-    assert Path(engines[2].engine["speculative_config"]["model"]).name == assets.EMBEDDED_DRAFTER
+    assert Path(engines[2].engine["speculative_config"]["model"]).name == options.EMBEDDED_DRAFTER
     assert "speculative_config" not in engines[3].engine
 
 

@@ -35,7 +35,12 @@ METHODS = (
 METHODS += ("gemma4mtp", "gemma4assistant")  # Gemma alone is a family of targets
 ORDINARY = {"suffix": "Suffix", "replay": "Replay"}  # words of their own: Path.suffix, graph.replay()
 LARGE = 1 << 20
-FREE = ("checkpoints", "cli", "bench")  # folders in which formats and examples are named
+FREE = (
+    "checkpoints",
+    "cli",
+    "bench",
+    "train",
+)  # folders in which formats, examples and kinds of heads are named
 
 
 def prose(tree: ast.AST) -> set[int]:

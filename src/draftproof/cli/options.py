@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from draftproof.frontend.llm import LLM
 
+EMBEDDED_DRAFTER = "tiny-eagle3"
+SMOLLM2_DRAFTER = "smollm2-eagle3"  # the asset "smollm2-dflash" fits, too
 LEAST = 1e-9  # the least number that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,8 +186,10 @@ def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[st
         if "speculative_config" in chosen:
             raise ValueError("--no-speculation and --speculative-config: give only one of them")
     elif "model" not in chosen:
-        drafter = assets.default_model().drafter
-        own = {"model": str(assets.path(drafter))} if drafter else {"method": "ngram"}
+        default = assets.default_model()
+        own = {"method": "ngram"}
+        if default.is_embedded or default.is_packaged:
+            own = {"model": str(assets.path(EMBEDDED_DRAFTER if default.is_embedded else SMOLLM2_DRAFTER))}
         chosen.setdefault("speculative_config", own)
     return chosen
 
