@@ -139,4 +139,4 @@ def test_a_drafters_heads_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> No
     wide = [AttentionShape(num_heads=1, num_kv_heads=1, head_dim=576)]
     with pytest.raises(ValueError, match="heads of size 576, as of drafter X"):
         original(torch.device("cuda"), None, wide, "drafter X")
-    original(torch.device("cuda"), "torch_sdpa", 64, wide, "drafter X")
+    original(torch.device("cuda"), "torch_sdpa", wide, "drafter X")

@@ -264,9 +264,10 @@ def test_what_a_users_class_is_lent_is_a_matter_of_trust(trusted: bool) -> None:
         runner = llm.engine.runner
         own, head = (sandbox.drafter for sandbox in runner.sandboxes)
         lent, heads = own.drafter.runtime, head._runtime
-        assert heads.graphs is runner.graphs and heads.cache.block_table_SB is runner.state.block_table_SB
+        table = runner.state.block_table_SB.data_ptr()
+        assert heads.graphs is runner.graphs and heads.cache.block_table_SB.data_ptr() == table
         assert (lent.graphs is runner.graphs) == trusted and (lent.known is not None) == trusted
-        assert (lent.cache.block_table_SB is runner.state.block_table_SB) == trusted
+        assert (lent.cache.block_table_SB.data_ptr() == table) == trusted
         assert runner.on_device == runner.drafter_may_rest == trusted
         assert llm.stats.num_drafter_faults == 0 and llm.stats.drafters[0].speculation.num_draft_tokens > 0
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]

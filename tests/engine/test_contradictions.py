@@ -84,8 +84,8 @@ def test_logits_without_numbers_are_still_called_that(llm: LLM, monkeypatch: pyt
     verifier = llm.engine.runner.verifier
     original = type(verifier).verify
 
-    def spoilt(self: ExactVerifier, logits_MV: torch.Tensor, *rest: Any) -> Any:
-        return original(self, torch.full_like(logits_MV, math.nan), *rest)
+    def spoilt(self: ExactVerifier, logits_MV: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return original(self, torch.full_like(logits_MV, math.nan), *rest, **more)
 
     monkeypatch.setattr(type(verifier), "verify", spoilt)
     for params in (SamplingParams(), SamplingParams(logit_bias={5: 1.0})):

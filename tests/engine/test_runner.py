@@ -191,8 +191,8 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
         for llm in (plain, drafting)
     ]
     assert texts[0] == texts[1]
-    graphs = drafting.engine.runner.graphs
-    sizes = {key[1:3] for key in graphs._num_met if key[0] == "verify"}  # type: ignore[attr-defined]
+    keys = drafting.engine.runner.graphs.recorded_keys()  # type: ignore[attr-defined]
+    sizes = {key[1:3] for key in keys if key[0] == "verify"}
     rows = {num_rows for num_requests, num_rows in sizes if num_requests == 3}
     assert len(rows) > 5 and rows <= {3 + extra for extra in ROUNDED}
 
