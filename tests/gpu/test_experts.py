@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels import gpu, grouped, ops
-from draftproof.kernels.certify import Shape
 from draftproof.kernels.experts import Routing
 from draftproof.kernels.linear import LinearPlanner
 
@@ -34,7 +33,7 @@ def block(
     def pack(outputs: int, inputs: int, out_dtype: torch.dtype) -> grouped.GroupedLinear:
         size = (num_experts, outputs, inputs)
         weights = torch.randn(size, generator=generator, device=device, dtype=BF16) * inputs**-0.5
-        linear_fn = planner.pack_experts(num_experts, weights, Shape(outputs, inputs, BF16, out_dtype, False))
+        linear_fn = planner.pack_experts(num_experts, weights, out_dtype=out_dtype)
         assert isinstance(linear_fn, Groups), "the grouped product was not exact"
         return linear_fn
 

@@ -167,7 +167,7 @@ def pack(
 ) -> tuple[grouped.GroupedLinear, list[Tensor]]:
     weights = [randn(shape.outputs, shape.inputs, seed=s).to(shape.dtype) for s in range(5)]
     planner = LinearPlanner(CPU, exact=exact, max_rows=64, library=library, cache_dir=folder)
-    linear_fn = planner.pack_experts(5, iter(weights), shape)
+    linear_fn = planner.pack_experts(5, iter(weights), out_dtype=shape.out_dtype)
     planner.certify()
     return linear_fn, weights
 
