@@ -33,7 +33,7 @@ from tests.engine.poison import poison
 
 class Pending:
     target_seconds = draft_seconds = 0.0
-    draft_state_lost = False
+    draft_state_lost = is_warming = False
     undrafted_slots = ()
 
     def __init__(self, results: list[RowResult]) -> None:
@@ -661,6 +661,19 @@ def test_the_policy_hears_of_decoding_steps() -> None:
     finish(engine)
     assert heard and all(step.num_rows <= 8 and step.seconds >= step.host_seconds >= 0 for step in heard)
     assert max(step.num_requests for step in heard) == 2 and max(step.num_tokens for step in heard) == 4
+
+
+def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[StepOutcome] = []
+    engine = core(FakeRunner(3))
+    engine.policy = Chosen(lambda num_outputs: 3)
+    engine.policy.finished = heard.append  # type: ignore[method-assign]
+    monkeypatch.setattr(Pending, "is_warming", True)
+    engine.add_request("a", spec(5, 12))
+    finish(engine)
+    assert not heard
 
 
 def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:

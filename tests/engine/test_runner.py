@@ -178,6 +178,27 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize("speculative", [None, EAGLE3])
+def test_a_step_is_warming_until_its_parts_are_recorded(speculative: dict[str, Any] | None) -> None:
+    """Two runs as they are and one that is recorded, of the prompt's step, of the first and of those that follow."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    flags: list[bool] = []
+    with LLM(max_model_len=128, speculative_config=speculative) as llm:
+        run = llm.engine.runner.run
+
+        def watched(step: StepInput) -> Any:
+            launched = run(step)
+            flags.append(launched.is_warming)
+            return launched
+
+        llm.engine.runner.run = watched  # type: ignore[method-assign]
+        llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        del flags[-3:]  # the end, where fewer drafts have room
+        llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    assert all(flags[:4]) and not any(flags[6:11]) and sum(flags) < len(flags) / 2
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_proposals_of_many_lengths_make_few_programs() -> None:
     """Three requests with up to 16 drafts each: 49 sizes, of which 19 come."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]

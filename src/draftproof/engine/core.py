@@ -392,8 +392,9 @@ class EngineCore:
             self.policy.verified(request, num_observed, delta.num_accepted)
 
     def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool) -> None:
-        """What a step took in which everybody decoded: prompts say nothing about decoding, nor do steps that ran ahead
-        of somebody's end (not `was_wanted`): where it was everybody's, the device may have been idle ever since.
+        """What a step took in which everybody decoded: prompts say nothing about decoding, nor do steps whose parts are
+        yet to be recorded, nor those that ran ahead of somebody's end (not `was_wanted`): where it was everybody's, the
+        device may have been idle ever since.
 
         Where steps overlap it is the time since the result before it. A step that was launched on an idle device counts
         from its planning, if it could not overlap; else it says nothing about those that do.
@@ -401,7 +402,8 @@ class EngineCore:
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
         is_ahead = self.runner.async_depth > 0
-        if not self.runner.num_drafts or not was_wanted or (is_ahead and flight.start > before):
+        is_late = is_ahead and flight.start > before
+        if not self.runner.num_drafts or not was_wanted or is_late or flight.pending.is_warming:
             return
         if flight.without_drafter and self.stats.num_steps % PLAIN_EVERY:
             return

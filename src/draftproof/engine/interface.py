@@ -162,6 +162,11 @@ class PendingStep(Protocol):
     """A step that was launched. The seconds are host time: what a GPU takes beyond its launch does not show."""
 
     @property
+    def is_warming(self) -> bool:
+        """Whether it took longer than such steps will: parts of it may yet be recorded."""
+        ...
+
+    @property
     def target_seconds(self) -> float: ...
     @property
     def draft_seconds(self) -> float: ...

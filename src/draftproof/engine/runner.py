@@ -71,6 +71,7 @@ class LaunchedStep:
     runner: ModelRunner
     scheduled: Sequence[ScheduledRequest]
     result: ArrivingRows | None = None  # None: nothing was computed
+    is_warming: bool = False
     output_scores: Scores | None = None
     prompt_scores: Scores | None = None
     target_seconds: float = 0.0
@@ -258,12 +259,14 @@ class ModelRunner:
         shape = replace(shape, processing=processing)
         scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
         launched = LaunchedStep(runner=self, scheduled=scheduled)
+        num_warming = self.graphs.num_warming
         if full_graph:
             function = partial(self.step_tensors, shape)
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
             recorded = step.all_decode and shape.repeats and self.graphs.calls_once
             tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+        launched.is_warming = self.graphs.num_warming > num_warming
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
         launched.prompt_scores = self.scorer.prompts(scheduled, hidden_TH, self.state.slots.tokens_SL)

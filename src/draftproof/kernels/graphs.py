@@ -51,6 +51,11 @@ class Graphs(Protocol):
 
     calls_once: bool
 
+    @property
+    def num_warming(self) -> int:
+        """Runs so far that took longer than such runs will, since what they run may yet be recorded."""
+        ...
+
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         """Record `function` now, which calls it. False if nothing was recorded."""
         ...
@@ -76,6 +81,7 @@ class _Table(Generic[E]):
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.num_warming = 0
         self._entries: OrderedDict[Key, E] = OrderedDict()
         self._pinned: dict[Key, E] = {}
         self._num_met: OrderedDict[Key, int] = OrderedDict()
@@ -105,6 +111,7 @@ class _Table(Generic[E]):
         then is not tried again."""
         number = self._num_met.pop(key, 0) + 1
         self._num_met[key] = number
+        self.num_warming += number <= OFTEN
         if len(self._num_met) > MOST_MET:
             self._num_met.popitem(last=False)
         return number == OFTEN
@@ -118,6 +125,7 @@ class Eager:
     """The service that records nothing and calls the function."""
 
     calls_once = True
+    num_warming = 0
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False
@@ -155,6 +163,10 @@ class Recorded:
         self._library = library
         self._table: _Table[_Entry] = _Table()
         self._numbers = itertools.count(1)
+
+    @property
+    def num_warming(self) -> int:
+        return self._table.num_warming
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False
@@ -244,6 +256,10 @@ class Captured:
         self._is_capturing = False
         # Memory pools by the first part of a key: graphs that share one may overwrite each other's results.
         self._pools: dict[Hashable, Any] = {}
+
+    @property
+    def num_warming(self) -> int:
+        return self._table.num_warming
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         self._table.pin(key, self._capture(key[0], function, inputs))
