@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof.attention.base import FunctionBackend
 from draftproof.bench.compare import Difference, compare
 from draftproof.kernels.linear import PackedLinear
 from draftproof.sampling import verifier
@@ -157,8 +158,9 @@ def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.
             rows.append((parts_HD[0] + parts_HD[1]).flatten())
         return torch.stack(rows)
 
-    object.__setattr__(parts, "backend", chunked)
+    backend = FunctionBackend(chunked)
+    object.__setattr__(parts, "backend", backend)
     outputs = llm.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False)
     plain = LLM(dtype="float32", max_num_seqs=1)
-    object.__setattr__(plain.engine.runner, "backend", chunked)
+    object.__setattr__(plain.engine.runner, "backend", backend)
     assert compare(plain.generate(REQUESTS.prompts[:2], REQUESTS.params[:2], use_tqdm=False), outputs)

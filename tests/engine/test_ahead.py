@@ -35,6 +35,7 @@ class Replayed:
     """Behaves as CUDA graphs do: inputs are copied to fixed places, and results stay where the first ones were."""
 
     calls_once = False
+    num_warming = 0
 
     def __init__(self) -> None:
         self.entries: dict[Any, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {}

@@ -368,7 +368,7 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
 
 CHECKS = (
     *(check_norm, check_activation, check_soft_cap, check_rows),
-    *(check_rope, check_log_normalizer, check_sample),
+    *(check_rope, check_log_normalizer, check_sample, check_process),
     *(check_attention, check_attention_adds_up_many_chunks, check_attention_is_not_poisoned),
     *(check_attention_of_prompts, check_attention_of_unlike_layers, check_attention_to_broken_values),
     check_attention_weighs_alike_whatever_kernel_adds,

@@ -90,7 +90,12 @@ def test_a_pass_of_the_8b_shape_reads_15_gigabytes_and_its_keys() -> None:
 
 
 def test_a_windowed_layer_reads_its_window() -> None:
-    config = dataclasses.replace(model_config.parse(LLAMA), windows=(100,) * 16 + (0,) * 16)
+    plain = model_config.parse(LLAMA)
+    windowed = [
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=100))
+        for layer in plain.layers[:16]
+    ]
+    config = dataclasses.replace(plain, layers=(*windowed, *plain.layers[16:]))
     assert cost.attention(config, 1, 1, 1000).bytes == 16 * (100 + 1000) * 2 * 8 * 128 * 2
 
 
