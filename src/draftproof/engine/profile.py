@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftproof.engine.costs import Curve, StepCosts, levels_of
+from draftproof.engine.costs import Curve, StepCosts, levels_of, rounded_rows
 from draftproof.engine.interface import StepSize
 from draftproof.kernels.graphs import OFTEN
 from draftproof.kernels.plan_cache import Store
@@ -72,9 +72,9 @@ def _prepare(
     runner: Measured, levels: tuple[int, ...], clock: Callable[[], float] = time.perf_counter
 ) -> None:
     """Run the steps of one request, whatever it verifies and drafts next, until they are recorded: so that nobody's
-    first tokens pay for it."""
-    end = clock() + SECONDS
-    for num_verified in range(levels[-1] + 1):
+    first tokens pay for it. Of the numbers of rows, those that steps are filled up to."""
+    end, most = clock() + SECONDS, levels[-1]
+    for num_verified in sorted({min(rounded_rows(1, 1 + k) - 1, most) for k in range(most + 1)}):
         for num_drafts in levels if runner.on_device else levels[-1:]:
             for _ in range(OFTEN):
                 if runner.buckets or clock() > end:
