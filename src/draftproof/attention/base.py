@@ -116,22 +116,7 @@ class AttentionBackend(Protocol):
 
 
 class PagedBackend(AttentionBackend):
-    """A backend on the paged layout whose operators `Ops` has, and whose calls share no work. A subclass is a
-    `RowAttention`, or has a `plan` of its own."""
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table_SB: Tensor,
-        slots_T: Tensor,
-        context_lens_T: Tensor,
-        window: int,
-        scale: float,
-    ) -> Tensor:
-        """See `RowAttention`."""
-        raise NotImplementedError
+    """A backend on the paged layout, whose operators `Ops` has. A subclass says how a pass is planned."""
 
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return paged(shape, num_blocks, block_size)
@@ -166,9 +151,6 @@ class PagedBackend(AttentionBackend):
             kv.block_table_SB,
         )
 
-    def plan(self, rows: QueryRows) -> AttentionPass:
-        return FunctionPass(self, rows)
-
 
 @dataclass(frozen=True, slots=True)
 class FunctionPass:
@@ -184,8 +166,15 @@ class FunctionPass:
         )
 
 
+class RowBackend(PagedBackend, RowAttention):
+    """A backend that is a `RowAttention`: its calls share no work."""
+
+    def plan(self, rows: QueryRows) -> AttentionPass:
+        return FunctionPass(self, rows)
+
+
 @dataclass(frozen=True)
-class FunctionBackend(PagedBackend):
+class FunctionBackend(RowBackend):
     """The backend around a function."""
 
     function: RowAttention

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftproof.attention.base import PagedBackend
+from draftproof.attention.base import RowBackend
 from draftproof.attention.gathered import CHUNK, attend_by_length
 from draftproof.kernels.sums import tree_sum
 
@@ -87,7 +87,7 @@ TREES = Products(scores=_tree_scores, values=_tree_values)
 
 
 @dataclass(frozen=True)
-class ChunkedAttention(PagedBackend):
+class ChunkedAttention(RowBackend):
     """A backend over chunks, with one of the two kinds of products."""
 
     products: Products

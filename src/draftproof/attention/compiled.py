@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.attention.base import PagedBackend
+from draftproof.attention.base import RowBackend
 from draftproof.attention.sdpa import sdpa_attention
 from draftproof.kernels.native import DTYPE_CODES, Library
 
 
-class CompiledAttention(PagedBackend):
+class CompiledAttention(RowBackend):
     """A backend; dtypes the library does not know go to torch."""
 
     def __init__(self, library: Library) -> None:
