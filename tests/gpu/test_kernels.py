@@ -36,7 +36,7 @@ def test_a_kernel_does_what_its_twin_does(
 
 def test_a_gpu_gets_these_kernels(cuda: torch.device) -> None:
     assert ops.select(cuda, None).name == "triton"
-    assert isinstance(registry.select(cuda, None), TritonAttention)
+    assert next(iter(registry.versions(cuda, None))) == "triton"
 
 
 class Llama:
