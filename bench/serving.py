@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ class Setup:
         target = shape.target()
         self.settings |= {**target, "model": str(with_words(Path(target["model"]), folder))}
         self.settings |= {"max_num_seqs": given.streams, "enable_prefix_caching": False}
-        with LLM(**self.settings) as plain:
+        with LLM(**self.share(0)) as plain:
             ids = workload.random_prompts(given.streams, 128, 0.2, plain.model_config.vocab_size, seed=0)
             self.prompts = [{"prompt_token_ids": one} for one in ids]
             outputs = plain.generate(self.prompts, self.params, use_tqdm=False)
@@ -283,9 +284,13 @@ class Setup:
 def overhead(given: argparse.Namespace) -> int:
     """Tokens a second offline, by tasks and by clients, with so many requests at once."""
     setup = Setup(given)
+    made = [time.perf_counter()]
     offline = LLM(**setup.share(0))
+    made.append(time.perf_counter())
     tasks = AsyncLLM(LLM(**setup.share(1)))
+    made.append(time.perf_counter())
     server = Server(setup.share(2))
+    made.append(time.perf_counter())
     rows: list[tuple[float, float, float]] = []
     asked: list[Asked] = []
     expected = offline.generate(setup.prompts, setup.params, use_tqdm=False)
@@ -325,19 +330,27 @@ def overhead(given: argparse.Namespace) -> int:
     gaps = sorted(gap for a in asked[given.streams :] for gap in a.gaps[len(a.gaps) // 4 : -1])
     seconds = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
     each = [sorted(row[0] / row[2] for row in rows[1:])]
-    middle, high = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
     facts = {
         "offline tokens/s": round(given.streams * given.tokens / seconds[0]),
         "AsyncLLM, of it": round(seconds[0] / seconds[1], 3),
         "server, of it": round(seconds[0] / seconds[2], 3),
         "turn by turn": [round(ratio, 3) for ratio in each[0]],
-        "ms between events, median": round(1e3 * middle, 2),
-        "p99": round(1e3 * high, 2),
-        "p99 of the median": round(high / middle, 2),
+        **between_events(gaps),
+        "seconds to start each": [round(end - start, 1) for start, end in pairwise(made)],
         "different": different,
     }
     print(json.dumps(facts))
     return int(bool(different))
+
+
+def between_events(gaps: Sequence[float]) -> dict[str, float]:
+    """What clients see of seconds between events, which are sorted."""
+    middle, high = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
+    return {
+        "ms between events, median": round(1e3 * middle, 2),
+        "p99": round(1e3 * high, 2),
+        "p99 of the median": round(high / middle, 2),
+    }
 
 
 COMMANDS = {"soak": soak, "chats": chats, "idle": idle, "overhead": overhead}

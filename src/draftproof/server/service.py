@@ -6,22 +6,25 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
-from draftproof.server import answers
+from draftproof.server import answers, errors
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import Admission, Ticket, within
 from draftproof.server.logs import FACTS
 from draftproof.server.meter import Meter
+from draftproof.server.parsers import NONE, Parser, Syntax, reasoning
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
 from draftproof.server.settings import ServerConfig
 from draftproof.types import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+LAST = 16  # tokens of a prompt that may hold the marker that reasoning begins with
+STEP_GRACE = 5  # seconds that the step that is being made has to end
 FINISHED = "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s"
 AnyBody = ChatBody | CompletionBody
 
@@ -56,24 +59,63 @@ class Service:
         self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
         self.defaults = llm.llm.default_sampling_params()
         self.is_draining = False
-        self._warm_up()
+        self.syntax = self._warm_up()
 
-    def _warm_up(self) -> None:
-        """Load what the first conversation needs before it comes: chat templates load transformers."""
+    def _warm_up(self) -> Syntax:
+        """Load what the first conversation needs before it comes, since chat templates load transformers; how the
+        model writes calls and reasoning."""
+        template = ""
         with contextlib.suppress(ValueError):  # there is no tokenizer, or no template
             self.llm.llm.tokenizer.chat([{"role": "user", "content": "Hi"}])
+            template = self.llm.llm.tokenizer.chat_template()
+        return Syntax(template, self.config.tool_call_parser, self.config.reasoning_parser)
+
+    def parser(self, job: Job) -> Parser | None:
+        """What reads an answer of a job that may be more than text."""
+        body = job.body
+        if not isinstance(body, ChatBody) or not self._needs_parser(body):
+            return None
+        schemas = {tool.function.name: tool.function.parameters for tool in body.offered}
+        markers = reasoning.PAIRS.get(self.syntax.reasoning)
+        ids = job.streams[0].prompt_token_ids[-LAST:]
+        end = self.llm.llm.tokenizer.decode(ids, skip_special_tokens=False).rstrip() if markers else ""
+        most = 1 if body.parallel_tool_calls is False else None
+        begins_inside = markers is not None and end.endswith(markers[0])
+        return Parser(self.syntax, schemas or None, begins_inside=begins_inside, most_calls=most)
+
+    def _needs_parser(self, body: ChatBody) -> bool:
+        """ValueError for tools whose calls could not be told from text."""
+        if body.offered and self.syntax.tools == NONE:
+            raise ValueError(
+                "tools: is not served: the model's chat template has no calls in a syntax that is known; name one with "
+                "--tool-call-parser, or leave it out"
+            )
+        return bool(body.offered) or self.syntax.reasoning != NONE
+
+    def _shows_markers(self, params: SamplingParams) -> SamplingParams:
+        """`params`, with special tokens in the text where calls or reasoning are marked by them."""
+        tokenizer = self.llm.llm.tokenizer
+        is_marked = any(map(tokenizer.is_special_text, self.syntax.markers))
+        return replace(params, skip_special_tokens=False) if is_marked else params
 
     def check_ready(self) -> None:
         """503 where nothing is computed any more."""
         why = "the server is shutting down" if self.is_draining else self.llm.error
         if why is not None:
-            raise RefusalError(503, f"{why}; ask another", code="unavailable", headers={"Retry-After": "5"})
+            raise errors.unavailable(why)
+
+    async def shut_down(self, patience: float | None = None) -> None:
+        """End the engine; `patience` as in `AsyncLLM.shutdown`, None: `shutdown_timeout`."""
+        self.is_draining = True
+        await self.llm.shutdown(self.config.shutdown_timeout if patience is None else patience, STEP_GRACE)
 
     async def begin(self, body: AnyBody, request_id: str) -> Job:
         """Let a request in and start its streams; whoever has the job ends it. RefusalError and ValueError."""
         self.check_ready()
         name = check_model(body.model, self.names)
         params = body.params(self.defaults, self.config)
+        if isinstance(body, ChatBody) and self._needs_parser(body):
+            params = self._shows_markers(params)
         num_outputs = params.n * body.num_prompts
         if num_outputs > self.config.max_choices:
             raise ValueError(
@@ -109,6 +151,13 @@ class Service:
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer, once all of it is there; the job is ended."""
+        outputs = await self.complete(job)
+        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+            return self._answer(job, outputs)
+        return await self.llm.aside(partial(self._answer, job, outputs))  # not where it holds others up
+
+    async def complete(self, job: Job) -> list[RequestOutput]:
+        """All that a job comes to; it is ended. RefusalError where that is not what was asked for."""
         try:
             async for number, delta in together(job.streams, self.config.keep_alive_interval):
                 if delta is not None:
@@ -119,11 +168,9 @@ class Service:
         for output in outputs:
             if output.error is not None:
                 raise RefusalError(500, output.error, code="engine_error")
-            if any(choice.finish_reason == "abort" for choice in output.outputs):
-                raise RefusalError(503, "the server is shutting down; ask another", code="unavailable")
-        if job.params.logprobs is None and job.params.prompt_logprobs is None:
-            return self._answer(job, outputs)
-        return await self.llm.encode(partial(self._answer, job, outputs))  # not where it holds others up
+            if any(choice.finish_reason in ("abort", None) for choice in output.outputs):
+                raise errors.unavailable("the server is shutting down")
+        return outputs
 
     def _answer(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """A whole answer's object."""
@@ -182,7 +229,7 @@ class Service:
         """One choice of a whole answer; `first`: the number of its prompt's first."""
         choice, ids = output.outputs[index], output.prompt_token_ids
         if job.is_chat:
-            made = answers.chat_choice(choice, job.body.num_logprobs)
+            made = answers.chat_choice(choice, job.body.num_logprobs, self.parser(job))
         else:
             piece = self.llm.llm.tokenizer.piece(ids[0]) if job.body.scores_prompt else ""
             made = answers.text_choice(output, choice, self.echoed(job, ids), piece)
