@@ -158,7 +158,8 @@ def test_what_was_called_goes_back_into_the_template(server: Running) -> None:
         {"role": "assistant", "reasoning": "Hm.", "content": None, "tool_calls": calls},
     ]
     with server.http() as http:
-        ids = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        ids = http.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
         text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
         assert (
             '<think>Hm.</think><tool_call>{"name": "search", "arguments": {"text": "x"}}</tool_call>' in text
@@ -261,6 +262,8 @@ def test_a_tool_of_a_response_that_takes_text(server: Running) -> None:
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name=None"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format="),
         ({"input": "x", "background": True}, "background=True"),
+        ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt="),
+        ({"input": "x", "conversation": "conv_1"}, "conversation: is not served"),
         ({"input": 1}, "input=1"),
     ],
 )
@@ -268,6 +271,7 @@ def test_wrong_responses_are_refused(server: Running, body: dict[str, Any], mess
     with server.http() as http:
         response = http.post("/v1/responses", json=body)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+    assert server.service.admission.num_outputs == server.service.llm.num_open == 0
 
 
 # Messages
@@ -330,12 +334,13 @@ def test_events_of_a_message(claude: Any, text: str) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice='required': is not served"),
         ({"tool_choice": {"type": "odd"}}, "tool_choice="),
         ({"max_tokens": None}, "max_tokens=None"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not served"),
     ],
 )
 def test_wrong_messages_are_refused(server: Running, changed: dict[str, Any], message: str) -> None:
     with server.http() as http:
         response = http.post("/v1/messages", json={"messages": ASKED, "max_tokens": 5, **changed})
-    assert response.status_code == 400
+    assert response.status_code == 400 and server.service.llm.num_open == 0
     told = response.json()
     assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
     assert message in told["error"]["message"]

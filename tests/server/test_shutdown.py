@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from bench.clients import Server
+from draftproof.frontend.async_llm import AsyncLLM, ClosedError
 from draftproof.frontend.requests import Requests
 from draftproof.server import run, service
 from tests.server.running import LONG, Running, drafting, running
@@ -105,6 +106,21 @@ def test_whoever_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         server.check_nothing_left()
 
 
+def test_whoever_reads_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as he takes something between two looks."""
+    with running(drafting(), client_timeout=10 * LONG) as server, unread_stream(server) as connection:
+        (one,) = server.server.server_state.connections
+        watch = {one: (0.0, one.transport.get_write_buffer_size() + 1)}
+        monkeypatch.setattr(server.server._watch, "unread", watch)
+        server.run(until(lambda: one.flow.write_paused))
+        server.server._watch.drop_unread(1.0)
+        assert not one.transport.is_closing() and watch[one][0] > 0.0
+        watch[one] = 0.0, watch[one][1]
+        server.loop.call_soon_threadsafe(server.server._watch.drop_unread, 1.0)
+        server.run(until(lambda: one.transport.is_closing()))
+        assert connection.recv(1)
+
+
 def test_idle_connections_are_not_waited_for(hurried: None) -> None:
     with running(drafting(), shutdown_timeout=10 * LONG) as server:
         with server.http() as kept:
@@ -143,15 +159,19 @@ def test_whoever_waits_to_be_encoded_is_answered_at_once(
     """Though the thread that encodes is in the midst of a prompt, and others wait behind it."""
     with running(drafting(), shutdown_timeout=10 * LONG) as server:
         llm = server.service.llm
-        monkeypatch.setattr(Requests, "prepare", lambda *_: held.wait())
-        connections = [asked(server, {"prompt": "x", "stream": i == 1}) for i in range(3)]
+        entered = threading.Event()
+        monkeypatch.setattr(Requests, "prepare", lambda *_: entered.set() or held.wait())
+        connections = [asked(server, {"prompt": "x"})]
+        assert entered.wait(LONG)
+        connections += [asked(server, {"prompt": "x", "stream": i == 1}) for i in range(2)]
         connections.append(asked(server, {"prompt": "x"}, "/tokenize"))
         server.run(until(lambda: len(llm._encoding) == 4))
         server.stop()
         for connection in connections:
             response = connection.getresponse()
-            assert response.status == 503 and response.headers["Retry-After"]
-            assert b"ask another" in response.read()
+            text = response.read()
+            assert response.status == 503 and response.headers["Retry-After"], text
+            assert b"ask another" in text
 
 
 def test_a_step_that_does_not_end_is_left_alone(
@@ -181,12 +201,31 @@ def test_an_answer_that_is_there_is_written_though_it_is_long_work(hurried: None
     with running(drafting()) as server:
         server.run(server.service.llm.pause())
         connection = asked(server, {"prompt": "x", "max_tokens": 4, "logprobs": 2, "ignore_eos": True})
-        server.run(until(lambda: server.service.llm.num_open == 1))
-        server.run(server.service.llm.resume())
+        llm = server.service.llm
+        server.run(until(lambda: llm.num_open == 1))
+        server.server.should_exit = True
+        server.run(until(lambda: llm.error is not None))
+        server.run(llm.resume())
         server.stop()
         response = connection.getresponse()
         assert response.status == 200
         assert len(json.loads(response.read())["choices"][0]["logprobs"]["tokens"]) == 4
+
+
+def test_of_two_shutdowns_the_sooner_end_counts(
+    held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(drafting())
+        monkeypatch.setattr(Requests, "step", lambda _: held.wait())
+        stream = llm.begin(await llm.prepare("x"))
+        await llm.shutdown(0.0, 0.01)
+        await asyncio.wait_for(llm.shutdown(10 * LONG, 0.01), LONG)
+        assert [delta.finish_reason async for delta in stream] == ["abort"]
+        with pytest.raises(ClosedError):
+            await llm.prepare("x")
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
@@ -198,10 +237,10 @@ def test_the_process_ends_though_its_drafter_does_not(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     timeout = "0" if num_signals == 1 else str(10 * LONG)
     settings = {"speculative_config": {"method": "hanging.Hangs"}, "max_model_len": 256}
-    server = Server(settings, "--shutdown-timeout", timeout)
+    server = Server(settings, "--shutdown-timeout", timeout, "--keep-alive-interval", "0.1")
     connection = http.client.HTTPConnection(*server.address, timeout=LONG)
     connection.request("POST", TEXT, json.dumps({"prompt": "x", "stream": True}), JSON)
-    assert connection.getresponse().readline().startswith(b"data: ")
+    assert connection.getresponse().readline() == b": keep-alive\n"
     for _ in range(num_signals - 1):
         server.process.send_signal(signal.SIGINT)
         while connection_taken(server):

@@ -42,19 +42,21 @@ def add_agent_routes(app: FastAPI, service: Service) -> None:
 
 async def _respond(service: Service, store: ResponseStore, request: Request) -> Response:
     body = await read(service, request, ResponsesBody)
+    headers = unread(body)
     previous = body.previous_response_id
     before = store.get(previous, "previous_response_id").items if previous else ()
     job = await service.begin(body.chat(before), body.request_id or request.state.request_id)
     head = service.head(job, "response")
     writer = ResponseWriter(body, head, [*before, *body.items], store)
-    return await _answer(service, request, job, writer, unread(body))
+    return await _answer(service, request, job, writer, headers)
 
 
 async def _message(service: Service, request: Request) -> Response:
     body = await read(service, request, MessagesBody)
+    headers = unread(body)
     job = await service.begin(body.chat(), body.request_id or request.state.request_id)
     writer = MessageWriter(job.model, job.params.seed)
-    return await _answer(service, request, job, writer, unread(body))
+    return await _answer(service, request, job, writer, headers)
 
 
 async def _answer(

@@ -19,11 +19,12 @@ ROOM_FOR_FILES = 256  # descriptors beside those of connections: weights, socket
 
 class Watch:
     """Connections on which nothing moves. `silent`: no request has come, longest first, and some that are being served
-    by now. `unread`: of which the client has taken nothing since, though more waits than the system keeps for it."""
+    by now. `unread`: more waits for the client than the system keeps for it: since when it has taken nothing, and how
+    many bytes wait."""
 
     def __init__(self) -> None:
         self.silent: dict[Connection, None] = {}
-        self.unread: dict[Connection, float] = {}
+        self.unread: dict[Connection, tuple[float, int]] = {}
 
     def close_silent(self, timeout: float) -> None:
         """Close connections on which no request has come for so many seconds; uvicorn waits for ever for headers."""
@@ -38,10 +39,12 @@ class Watch:
     def drop_unread(self, timeout: float) -> None:
         """Give up clients that have taken nothing for so many seconds; what waits for them is thrown away."""
         now = time.monotonic()
-        for connection, since in list(self.unread.items()):
-            if now - since < timeout:
-                return
-            connection.transport.abort()
+        for connection, (since, size) in list(self.unread.items()):
+            left = connection.transport.get_write_buffer_size()
+            if left < size:
+                self.unread[connection] = now, left
+            elif now - since >= timeout:
+                connection.transport.abort()
 
 
 class Connection(H11Protocol):
@@ -82,7 +85,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread[self] = time.monotonic()
+        self._unread[self] = time.monotonic(), self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         super().resume_writing()

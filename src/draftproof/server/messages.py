@@ -26,7 +26,6 @@ class CountBody(Body):
     system: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
         """A chat that says the same. ValueError names what is wrong."""

@@ -27,6 +27,7 @@ NOT_SERVED: Mapping[str, frozenset[str]] = {
     "there is neither infilling nor beam search": words("suffix use_beam_search"),
     "prompts and answers are text or token ids": words("audio prompt_embeds"),
     "prompts are not cut": words("truncate_prompt_tokens"),
+    "nothing is kept here but answers of /v1/responses": words("conversation container mcp_servers"),
 }
 NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {}, {"type": "text"})
 SHOWN_NAME = re.compile(r"[^\w.-]", re.ASCII)

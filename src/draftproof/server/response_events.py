@@ -129,7 +129,7 @@ class ResponseWriter:
     def whole(self) -> dict[str, Any]:
         return self._response
 
-    def _open(self, kind: str, **fields: Any) -> list[Event]:
+    def _open(self, kind: str, /, **fields: Any) -> list[Event]:
         found = self._close("completed")
         item_id = f"{STARTS[kind]}_{secrets.token_hex(12)}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
@@ -160,12 +160,12 @@ class ResponseWriter:
         self._item = None
         return found
 
-    def _in_item(self, name: str, **fields: Any) -> Event:
+    def _in_item(self, name: str, /, **fields: Any) -> Event:
         """An event of the item that is open."""
         assert self._item is not None, "one is open"
         return self._event(name, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         self._number += 1
         return f"response.{name}", {"type": f"response.{name}", "sequence_number": self._number, **fields}
 

@@ -62,8 +62,12 @@ class ResponsesBody(Body):
     def chat(self, before: Items = ()) -> ChatBody:
         """A chat that says the same; `before`: the items of the conversation that it goes on with. ValueError names
         what is wrong."""
-        if self.background:
-            raise ValueError("background=True: is not served; leave it out")
+        for name, asked in (
+            ("background", self.background),
+            ("prompt", (self.model_extra or {}).get("prompt")),
+        ):
+            if asked not in NOTHING_ASKED:
+                raise ValueError(f"{name}={shown(asked)}: is not served; leave it out")
         shape = (self.text or {}).get("format")
         if shape not in NOTHING_ASKED:
             raise ValueError(
