@@ -167,6 +167,27 @@ def test_nothing_that_a_model_writes_is_too_much(family: str, data: st.DataObjec
     )
 
 
+BEGUN = {
+    "hermes": '<tool_call>{"name": "search", "arguments": {"text": ',
+    "llama3": '{"name": "search", "parameters": {"text": ',
+    "mistral": '[TOOL_CALLS]search[ARGS]{"text": ',
+    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"text": ',
+    "gemma": "<|tool_call>call:search{text:",
+    "glm": "<tool_call>search<arg_key>text</arg_key><arg_value>",
+}
+
+
+@pytest.mark.parametrize("family", TOOLS)
+@pytest.mark.parametrize("bit", ["[", '{"a":', "{a:["])
+def test_arguments_may_be_as_deep_as_a_model_writes(family: str, bit: str) -> None:
+    """And be cut off anywhere; how deep Python's own reader goes is no matter."""
+    closed = "</arg_value>" if family == "glm" else ""
+    parser = Parser(syntax(family), {"search": {}})
+    pieces = read(parser, [BEGUN[family], *[bit * 100] * 100, closed])
+    assert pieces[0] == CallStart("search")
+    assert sum(len(piece.text) for piece in pieces[1:] if isinstance(piece, CallArguments)) > 9000 * len(bit)
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = Parser(syntax("hermes"), SCHEMAS)
     assert parser.push('<tool_call>{"name": "search", "arguments": {"te') == [

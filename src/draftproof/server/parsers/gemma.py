@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Reader, Steps
+from draftproof.server.parsers.reader import OPEN, CallArguments, CallStart, Content, Reader, Steps
 
 OPENS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 QUOTES = ('<|"|>', "<escape>")
@@ -66,6 +66,8 @@ def _value(reader: Reader, depth: int) -> Steps[Any]:
     if depth < MOST_DEPTH and (yield from reader.starts_with("[")):
         return (yield from _list(reader, depth + 1))
     text = yield from reader.json_value()
+    if text[:1] in OPEN:
+        return text
     try:
         return json.loads(text)
     except ValueError:
