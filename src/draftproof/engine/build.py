@@ -131,6 +131,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
+    plans, members = _with_forced_last(plans, members)
     _check_fit(base, target, members)
     base.planner.certify()
     is_auto = speculative is not None and speculative.is_auto
@@ -141,6 +142,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
         names=_names(plans),
+        most_forced=sum(p.num_drafts for p, m in zip(plans, members, strict=True) if m.spec.forced),
     )
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
@@ -268,8 +270,18 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
+def _with_forced_last(
+    plans: Seq[DraftPlan], members: Seq[DrafterSandbox]
+) -> tuple[list[DraftPlan], list[DrafterSandbox]]:
+    """Both with whoever stands for forced text behind those who draft on the device, whose numbers count from 0."""
+    order = sorted(range(len(plans)), key=lambda i: members[i].spec.forced)
+    return [plans[i] for i in order], [members[i] for i in order]
+
+
 def _joined(members: Seq[DrafterSandbox], most: Seq[int], vocab_size: int) -> Drafter | None:
-    """The members as one drafter. `most`: drafts that each proposes."""
+    """The members that draft on the device as one drafter. `most`: drafts that each proposes."""
+    members = [m for m in members if not m.spec.forced] or members
+    most = most[: len(members)]
     if len(members) > 1:
         return ChainDrafter(members, most, vocab_size)
     return members[0] if members else None
@@ -349,6 +361,7 @@ class _Drafting:
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
     names: tuple[str, ...] = ()  # one a drafter, each another
+    most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
 
     @property
     def is_auto(self) -> bool:
@@ -457,7 +470,12 @@ def _runner(
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
     )
     _bind(drafting.drafter, memory_lent)
-    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
+    table = SamplingTable(
+        config.max_num_seqs + 1,
+        base.model.vocab_size,
+        device,
+        max_rows=config.max_num_seqs * (1 + num_drafts),
+    )
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
@@ -478,6 +496,7 @@ def _runner(
         graphs=base.graphs,
         num_drafts=num_drafts,
         drafter_names=drafting.names,
+        most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,

@@ -5,7 +5,9 @@ already stand: so the row of a draft counts the drafts before it, without any st
 
 Each slot has a list of int32, which `pack_list` writes: where bias, words and mask begin (0: no mask), number of stop
 ids, the stop ids; number of biases, an id and the bits of a fp32 each; number of bad words, length and ids each; the
-mask, a bit an id. Shapes: M rows, V vocabulary, S slots, L positions, N numbers of the longest list, P positions.
+mask, a bit an id. Where a grammar decides what may come next the host gives each row a mask of its own, read where
+the slot is `MASKED`. Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N numbers of the longest
+list, P positions.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.native import Library
-from draftproof.kernels.row_params import CONSTRAINED, PENALISED, RowParams
+from draftproof.kernels.row_params import CONSTRAINED, MASKED, PENALISED, RowParams
 
 NO_NUMBER = -1  # in place of a token: the target's logits held NaN or inf
 NONE_LEFT = -2  # or they were fine, and what the request asks for ruled every token out
@@ -57,6 +59,7 @@ def process_torch(
     positions_M: Tensor,
     tokens_SL: Tensor,
     lists_SN: Tensor,
+    masks_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.Process`."""
     out_MV = logits_MV.float().clone()
@@ -72,6 +75,8 @@ def process_torch(
         tokens_P = tokens_SL[slot, :position].long()
         if flags & CONSTRAINED:
             _constrain(out_MV[m], lists_SN[slot], tokens_P, prompt_len, position < held_until)
+        if flags & MASKED:
+            _mask(out_MV[m], masks_MW[m])
         if flags & PENALISED and position > 0:
             _penalise(out_MV[m], tokens_P, params[slice(m, m + 1)], prompt_len)
     has_numbers_M = torch.isfinite(logits_MV.amax(-1))
@@ -83,9 +88,7 @@ def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int,
     numbers, tokens = list_N.tolist(), tokens_P.tolist()
     at_bias, at_words, at_mask, num_stops = numbers[:HEADER]
     if at_mask:
-        ids_V = torch.arange(len(row_V), device=row_V.device)
-        word_V = list_N[at_mask + ids_V // 32]
-        row_V.masked_fill_((word_V >> (ids_V % 32)) & 1 == 0, -torch.inf)
+        _mask(row_V, list_N[at_mask:])
     for number in range(numbers[at_bias]):
         at = at_bias + 1 + 2 * number
         row_V[numbers[at]] += list_N[at + 1 : at + 2].view(torch.float32)[0]
@@ -98,6 +101,12 @@ def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int,
         at += 1 + numbers[at]
     if is_early:
         row_V[list_N[HEADER : HEADER + num_stops].long()] = -torch.inf
+
+
+def _mask(row_V: Tensor, words_W: Tensor) -> None:
+    """In place: ids whose bit is 0 are ruled out."""
+    ids_V = torch.arange(len(row_V), device=row_V.device)
+    row_V.masked_fill_((words_W[ids_V // 32] >> (ids_V % 32)) & 1 == 0, -torch.inf)
 
 
 def _penalise(row_V: Tensor, tokens_P: Tensor, params: RowParams, prompt_len: int) -> None:
@@ -115,7 +124,7 @@ class ProcessCompiled:
     """`process_torch` in C++, rows in parallel."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_process", "8P5q")
+        self._run, self._pack = library.packed("dp_process", "9P5q")
 
     def __call__(
         self,
@@ -125,6 +134,7 @@ class ProcessCompiled:
         positions_M: Tensor,
         tokens_SL: Tensor,
         lists_SN: Tensor,
+        masks_MW: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `ops.Process`."""
         logits_MV = logits_MV.float().contiguous()
@@ -132,7 +142,17 @@ class ProcessCompiled:
         slots_M, positions_M = slots_M.contiguous(), positions_M.contiguous()
         rows, width = logits_MV.shape
         out_MV, failures_M = torch.empty_like(logits_MV), slots_M.new_empty(rows)
-        given = (logits_MV, packed_MC, slots_M, positions_M, tokens_SL, lists_SN, out_MV, failures_M)
+        given = (
+            logits_MV,
+            packed_MC,
+            slots_M,
+            positions_M,
+            tokens_SL,
+            lists_SN,
+            masks_MW,
+            out_MV,
+            failures_M,
+        )
         sizes = (rows, width, tokens_SL.shape[1], lists_SN.shape[1], torch.get_num_threads())
         self._run(self._pack(*[x.data_ptr() for x in given], *sizes), out_MV, failures_M)
         return out_MV, failures_M
