@@ -73,7 +73,7 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Of the types in the `openai` package, each once, in the order of their names; empty where it is missing."""
+    """Schemas of the types in the `openai` package, each once, by their names; none where it is missing."""
     try:
         import openai.types
         import openai.types.chat

@@ -97,7 +97,7 @@ def test_every_finished_answer_is_valid() -> None:
         validator = jsonschema.Draft202012Validator(schema)
         problems = list(validator.iter_errors(json.loads(text)))
         assert not problems, (schema, text, problems)
-    assert num_finished > 0.8 * len(params)
+    assert num_finished > 0.7 * len(params)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else slow) for name in CASES])

@@ -402,8 +402,14 @@ class EngineCore:
             delta.drafter_faults, request.drafter_faults = request.drafter_faults, []
             delta.queue_seconds = request.queue_seconds or 0.0
             self._deltas.append(delta)
-        if delta.finish_reason is not None:
-            self._finish(request, delta.finish_reason)
+        reason = delta.finish_reason
+        if reason is None and result.failure:  # with no token of its own, which would be left out of the text
+            reason = "stop"
+            self._deltas.append(
+                TokenDelta(request.id, finish_reason=reason, num_preemptions=request.num_preemptions)
+            )
+        if reason is not None:
+            self._finish(request, reason)
 
     def _emit(self, request: Progress, result: RowResult, delta: TokenDelta) -> None:
         """Take over the tokens up to the one that ends the output, and count the round."""
@@ -413,7 +419,8 @@ class EngineCore:
         if request.matcher is not None:
             request.matcher.advance(result.token_ids[:num_kept])
         if result.failure and delta.finish_reason is None:
-            delta.finish_reason, delta.error = _end_without_token(request, num_kept, result.failure)
+            delta.error = _why_no_token(request, num_kept, result.failure)
+            delta.finish_reason = None if delta.error is None else "error"
         num_accepted = len(result.token_ids) - (not result.failure)
         delta.is_round = request.num_outputs > 0
         delta.token_ids = result.token_ids[:num_kept]
@@ -614,17 +621,13 @@ def stopping_point(
     return len(token_ids), None, None
 
 
-def _end_without_token(request: Progress, num_kept: int, failure: str) -> tuple[FinishReason, str | None]:
-    """Why an output ends at a row that has no token, and what is wrong with that. Where its grammar is complete nothing
-    is: it left the end-of-text token alone, and something else, such as min_tokens, ruled that out."""
-    if failure == NONE_LEFT and request.matcher is not None and request.matcher.is_complete:
-        return "stop", None
-    return "error", _why_no_token(request, num_kept, failure)
-
-
-def _why_no_token(request: Progress, num_kept: int, failure: str) -> str:
+def _why_no_token(request: Progress, num_kept: int, failure: str) -> str | None:
+    """What is wrong where a row has no token. None: nothing, since the output's grammar is complete and left the
+    end-of-text token alone, which something else, such as min_tokens, ruled out."""
     if failure != NONE_LEFT:
         return "the target's logits held no number"
+    if request.matcher is not None and request.matcher.is_complete:
+        return None
     params = request.spec.params
     if request.matcher is not None and request.matcher.error:
         return f"structured_outputs: the grammar cannot be followed any further: {request.matcher.error}"

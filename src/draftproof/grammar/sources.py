@@ -39,7 +39,7 @@ def grammar_text(rule: StructuredOutputsParams, special_tokens: frozenset[str]) 
         case "grammar":
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(str(rule.grammar)))
-            except Exception as error:  # of the converter from GBNF, which has a type of its own for it
+            except Exception as error:  # the converter from GBNF has a type of its own for it
                 raise ValueError(f"is neither Lark nor GBNF: {error}") from None
         case _:
             return _tag_grammar(str(rule.structural_tag), special_tokens)
