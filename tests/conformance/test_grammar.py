@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from draftproof import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from draftproof.grammar.matcher import Matcher
 from tests.conformance.cases import CASES, Case
 from tests.conformance.schemas import generated, shipped
 from tests.made.shared import EAGLE3
@@ -24,7 +26,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 NUM_SCHEMAS = int(os.environ.get("NUM_SCHEMAS", "60"))
 QUICK = ("eagle3", "suffix", "chain/ff")
-FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 12}  # so that requests are preempted
+FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
 PLAIN = Case({})
 
@@ -196,3 +198,29 @@ def test_a_grammar_that_cannot_be_is_refused_and_others_go_on() -> None:
         with pytest.raises(ValueError, match="after_token_id=9000"):
             rule = StructuredOutputsParams(regex="a", after_token_id=9000)
             ask(llm, ["a"], [SamplingParams(structured_outputs=rule)])
+
+
+def moved_by_drafts(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
+    """Masks along drafts by a matcher that takes them in, the refused ones' forerunners too, and stays there."""
+    masks = right_masks(self, drafts, num_rows)
+    self._matcher.try_consume_tokens(list(drafts))
+    return masks
+
+
+def same_for_all_rows(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
+    """What may follow the output, for the rows behind drafts too."""
+    return right_masks(self, [], 1) * num_rows
+
+
+right_masks = Matcher.masks
+
+
+@pytest.mark.parametrize("wrong", [None, moved_by_drafts, same_for_all_rows])
+def test_wrong_masks_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    prompts, params = (every[:24] for every in wanted())
+    with LLM(**ENGINE) as llm:
+        expected = answers(ask(llm, prompts, params))
+    if wrong is not None:
+        monkeypatch.setattr(Matcher, "masks", wrong)
+    with LLM(**ENGINE, speculative_config={"model": EAGLE3, "num_speculative_tokens": 4}) as llm:
+        assert (answers(ask(llm, prompts, params)) == expected) == (wrong is None)

@@ -18,7 +18,7 @@ Given = tuple[Tensor, RowParams, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def case(width: int, device: torch.device) -> Given:
-    """The arguments of `ops.Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
+    """The arguments of `Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
     rng = random.Random(width)
     few = [rng.randrange(width) for _ in range(6)]  # texts are made of these, so that they repeat
     tokens = [[rng.choice(few) for _ in range(LENGTH)] for _ in range(NUM_SLOTS)]

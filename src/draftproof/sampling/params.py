@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from draftproof.kernels.process import HEADER, pack_list
+from draftproof.kernels.process.spec import HEADER, pack_list
 from draftproof.kernels.row_params import CONSTRAINED, MASKED, NUM_COLUMNS, PENALISED, RowParams, pack_row
-from draftproof.kernels.transfer import upload
+from draftproof.runtime.transfer import upload
 from draftproof.types import SamplingParams
 
 
