@@ -25,7 +25,7 @@ from tests.slow import slow
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 NUM_SCHEMAS = int(os.environ.get("NUM_SCHEMAS", "60"))
-QUICK = ("eagle3", "suffix", "chain/ff")
+QUICK = ("eagle3", "suffix", "ff")
 FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
 PLAIN = Case({})
@@ -113,10 +113,19 @@ def test_drafts_change_no_answer(name: str) -> None:
         assert llm.stats.num_drafter_faults == 0 or name == "custom"
         speculation = llm.stats.speculation
         assert speculation.num_draft_tokens > 0
-        if name == "chain/ff":
+        if name == "ff":
             forced = llm.stats.drafters[-1]
             assert forced.name == "ff"
             assert forced.speculation.num_accepted_tokens == forced.speculation.num_draft_tokens > 100
+
+
+def test_forced_text_alone_changes_no_answer() -> None:
+    prompts, params = wanted()
+    with LLM(**{**ENGINE, **FEW_BLOCKS}, speculative_config={"method": "ff"}) as llm:
+        assert answers(ask(llm, prompts, params)) == plain(None)
+        assert llm.stats.num_preemptions > 0
+        speculation = llm.stats.speculation
+        assert speculation.num_accepted_tokens == speculation.num_draft_tokens > 100
 
 
 RULES: dict[str, dict[str, Any]] = {

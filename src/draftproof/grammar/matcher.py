@@ -48,6 +48,8 @@ class Matcher:
     def masks(self, drafts: Sequence[int], num_rows: int) -> bytes:
         """A mask for each of so many rows, a bit an id: what may follow the output so far and the first j drafts. What
         follows a draft that is itself ruled out does not matter, and nothing is allowed there."""
+        if num_rows == 1 and self._after is None and not self.error:
+            return self._next()
         rows = bytearray(num_rows * self._own_bytes)
         drafts, first = list(drafts[: num_rows - 1]), 0
         if self._after is not None:
@@ -81,11 +83,20 @@ class Matcher:
         if self.error:
             return
         taken = self._matcher.try_consume_tokens(list(token_ids))
+        if taken == len(token_ids):
+            return
         if self._matcher.is_error():
             self._fail()
         else:  # beyond its end there is only the end-of-text token, which is not taken
-            is_over = taken == len(token_ids) or self._matcher.is_stopped()
-            assert is_over, f"token {token_ids[taken]} of the output is not in its grammar"
+            assert self._matcher.is_stopped(), f"token {token_ids[taken]} of the output is not in its grammar"
+
+    def _next(self) -> bytes:
+        """The mask behind the output so far: what is asked for most, so with the fewest calls."""
+        row = bytes(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            self._fail()
+            return bytes(self._row_bytes)
+        return row[: self._row_bytes] if len(row) > self._row_bytes else row
 
     def _fail(self) -> None:
         self.error = " ".join(str(self._matcher.get_error()).split())[:200]

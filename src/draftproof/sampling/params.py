@@ -102,13 +102,13 @@ class SamplingTable:
         """Masks of the next pass: (the first row, a mask for it and for each of those after it). What they were in an
         earlier pass has been read."""
         host_MW = self._masks_on_host
-        first_byte, row_bytes = host_MW.data_ptr(), 4 * host_MW.shape[1]
+        max_rows, num_words = host_MW.shape
+        first_byte, row_bytes = host_MW.data_ptr(), 4 * num_words
         num_rows = 0
         for first, rows in masks:
-            end = first + len(rows) // row_bytes
-            assert len(rows) % row_bytes == 0 and end <= len(host_MW), (first, len(rows), host_MW.shape)
+            num_rows = max(num_rows, first + len(rows) // row_bytes)
+            assert len(rows) % row_bytes == 0 and num_rows <= max_rows, (first, len(rows), max_rows)
             ctypes.memmove(first_byte + first * row_bytes, rows, len(rows))
-            num_rows = max(num_rows, end)
         if host_MW is not self.masks_MW:
             self.masks_MW[:num_rows].copy_(host_MW[:num_rows], non_blocking=True)
 
