@@ -10,9 +10,13 @@ NAMES = ("name", "age", "tags", "kind", "x", "is_open", "address", "créé", "a 
 
 
 def generated(number: int, seed: int) -> list[dict[str, Any]]:
-    """So many schemas, all of whose answers have an end."""
+    """So many schemas, each another, all of whose answers have an end."""
     rng = random.Random(seed)
-    return [_one(rng, depth=0, kinds=("object", "object", "array", "choice")) for _ in range(number)]
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < number:
+        schema = _one(rng, depth=0, kinds=("object", "object", "array", "choice"))
+        found.setdefault(json.dumps(schema), schema)
+    return list(found.values())
 
 
 LEAVES = ("string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format")
@@ -73,7 +77,7 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Schemas of the types in the `openai` package, each once, by their names; none where it is missing."""
+    """Schemas of the types in the `openai` package, each once, by the order of their names; none where it is missing."""
     try:
         import openai.types
         import openai.types.chat
@@ -91,6 +95,6 @@ def shipped() -> list[dict[str, Any]]:
                 schema = kind.model_json_schema()
             except Exception:  # has parts that no schema describes
                 continue
-            if len(json.dumps(schema)) < 4000:
-                found.setdefault(name, schema)
+            if len(text := json.dumps(schema)) < 4000:
+                found.setdefault(text, schema)
     return list(found.values())

@@ -285,11 +285,7 @@ class EngineCore:
             without_drafter=without_drafter,
             price=self.policy.price() if self.runner.drafter_estimates and any(wanted) else 0.0,
             masks=[self._masks(rows) for rows in output.rows] if self._num_matched else (),
-            forced=[
-                (r.request.slot, len(r.request.tokens), r.request.forced[: r.num_sampled - 1])
-                for r in output.rows
-                if r.request.forced and r.num_sampled > 1
-            ],
+            forced=_forced(output.rows) if self._num_matched else (),
         )
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
@@ -588,6 +584,15 @@ class EngineCore:
         self._in_flight.clear()
         for request in list(self._requests.values()):
             self._fail(request, self.error)
+
+
+def _forced(rows: Sequence[PlannedRows]) -> list[tuple[int, int, list[int]]]:
+    """Drafts of ours, as `StepInput.forced` has them, where there are rows for them."""
+    return [
+        (r.request.slot, len(r.request.tokens), r.request.forced[: r.num_sampled - 1])
+        for r in rows
+        if r.request.forced and r.num_sampled > 1
+    ]
 
 
 def _scheduled(rows: PlannedRows, num_drafts: int) -> ScheduledRequest:

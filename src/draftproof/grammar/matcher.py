@@ -16,6 +16,7 @@ from draftproof.grammar.sources import grammar_text, rule_of
 from draftproof.types import StructuredOutputsParams
 
 MOST_KEPT = 64  # compiled grammars, the least recently used one goes
+MOST_STATES = 50_000  # of a grammar's lexer, 1 to 2 KB each
 WORD_BYTES = 4
 
 
@@ -158,7 +159,8 @@ class GrammarCompiler:
     def _compile(self, tokenizer: Any, text: str, name: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MOST_STATES)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # which may find it too large
         if matcher.is_error():
