@@ -77,7 +77,7 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Schemas of the types in the `openai` package, each once, by the order of their names; none where it is missing."""
+    """Schemas of the types in the `openai` package, each once, by their names; none where it is missing."""
     try:
         import openai.types
         import openai.types.chat
