@@ -165,7 +165,7 @@ def test_whoever_waits_to_be_encoded_is_answered_at_once(
         assert entered.wait(LONG)
         connections += [asked(server, {"prompt": "x", "stream": i == 1}) for i in range(2)]
         connections.append(asked(server, {"prompt": "x"}, "/tokenize"))
-        server.run(until(lambda: len(llm._encoding) == 4))
+        server.run(until(lambda: len(llm._prepared) == 4))
         server.stop()
         for connection in connections:
             response = connection.getresponse()

@@ -149,7 +149,8 @@ class AsyncLLM:
         self._is_closing = self._is_stopped = self._is_ended = self._is_paused = False
         self._deadline = math.inf  # when requests that run are ended, once it is shutting down
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
-        self._encoding: set[asyncio.Future[Any]] = set()
+        self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
+        self._prepared: set[asyncio.Future[Any]] = set()  # what helpers are at
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
 
@@ -195,21 +196,24 @@ class AsyncLLM:
             raise
         return stream
 
+    async def compile(self, params: SamplingParams, seconds: float) -> None:
+        """Have what `params.structured_outputs` asks for compiled, by a thread of its own, so that `prepare` finds it
+        done and nobody else's prompts wait for it. ValueError where it cannot be, and where it takes longer;
+        ClosedError as in `encode`."""
+        if params.structured_outputs is None:
+            return
+        work = partial(self._requests.inputs.grammar, params)
+        try:
+            await asyncio.wait_for(self._help(self._compiler, work), seconds)
+        except TimeoutError:
+            raise ValueError(
+                f"structured_outputs: took longer than grammar_timeout={seconds:g} seconds to compile; ask for less"
+            ) from None
+
     async def encode(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by the thread that encodes prompts. ClosedError once no more requests are taken,
         at once for work that waits or is being done then."""
-        self._check_open()
-        future = asyncio.get_running_loop().run_in_executor(self._encoder, work)
-        self._encoding.add(future)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._is_closing or (task is not None and task.cancelling()):
-                raise
-            raise ClosedError(f"AsyncLLM: {self.error}") from None
-        finally:
-            self._encoding.discard(future)
+        return await self._help(self._encoder, work)
 
     async def aside(self, work: Callable[[], T]) -> T:
         """The result of `work`, part of an answer, done by the thread that encodes prompts while there is one."""
@@ -250,8 +254,9 @@ class AsyncLLM:
         sooner end counts.
         """
         self._is_closing = True
-        self._encoder.shutdown(wait=False)
-        for future in list(self._encoding):
+        for helpers in (self._encoder, self._compiler):
+            helpers.shutdown(wait=False)
+        for future in list(self._prepared):
             future.get_loop().call_soon_threadsafe(future.cancel)
         self._deadline = min(self._deadline, time.monotonic() + patience)
         with contextlib.suppress(TimeoutError):
@@ -292,6 +297,21 @@ class AsyncLLM:
         if self.llm.engine.error is not None:
             return self.llm.engine.error
         return "the engine is shutting down" if self._is_closing or self._is_ended else None
+
+    async def _help(self, helpers: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """The result of `work`, done by one of these threads. ClosedError as in `encode`."""
+        self._check_open()
+        future = asyncio.get_running_loop().run_in_executor(helpers, work)
+        self._prepared.add(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_closing or (task is not None and task.cancelling()):
+                raise
+            raise ClosedError(f"AsyncLLM: {self.error}") from None
+        finally:
+            self._prepared.discard(future)
 
     def _check_open(self) -> None:
         if self.error is not None:
