@@ -134,8 +134,12 @@ def test_choices_of_tools(server: Running) -> None:
     none = chats.create(**told, tool_choice="none").choices[0]
     assert none.message.tool_calls is None and none.message.content == SAYS["both"]
     for choice in ("required", {"type": "function", "function": {"name": "edit"}}):
-        with pytest.raises(BadRequestError, match=r"tool_choice=.* is not served"):
-            chats.create(**told, tool_choice=choice)
+        with pytest.raises(BadRequestError, match=r"tool_choice=.*: the answer's form is given too"):
+            chats.create(**told, tool_choice=choice, response_format={"type": "json_object"})
+    with pytest.raises(
+        BadRequestError, match=r"tool_choice=.*odd.*: must be auto, none, required, or a function"
+    ):
+        chats.create(**told, tool_choice={"type": "function", "function": {"name": "odd"}})
 
 
 def test_reasoning_of_a_chat(server: Running) -> None:
@@ -260,7 +264,8 @@ def test_a_tool_of_a_response_that_takes_text(server: Running) -> None:
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].call_id=None"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]="),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name=None"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format="),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "json_schema must be"),
+        ({"input": "x", "text": {"format": "json"}}, "text.format='json': must be an object"),
         ({"input": "x", "background": True}, "background=True"),
         ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt="),
         ({"input": "x", "conversation": "conv_1"}, "conversation: is not served"),
@@ -331,7 +336,8 @@ def test_events_of_a_message(claude: Any, text: str) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, ".input=None"),
         ({"tools": [{"name": "x"}]}, "tools[0]="),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]="),
-        ({"tool_choice": {"type": "any"}}, "tool_choice='required': is not served"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice='required': must be auto"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice={'name': 'f'}: must be auto"),
         ({"tool_choice": {"type": "odd"}}, "tool_choice="),
         ({"max_tokens": None}, "max_tokens=None"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not served"),

@@ -127,7 +127,7 @@ def test_wrong_fields_are_named(
             400,
             "tools: is not served",
         ),
-        (CHAT, ONE + b'"tool_choice": "required"}', 400, "tool_choice='required': is not served"),
+        (CHAT, ONE + b'"tool_choice": "required"}', 400, "tool_choice='required': must be auto"),
         (TEXT, b'{"prompt": ""}', 400, "prompt"),
         (TEXT, b'{"prompt": []}', 400, "prompt"),
         (TEXT, b'{"prompt": [[]]}', 400, "prompt"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftproof import assets
 from draftproof.server.parsers import NONE, TOOLS, Parser, Syntax
+from draftproof.server.parsers.forms import Form, call_grammar
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Piece, Reasoning
 
 SCHEMAS: dict[str, Any] = {
@@ -186,6 +191,53 @@ def test_arguments_may_be_as_deep_as_a_model_writes(family: str, bit: str) -> No
     pieces = read(parser, [BEGUN[family], *[bit * 100] * 100, closed])
     assert pieces[0] == CallStart("search")
     assert sum(len(piece.text) for piece in pieces[1:] if isinstance(piece, CallArguments)) > 9000 * len(bit)
+
+
+@functools.cache
+def llguidances_tokenizer() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(str(Path(assets.path(assets.TARGET)) / "tokenizer.json"))
+
+
+FORMS = [(family, form) for family, (_, _, forms) in TOOLS.items() for form in forms]
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("are_tokens", [False, True])
+def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: bool, are_tokens: bool) -> None:
+    """The calls of a form are what its grammar takes, and what the family's reader makes calls of."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer(str(Path(assets.path(assets.TARGET)) / "tokenizer.json"))
+    schemas = {
+        **{name: {**schema, "required": list(schema["properties"])} for name, schema in SCHEMAS.items()}
+    }
+    schemas["now"] = None  # any object
+    ids = {marker: 1 + i for i, marker in enumerate(TOOLS[family][1])} if are_tokens else {}
+    grammar = llguidance.LLMatcher.grammar_from_lark(
+        call_grammar(form, schemas, ids.get, is_single=is_single)
+    )
+
+    def matches(text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        markers = "|".join(map(re.escape, ids)) or "(?!)"
+        tokens: list[int] = []
+        for part in re.split(f"({markers})", text):
+            tokens += [ids[part]] if part in ids else tokenizer.tokenize_str(part)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    def written(*calls: tuple[str, dict[str, Any]]) -> str:
+        parts = [json.dumps(arguments).join(form.written(name)) for name, arguments in calls]
+        return f"{form.first}{form.between.join(parts)}{form.last}"
+
+    for calls in ([SEARCH], [SEARCH, NOW]):
+        assert matches(written(*calls)) == (len(calls) == 1 or not is_single)
+        assert told(read(Parser(syntax(family), SCHEMAS), [written(*calls)])) == ("", calls)
+    for wrong in (("search", {"text": "x"}), ("other", {})):
+        assert not matches(written(wrong))
+    assert not matches(f"Text. {written(SEARCH)}")
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -107,8 +107,13 @@ class Tokenizer:
 
     def is_special_text(self, text: str) -> bool:
         """Whether this is a token that decoding leaves out when special tokens are skipped."""
-        found = self._backend.token_to_id(text)
+        found = self.token_id(text)
         return found is not None and self.is_special(found)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that this is, by itself; None where it is none."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
 
     def is_special(self, token_id: int) -> bool:
         """Whether decoding leaves this token out when special tokens are skipped."""

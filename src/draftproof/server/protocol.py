@@ -209,13 +209,29 @@ class ChatBody(GenerationBody):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that may be called. ValueError for a choice that would have to be forced."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError(
-                f"tool_choice={shown(self.tool_choice)}: is not served: outputs are not constrained by a grammar; "
-                'give "auto" or "none"'
-            )
+        """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def required(self) -> list[Tool]:
+        """The tools of which one must be called; none: the model may answer as it likes."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        required = self.tools or []
+        if isinstance(self.tool_choice, dict):
+            chosen = self.tool_choice.get("function", self.tool_choice)
+            name = chosen.get("name") if isinstance(chosen, dict) else None
+            required = [tool for tool in required if tool.function.name == name]
+        if not required:
+            raise ValueError(
+                f"tool_choice={shown(self.tool_choice)}: must be auto, none, required, or a function of `tools` by name"
+            )
+        return required
+
+    @property
+    def calls_once(self) -> bool:
+        """Whether at most one tool is to be called."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, dict)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -68,16 +68,21 @@ class ResponsesBody(Body):
         ):
             if asked not in NOTHING_ASKED:
                 raise ValueError(f"{name}={shown(asked)}: is not served; leave it out")
-        shape = (self.text or {}).get("format")
-        if shape not in NOTHING_ASKED:
-            raise ValueError(
-                f"text.format={shown(shape)}: is not served: outputs are not constrained by a grammar; leave it out"
-            )
         names = ("model", "stream", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls")
         fields = {name: getattr(self, name) for name in (*names, "request_id", "speculation", "user")}
         fields |= {"max_tokens": self.max_output_tokens, "tools": self._tools()}
+        fields |= {"response_format": self._format()}
         fields |= {"messages": self._messages([*before, *self.items]), "tool_choice": self.tool_choice}
         return ChatBody.model_validate(fields)
+
+    def _format(self) -> dict[str, Any] | None:
+        """The form of the answer, as chats have it: what describes a schema is one level deeper there."""
+        form = (self.text or {}).get("format")
+        if form is not None and not isinstance(form, dict):
+            raise ValueError(f"text.format={shown(form)}: must be an object with a type")
+        if form and form.get("type") == "json_schema":
+            return {"type": "json_schema", "json_schema": form}
+        return form or None
 
     def _messages(self, items: Items) -> list[dict[str, Any]]:
         """One message of the system, in front, since many templates take no other."""

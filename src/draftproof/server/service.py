@@ -8,19 +8,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
+from draftproof.schema import shown
 from draftproof.server import answers, errors
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import Admission, Ticket, within
 from draftproof.server.logs import FACTS
 from draftproof.server.meter import Meter
 from draftproof.server.parsers import NONE, Parser, Syntax, reasoning
+from draftproof.server.parsers.forms import call_grammar
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
 from draftproof.server.settings import ServerConfig
-from draftproof.types import RequestOutput, SamplingParams
+from draftproof.types import RequestOutput, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 LAST = 16  # tokens of a prompt that may hold the marker that reasoning begins with
@@ -76,12 +78,56 @@ class Service:
         if not isinstance(body, ChatBody) or not self._needs_parser(body):
             return None
         schemas = {tool.function.name: tool.function.parameters for tool in body.offered}
-        markers = reasoning.PAIRS.get(self.syntax.reasoning)
-        ids = job.streams[0].prompt_token_ids[-LAST:]
-        end = self.llm.llm.tokenizer.decode(ids, skip_special_tokens=False).rstrip() if markers else ""
-        most = 1 if body.parallel_tool_calls is False else None
-        begins_inside = markers is not None and end.endswith(markers[0])
+        begins_inside = self._begins_inside(job.streams[0].prompt_token_ids)
+        most = 1 if body.calls_once else None
         return Parser(self.syntax, schemas or None, begins_inside=begins_inside, most_calls=most)
+
+    def _begins_inside(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether an answer begins with reasoning, since its prompt ends with the marker of that."""
+        markers = reasoning.PAIRS.get(self.syntax.reasoning)
+        if markers is None:
+            return False
+        end = self.llm.llm.tokenizer.decode(prompt_token_ids[-LAST:], skip_special_tokens=False)
+        return end.rstrip().endswith(markers[0])
+
+    def _ruled(
+        self, body: ChatBody, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """`params` with the rule that a choice of tools is; rules hold for what follows the reasoning that an answer
+        begins with. ValueError where there can be none."""
+        rule = self._calls(body, params) if body.required else params.structured_outputs
+        if rule is not None and rule.after_token_id is None and self._begins_inside(prompt_token_ids):
+            end = reasoning.PAIRS[self.syntax.reasoning][1]
+            token_id = self.llm.llm.tokenizer.token_id(end)
+            if token_id is None:
+                raise ValueError(
+                    f"structured_outputs: reasoning comes first, and {end!r} is no token of this model's"
+                )
+            rule = replace(rule, after_token_id=token_id)
+        return replace(params, structured_outputs=rule)
+
+    def _calls(self, body: ChatBody, params: SamplingParams) -> StructuredOutputsParams:
+        """The rule of an answer that must call a tool."""
+        told = f"tool_choice={shown(body.tool_choice)}"
+        if params.structured_outputs is not None:
+            raise ValueError(f"{told}: the answer's form is given too; give one of them")
+        if self.syntax.form is None:
+            raise ValueError(
+                f'{told}: is not served: calls in the syntax {self.syntax.tools} are no JSON; give "auto"'
+            )
+        schemas = {tool.function.name: tool.function.parameters for tool in body.required}
+        tokenizer = self.llm.llm.tokenizer
+
+        def special_id(marker: str) -> int | None:
+            return tokenizer.token_id(marker) if tokenizer.is_special_text(marker) else None
+
+        grammar = call_grammar(self.syntax.form, schemas, special_id, is_single=body.calls_once)
+        if len(grammar) > self.config.max_grammar_chars:
+            raise ValueError(
+                f"tools: are a grammar of {len(grammar)} characters, at most "
+                f"max_grammar_chars={self.config.max_grammar_chars}"
+            )
+        return StructuredOutputsParams(grammar=grammar)
 
     def _needs_parser(self, body: ChatBody) -> bool:
         """ValueError for tools whose calls could not be told from text."""
@@ -136,6 +182,8 @@ class Service:
         work = partial(job.body.prompts, self.llm.llm)
         limit = self.config.chat_template_timeout
         prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
+        if isinstance(job.body, ChatBody):
+            job.params = self._ruled(job.body, job.params, cast("Sequence[int]", prompts[0]))
         await self.llm.compile(job.params, self.config.grammar_timeout)
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)

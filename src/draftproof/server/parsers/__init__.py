@@ -8,18 +8,20 @@ from typing import Any
 
 from draftproof.schema import did_you_mean
 from draftproof.server.parsers import deepseek, gemma, glm, hermes, llama3, mistral, reasoning
+from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import SPACE, CallArguments, CallStart, Content, Piece, Reader, Steps
 
 NONE = "none"
 Reads = Callable[[Reader, Mapping[str, Any]], Steps[None]]
-TOOLS: Mapping[str, tuple[Reads, tuple[str, ...]]] = MappingProxyType(
+# What reads a family's calls, its markers, and its forms, where calls can be asked for by a grammar.
+TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingProxyType(
     {
-        "hermes": (hermes.read, hermes.MARKERS),
-        "llama3": (llama3.read, llama3.MARKERS),
-        "mistral": (mistral.read, mistral.MARKERS),
-        "deepseek": (deepseek.read, deepseek.MARKERS),
-        "gemma": (gemma.read, gemma.MARKERS),
-        "glm": (glm.read, glm.MARKERS),
+        "hermes": (hermes.read, hermes.MARKERS, hermes.FORMS),
+        "llama3": (llama3.read, llama3.MARKERS, llama3.FORMS),
+        "mistral": (mistral.read, mistral.MARKERS, mistral.FORMS),
+        "deepseek": (deepseek.read, deepseek.MARKERS, deepseek.FORMS),
+        "gemma": (gemma.read, gemma.MARKERS, ()),
+        "glm": (glm.read, glm.MARKERS, ()),
     }
 )
 # What a chat template says where a family's calls are to be read; the first that is found counts.
@@ -36,7 +38,8 @@ TOOL_SIGNS = {
 
 
 class Syntax:
-    """How a model writes calls and reasoning: by name, or (None) by its chat template."""
+    """How a model writes calls and reasoning: by name, or (None) by its chat template. `form`: None where calls cannot
+    be asked for by a grammar."""
 
     def __init__(self, template: str, tool_name: str | None, reasoning_name: str | None) -> None:
         """`template`: empty where there is none. ValueError for a name that there is not."""
@@ -46,6 +49,8 @@ class Syntax:
         self.tools = tool_name or found
         found = next((name for name, pair in reasoning.PAIRS.items() if pair[1] in template), NONE)
         self.reasoning = reasoning_name or found
+        forms = () if self.tools == NONE else TOOLS[self.tools][2]
+        self.form = next((form for form in forms if form.sign in template), None)
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Reader, Steps
 
 ALL, CALL, BETWEEN, END, ALL_END = MARKERS = (
@@ -14,6 +15,19 @@ ALL, CALL, BETWEEN, END, ALL_END = MARKERS = (
     "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
+)
+
+FORMS = (
+    Form(
+        f"{CALL}function{BETWEEN}",
+        "\n```json\n",
+        f"\n```{END}",
+        "\n",
+        first=ALL,
+        last=ALL_END,
+        sign="```json",
+    ),
+    Form(CALL, BETWEEN, END, first=ALL, last=ALL_END),
 )
 
 

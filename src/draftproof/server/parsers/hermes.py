@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import Content, Reader, Steps, json_call
 
 MARKERS = ("<tool_call>", "</tool_call>")
+FORMS = (Form('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),)
 
 
 def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:

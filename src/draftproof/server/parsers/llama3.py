@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import Content, Reader, Steps, json_call
 
 MARKERS = ("<|python_tag|>",)
+FORMS = (Form('{"name": "', '", "parameters": ', "}", between="; "),)
 
 
 def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:

@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Reader, Steps, json_call
 
 MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+FORMS = (
+    Form("[TOOL_CALLS]", "[ARGS]", "", sign="[ARGS]"),
+    Form('{"name": "', '", "arguments": ', "}", between=", ", first="[TOOL_CALLS][", last="]"),
+)
 
 
 def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:
