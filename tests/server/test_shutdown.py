@@ -18,6 +18,7 @@ import pytest
 from bench.clients import Server
 from draftproof.frontend.async_llm import AsyncLLM, ClosedError
 from draftproof.frontend.requests import Requests
+from draftproof.grammar.matcher import GrammarCompiler
 from draftproof.server import run, service
 from tests.server.running import LONG, Running, drafting, running
 
@@ -172,6 +173,20 @@ def test_whoever_waits_to_be_encoded_is_answered_at_once(
             text = response.read()
             assert response.status == 503 and response.headers["Retry-After"], text
             assert b"ask another" in text
+
+
+def test_whoever_waits_for_a_grammar_is_answered_at_once(
+    held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(drafting(), shutdown_timeout=10 * LONG, grammar_timeout=10 * LONG) as server:
+        monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: held.wait())
+        connections = [asked(server, {"prompt": "x", "guided_regex": "a"}) for _ in range(4)]
+        server.run(until(lambda: len(server.service.llm._prepared) == 4))
+        server.stop()
+        for connection in connections:
+            response = connection.getresponse()
+            text = response.read()
+            assert response.status == 503 and response.headers["Retry-After"], text
 
 
 def test_a_step_that_does_not_end_is_left_alone(
