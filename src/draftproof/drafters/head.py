@@ -164,14 +164,14 @@ class HeadDrafter(Drafter):
         context = "all" if layout.context == "none" else layout.context
         self._layout_idle = HeadLayout(context=context, shift=layout.shift)
         self._idle = self._layout_idle.kernels(1)
-        self._runtime: DraftRuntime | None = None
+        self.runtime: DraftRuntime | None = None
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
-        runtime = self._runtime
+        runtime = self.runtime
         unroll = self.unroll
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, unroll.most_drafts)

@@ -40,7 +40,7 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
 from draftproof.kernels import environment, graphs, native
-from draftproof.kernels.certify import own_precision
+from draftproof.kernels.certify import BUCKETS, own_precision
 from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
@@ -73,6 +73,9 @@ BATCHES = (
     192,
     256,
 )  # numbers of requests that speed-ups are predicted for
+# rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
+# launches take
+LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -480,6 +483,7 @@ def _runner(
         drafter_names=drafting.names,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
+        mixed_sizes=mixed_sizes(config) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,
         drafter_may_rest=drafting.is_trusted,
         async_depth=int(on_device and device.type == "cuda"),
@@ -507,6 +511,12 @@ def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
     numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
+
+
+def mixed_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of rows that products have certificates for, and the budget, which a prompt that is cut fills."""
+    most = min(config.max_num_batched_tokens, MOST_MIXED_ROWS)
+    return () if config.enforce_eager else (*(n for n in BUCKETS if LEAST_MIXED_ROWS <= n < most), most)
 
 
 def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> State:
