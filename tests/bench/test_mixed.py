@@ -10,7 +10,7 @@ from bench import mixed
 from draftproof import LLM, assets
 from draftproof.bench.internals import drafter_of, steps_of
 from draftproof.drafters.head import HeadDrafter
-from draftproof.kernels.graphs import EAGER
+from draftproof.runtime.graphs import EAGER
 
 
 def test_all_ways_take_turns_and_give_the_same_tokens(

@@ -15,7 +15,7 @@ from draftproof.drafters.base import DraftRuntime
 from draftproof.engine.build import mixed_sizes
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
-from draftproof.kernels.transfer import IntegerRows
+from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 from tests.helpers import one_by_one
 

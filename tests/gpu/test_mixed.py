@@ -13,7 +13,7 @@ from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.compare import compare
 from draftproof.bench.internals import steps_of
 from draftproof.engine.runner import ModelRunner
-from draftproof.kernels.graphs import Captured
+from draftproof.runtime.graphs import Captured
 from tests.gpu.settings import random_prompts
 from tests.gpu.steady import waiting_calls
 from tests.helpers import one_by_one
