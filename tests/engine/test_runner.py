@@ -179,11 +179,16 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
-def test_drafts_after_a_step_with_prompts_are_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in chunks beside a request that decodes: two steps as they are, one that is recorded, then programs."""
+@pytest.mark.parametrize(("most_rows", "num_programs"), [(16, 3), (80, 1)])
+def test_a_step_with_prompts_drafts_by_a_program(
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, num_programs: int
+) -> None:
+    """A prompt in chunks beside a request that decodes: two steps as they are, one that is recorded, then the draft
+    part is run without Python, and so are the layers and the drafter's rows where these are few."""
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    prompt = list(range(10, 110))
-    with LLM(max_model_len=128, max_num_batched_tokens=16, speculative_config=EAGLE3) as llm:
+    prompt = list(range(10, 10 + 8 * most_rows))
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": most_rows, "speculative_config": EAGLE3}
+    with LLM(**settings) as llm:
         stepper, counts = Stepper(llm), list[int]()
         first = stepper.add([9, 10, 11], params)
         while not stepper.output(first).outputs[0].token_ids:
@@ -196,7 +201,7 @@ def test_drafts_after_a_step_with_prompts_are_made_by_a_program(monkeypatch: pyt
             calls.clear()
         key = ("draft", drafter_of(llm), 2, llm.num_speculative_tokens)
         assert llm.engine.runner.graphs.holds(key)
-    assert counts == [0, 0, 0] + [1] * (len(counts) - 3) and len(counts) > 6
+    assert counts == [0, 0, 0] + [num_programs] * (len(counts) - 3) and len(counts) > 6
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
