@@ -33,7 +33,7 @@ from draftproof.drafters import recordings
 
 Ids = list[list[int]]
 CONTEXT = 200  # tokens of the prompts of those who decode
-WARM_STEPS = 6  # of a turn, which do not count: what comes often is captured in them
+WARM_STEPS = 6  # a turn's first, which do not count: what comes often is captured in them
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Way:
     llm: LLM
     is_captured: bool
     seconds: list[float] = field(default_factory=list)
-    num_tokens: int = 0  # of those who decode
+    num_tokens: int = 0  # what the decoding requests got
     host_seconds: float = 0.0
     texts: list[list[int]] = field(default_factory=list)
 
