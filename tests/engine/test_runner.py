@@ -8,6 +8,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.compare import compare
+from draftproof.bench.internals import Stepper, drafter_of
 from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
@@ -177,6 +178,32 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
     assert len(calls) <= num_programs * (num_decoding + 1)  # with the prompt's step
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize(("most_rows", "num_programs"), [(16, 3), (80, 1)])
+def test_a_step_with_prompts_drafts_by_a_program(
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, num_programs: int
+) -> None:
+    """A prompt in chunks beside a request that decodes: two steps as they are, one that is recorded, then the draft
+    part is run without Python, and so are the layers and the drafter's rows where these are few."""
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    prompt = list(range(10, 10 + 8 * most_rows))
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": most_rows, "speculative_config": EAGLE3}
+    with LLM(**settings) as llm:
+        stepper, counts = Stepper(llm), list[int]()
+        first = stepper.add([9, 10, 11], params)
+        while not stepper.output(first).outputs[0].token_ids:
+            stepper.step()
+        stepper.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+        run, calls = Program.__call__, list[Program]()
+        monkeypatch.setattr(Program, "__call__", lambda program: (calls.append(program), run(program)))
+        while not any(delta.request_id != first for delta in stepper.step()):
+            counts.append(len(calls))
+            calls.clear()
+        key = ("draft", drafter_of(llm), 2, llm.num_speculative_tokens)
+        assert llm.engine.runner.graphs.holds(key)
+    assert counts == [0, 0, 0] + [num_programs] * (len(counts) - 3) and len(counts) > 6
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

@@ -40,6 +40,7 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
+from draftproof.matmul.certify import BUCKETS
 from draftproof.matmul.linear import LinearPlanner
 from draftproof.matmul.spec import DENSE
 from draftproof.metrics import EngineStats
@@ -73,6 +74,9 @@ BATCHES = (
     192,
     256,
 )  # numbers of requests that speed-ups are predicted for
+# rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
+# launches take
+LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -502,6 +506,7 @@ def _runner(
         most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
+        mixed_sizes=mixed_sizes(config) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,
         drafter_may_rest=drafting.is_trusted,
         async_depth=int(on_device and device.type == "cuda"),
@@ -529,6 +534,12 @@ def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
     numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
+
+
+def mixed_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of rows that products have certificates for, and the budget, which a prompt that is cut fills."""
+    most = min(config.max_num_batched_tokens, MOST_MIXED_ROWS)
+    return () if config.enforce_eager else (*(n for n in BUCKETS if LEAST_MIXED_ROWS <= n < most), most)
 
 
 def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> State:

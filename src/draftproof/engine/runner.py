@@ -168,6 +168,9 @@ class ModelRunner:
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
+    mixed_sizes: tuple[
+        int, ...
+    ] = ()  # numbers of rows, ascending, that passes with prompts are filled up to; larger ones run as they are
     drafter_may_rest: bool = True  # steps without drafts may be hidden from it
     async_depth: int = 0  # passes that may be in flight when a step ends
     price: Tensor | None = None  # lent to a drafter that estimates what its drafts are worth, where rows cost
@@ -258,12 +261,12 @@ class ModelRunner:
             if step.all_decode and repeats and self.graphs is not EAGER:
                 scheduled = self._rounded(scheduled)
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
-            shape = self._widened(shape) if step.all_decode else shape
+            shape = self._widened(shape) if step.all_decode else self._filled_up(shape)
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
         shape = replace(shape, processing=processing)
-        scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
+        scheduled_4R = self.state.load(scheduled, shape, step.table_entries)
         if step.masks:
             firsts = itertools.accumulate((s.num_sampled for s in scheduled), initial=0)
             self.table.load_masks([(at, mask) for at, mask in zip(firsts, step.masks, strict=False) if mask])
@@ -317,6 +320,25 @@ class ModelRunner:
         level = next((k for k in self.levels if k >= most), most)
         with_drafter = self.drafter is not None and not step.without_drafter
         return self._decoding(num_requests, level, with_drafter=with_drafter)
+
+    def _filled_up(self, shape: BatchShape) -> BatchShape:
+        """A step with prompts, of a size that comes again: rows that belong to nobody are added, as one request more.
+        They are few enough to have places in the scratch slot. Without such sizes (a row costs a CPU more than what a
+        program saves) whose rows they are matters as little."""
+        if not self.mixed_sizes:
+            return replace(shape, most_rows=shape.num_rows)
+        num_rows = next((n for n in self.mixed_sizes if n >= shape.num_rows), 0)
+        missing = num_rows - shape.num_rows
+        if not num_rows or missing > self.max_model_len:
+            return shape
+        return replace(
+            shape,
+            num_requests=shape.num_requests + (missing > 0),
+            num_rows=num_rows,
+            most_rows=num_rows,
+            num_drafts=next(k for k in (0, *self.levels, shape.num_drafts) if k >= shape.num_drafts),
+            repeats=True,
+        )
 
     def _run_parts(
         self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
@@ -383,11 +405,12 @@ class ModelRunner:
     def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
         rows, verify = self.state.fill(shape, scheduled_4R)
-        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T)
         graphs = self.graphs if shape.repeats else EAGER
-        key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows, shape.with_drafter)
+        key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
         target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
-        logits_MV, hidden_TH, *taps = graphs.run(key, target, inputs)
+        hidden_TH, *taps = graphs.run(key, target, inputs)
+        logits_MV = self.target.logits(self.ops.gather(hidden_TH, rows.sampled_M))
         result = self.verifier.verify(
             logits_MV,
             rows.slots_M,
@@ -407,15 +430,13 @@ class ModelRunner:
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
-        sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps if they are wanted."""
+        """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
         rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         taps = self.spec.taps if with_taps else Taps()
         out = self.target(tokens_T, attn, taps.layers, taps.final)
-        logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
-        return (logits_MV, out.hidden_TH, *out.taps)
+        return (out.hidden_TH, *out.taps)
 
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
@@ -474,7 +495,7 @@ class ModelRunner:
         shape, slot = self._widened(shape), self.state.scratch_slot
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts)] * num_requests
         self.state.slots.computed_S[slot] = size.context
-        scheduled_4R = self.state.load(scheduled, num_requests)
+        scheduled_4R = self.state.load(scheduled, shape)
         try:
             if shape in self.captured:
                 function = partial(self.step_tensors, shape)
