@@ -477,12 +477,8 @@ def _runner(
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
     )
     _bind(drafting.drafter, memory_lent)
-    table = SamplingTable(
-        config.max_num_seqs + 1,
-        base.model.vocab_size,
-        device,
-        max_rows=config.max_num_seqs * (1 + num_drafts),
-    )
+    most_rows = config.max_num_seqs * (1 + num_drafts)
+    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device, max_rows=most_rows)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
