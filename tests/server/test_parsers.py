@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftproof import assets
+from draftproof.grammar.sources import grammar_text
 from draftproof.server.parsers import NONE, TOOLS, Parser, Syntax
 from draftproof.server.parsers.forms import Form, call_grammar
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Piece, Reasoning
+from draftproof.types import StructuredOutputsParams
 
 SCHEMAS: dict[str, Any] = {
     "search": {"type": "object", "properties": {"text": {"type": "string"}, "most": {"type": "integer"}}},
@@ -208,16 +210,12 @@ FORMS = [(family, form) for family, (_, _, forms) in TOOLS.items() for form in f
 @pytest.mark.parametrize("are_tokens", [False, True])
 def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: bool, are_tokens: bool) -> None:
     """The calls of a form are what its grammar takes, and what the family's reader makes calls of."""
-    llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer(str(Path(assets.path(assets.TARGET)) / "tokenizer.json"))
-    schemas = {
-        **{name: {**schema, "required": list(schema["properties"])} for name, schema in SCHEMAS.items()}
-    }
-    schemas["now"] = None  # any object
+    llguidance, tokenizer = pytest.importorskip("llguidance"), llguidances_tokenizer()
+    search = {**SCHEMAS["search"], "required": ["text", "most"], "description": "a text ::= not GBNF"}
+    schemas = {"search": search, "now": None}  # of which the second takes any object
     ids = {marker: 1 + i for i, marker in enumerate(TOOLS[family][1])} if are_tokens else {}
-    grammar = llguidance.LLMatcher.grammar_from_lark(
-        call_grammar(form, schemas, ids.get, is_single=is_single)
-    )
+    rule = StructuredOutputsParams(grammar=call_grammar(form, schemas, ids.get, is_single=is_single))
+    grammar = grammar_text(rule, frozenset())
 
     def matches(text: str) -> bool:
         matcher = llguidance.LLMatcher(tokenizer, grammar)

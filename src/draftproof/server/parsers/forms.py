@@ -52,9 +52,9 @@ def call_grammar(
 
 
 def _schema(schema: Any) -> str:
-    """A schema as a line; what GBNF is known by must not stand in it."""
+    """A schema as a line."""
     given = schema if isinstance(schema, Mapping) else {"type": "object"}
-    return json.dumps({**given, "x-guidance": SPACED}).replace("::=", r":\u003a=")
+    return json.dumps({**given, "x-guidance": SPACED})
 
 
 def _literal(text: str, token_id: Callable[[str], int | None]) -> str:
