@@ -17,9 +17,9 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedCache, PagedKV
-from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
+from draftproof.runtime.graphs import Graphs
 from draftproof.sampling.sampler import Draw as Draw
 
 
@@ -47,6 +47,9 @@ class DraftSpec:
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
+    )
+    forced: bool = (
+        False  # proposes nothing itself: the engine does, what a request's grammar leaves no choice about
     )
 
 

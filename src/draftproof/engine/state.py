@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
-from draftproof.kernels.step import PassRows, SlotState, StepOps
-from draftproof.kernels.transfer import Integers, upload
+from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
+from draftproof.runtime.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
@@ -111,6 +111,11 @@ class State:
     def release(self, slot: int) -> None:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_tables_GSB[:, slot] = 0
+
+    def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
+        """These drafts, the first for `position`, are what the slot's next rows verify."""
+        self.slots.tokens_SL[slot, position : position + len(drafts)] = upload(drafts, self.device)
+        self.slots.draft_count_S[slot] = len(drafts)
 
     def load(
         self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[TableEntry] = ()
