@@ -40,7 +40,9 @@ class TestFlags:
         assert [f.name for f in dataclasses.fields(EngineConfig)] == _flags(engine)
         sampling: Any = options.sampling_flags(print)
         names = [f.name for f in dataclasses.fields(SamplingParams)]
-        assert [name for name in names if name not in ("detokenize", "seed")] == _flags(sampling)
+        assert [name for name in names if name not in ("detokenize", "seed", "structured_outputs")] == _flags(
+            sampling
+        )
 
     def test_only_given_flags_reach_the_library(self, engines: Engines) -> None:
         line = (

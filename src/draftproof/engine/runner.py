@@ -215,7 +215,7 @@ class ModelRunner:
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """See `interface.Runner`."""
-        return [int(t) for t in self.state.slots.tokens_SL[slot, num_known : num_known + num_drafts].tolist()]
+        return self.state.tokens(slot, num_known, num_drafts)
 
     @_as_certified
     def run(self, step: StepInput) -> LaunchedStep:

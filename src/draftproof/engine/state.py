@@ -96,6 +96,7 @@ class State:
         self._ops = ops
         # On a CPU steps are written to places that stay, one for each number of requests.
         self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
+        self._tokens = Integers(self.slots.tokens_SL) if device.type == "cpu" else None
         self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
@@ -111,6 +112,13 @@ class State:
     def release(self, slot: int) -> None:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_tables_GSB[:, slot] = 0
+
+    def tokens(self, slot: int, first: int, number: int) -> list[int]:
+        """So many of a slot's tokens and drafts from position `first` on."""
+        if self._tokens is not None:
+            at = slot * self.slots.tokens_SL.shape[1] + first
+            return list(self._tokens.items[at : at + number])
+        return [int(t) for t in self.slots.tokens_SL[slot, first : first + number].tolist()]
 
     def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
         """These drafts, the first for `position`, are what the slot's next rows verify."""
