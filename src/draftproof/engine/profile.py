@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from draftproof.engine.costs import MAX_GRAPH_ROWS, Curve, StepCosts, levels_of, rounded_rows
 from draftproof.engine.interface import StepSize
-from draftproof.kernels.graphs import OFTEN
-from draftproof.kernels.plan_cache import Store
+from draftproof.runtime.graphs import OFTEN
+from draftproof.runtime.store import Store
 
 SECONDS = 2.0  # time that a profile may take, beyond one run of the sizes without which nothing is known
 ROUNDS, IN_A_ROW = 4, 4  # of all sizes; runs of each in one, since steps of a kind come one after the other
