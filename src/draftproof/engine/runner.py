@@ -503,7 +503,12 @@ class ModelRunner:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
         if self.buckets or self.drafter is None or not shape.with_drafter:
             return shape
-        return replace(shape, most_rows=1 + self.num_drafts, most_sampled=1 + self.num_drafts)
+        spec = self.spec
+        reads = spec.kv or spec.borrow or spec.taps.layers or spec.taps.final
+        is_cheap = self.on_device and not reads  # no model: few drafts take it as long as many
+        num_drafts = self.num_drafts if is_cheap else shape.num_drafts
+        most = 1 + self.num_drafts
+        return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)
 
     def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:
         return BatchShape.decoding(num_requests, 1 + num_drafts, num_drafts, with_drafter=with_drafter)
