@@ -136,7 +136,7 @@ class Bench:
     waves: int
     num_tokens: int
     num_turns: int
-    seconds: float  # that a cell may take, about
+    seconds: float  # about what a cell may take
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
