@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
+from draftproof.bench.internals import Stepper
 from draftproof.cache.pool import PagedKV, allocate
 from draftproof.kernels.exactness import Check, prove_power, rows_agree
 from draftproof.kernels.ops import select
@@ -130,3 +132,22 @@ def is_exact(check: Check, version: Any, num_threads: int) -> bool:
     """
     prove_power(check)
     return rows_agree(check, version, num_threads)
+
+
+def one_by_one(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """The answers to requests of which one comes every third step, so that most steps have rows of prompts."""
+    stepper, ids, num_steps = Stepper(llm), list[str](), 0
+    left = list(zip(prompts, params, strict=True))
+    num_open = sum(each.n for each in params)
+    while num_open:
+        if left and num_steps % 3 == 0:
+            ids.append(stepper.add(*left.pop(0)))
+        num_open -= sum(delta.finish_reason is not None for delta in stepper.step())
+        num_steps += 1
+    outputs = [stepper.output(request_id) for request_id in ids]
+    for request_id in ids:
+        stepper.close(request_id)
+    llm.engine.drain()
+    return outputs

@@ -263,7 +263,7 @@ def test_what_a_users_class_is_lent_is_a_matter_of_trust(trusted: bool) -> None:
         found = llm.generate(PROMPTS, params, use_tqdm=False)
         runner = llm.engine.runner
         own, head = (sandbox.drafter for sandbox in runner.sandboxes)
-        lent, heads = own.drafter.runtime, head._runtime
+        lent, heads = own.drafter.runtime, head.runtime
         table = runner.state.block_table_SB.data_ptr()
         assert heads.graphs is runner.graphs and heads.cache.block_table_SB.data_ptr() == table
         assert (lent.graphs is runner.graphs) == trusted and (lent.known is not None) == trusted

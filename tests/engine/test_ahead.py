@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftRuntime
+from draftproof.engine.build import mixed_sizes
 from draftproof.engine.runner import ModelRunner
+from draftproof.engine.state import BatchShape
 from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
+from tests.helpers import one_by_one
 
 # a user's sees no rows but its own
 OURS = {name: case for name, case in CASES.items() if not name.startswith("custom")}
@@ -78,6 +81,7 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     graphs, runner = Replayed(), llm.engine.runner
     assert isinstance(runner, ModelRunner)
     runner.graphs, runner.buckets, runner.async_depth = graphs, buckets, int(not runner.spec.host_tokens)
+    runner.mixed_sizes = mixed_sizes(llm.config)
     if runner.spec.kv or runner.spec.borrow:
         assert runner.drafter is not None
         cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
@@ -126,6 +130,7 @@ def test_running_ahead_changes_nothing(
     outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5
+    assert any(key[0] == "target" and key[1] in llm.engine.runner.mixed_sizes for key in graphs.entries)
     if llm.engine.runner.async_depth:
         assert any(key[0] == "step" and key[1].processing for key in graphs.entries)
     if name == "preempted":
@@ -144,6 +149,35 @@ def test_whole_steps_serve_a_batch_smaller_than_the_bucket(method: str | None) -
     expected = build(None, model=target, max_num_seqs=1).generate(wanted.prompts[:3], params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5
+
+
+@pytest.mark.parametrize("most_rows", [1, 7, 64, 100])
+def test_steps_with_prompts_are_filled_up_to_few_sizes_and_change_nothing(most_rows: int) -> None:
+    wanted = mixture()
+    plain, llm = build(None, max_num_seqs=1), build("eagle3", max_num_batched_tokens=most_rows)
+    prompts = [plain.tokenizer.encode(text) for text in wanted.prompts[:6]]
+    expected = plain.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], wanted.params[:6], use_tqdm=False
+    )
+    graphs, runner, filled = ahead(llm, buckets=(1,)), llm.engine.runner, list[bool]()
+    assert isinstance(runner, ModelRunner)
+    load = runner.state.load
+
+    def watched(scheduled: Any, shape: BatchShape, *rest: Any) -> Tensor:
+        work_4R = load(scheduled, shape, *rest)
+        assert work_4R[1].sum() == shape.num_rows and work_4R[2].sum() == shape.num_sampled
+        if any(s.num_rows > s.num_sampled for s in scheduled):
+            filled.append(shape.num_requests > len(scheduled))
+            assert shape.num_rows in runner.mixed_sizes
+        return work_4R
+
+    runner.state.load = watched  # type: ignore[method-assign]
+    assert not compare(expected, one_by_one(llm, prompts, wanted.params[:6]))
+    if most_rows > 1:
+        assert set(filled) == {True, False} and llm.stats.speculation.num_accepted_tokens > 5
+    sizes = {key[1] for key in graphs.entries if key[0] == "target"}
+    assert sizes and sizes <= {*runner.mixed_sizes}
+    assert {key[0] for key in graphs.entries} >= {"target", "feed", "draft"}
 
 
 def test_the_next_pass_is_under_way_before_a_pass_is_read() -> None:

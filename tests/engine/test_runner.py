@@ -8,6 +8,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams, assets
 from draftproof.bench.compare import compare
+from draftproof.bench.internals import Stepper, drafter_of
 from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
@@ -143,7 +144,7 @@ def test_a_step_is_what_its_vector_says() -> None:
     )
     admission = Admission(
         slot=2, token_ids=[1, 2, 3], num_computed=1, num_prompt=2, limit=9, row_seed=-(2**63), params=params,
-        stop_ids=frozenset({7, 4}), bad_words_ids=[[3], [5, 6]],
+        stop_ids=frozenset({7, 4}), bad_words_ids=[[3], [5, 6]], is_masked=True,
     )  # fmt: skip
     step = StepInput(
         released=[1],
@@ -153,9 +154,11 @@ def test_a_step_is_what_its_vector_says() -> None:
         scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
         all_decode=False,
         price=0.25,
+        masks=[b"\x01\x00\x00\xff" * 2, b""],
+        forced=[(2, 5, [7, 8])],
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0, 0, 0]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 9]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
@@ -175,6 +178,32 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
     assert len(calls) <= num_programs * (num_decoding + 1)  # with the prompt's step
+
+
+@pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
+@pytest.mark.parametrize(("most_rows", "num_programs"), [(16, 3), (80, 1)])
+def test_a_step_with_prompts_drafts_by_a_program(
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, num_programs: int
+) -> None:
+    """A prompt in chunks beside a request that decodes: two steps as they are, one that is recorded, then the draft
+    part is run without Python, and so are the layers and the drafter's rows where these are few."""
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    prompt = list(range(10, 10 + 8 * most_rows))
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": most_rows, "speculative_config": EAGLE3}
+    with LLM(**settings) as llm:
+        stepper, counts = Stepper(llm), list[int]()
+        first = stepper.add([9, 10, 11], params)
+        while not stepper.output(first).outputs[0].token_ids:
+            stepper.step()
+        stepper.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+        run, calls = Program.__call__, list[Program]()
+        monkeypatch.setattr(Program, "__call__", lambda program: (calls.append(program), run(program)))
+        while not any(delta.request_id != first for delta in stepper.step()):
+            counts.append(len(calls))
+            calls.clear()
+        key = ("draft", drafter_of(llm), 2, llm.num_speculative_tokens)
+        assert llm.engine.runner.graphs.holds(key)
+    assert counts == [0, 0, 0] + [num_programs] * (len(counts) - 3) and len(counts) > 6
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

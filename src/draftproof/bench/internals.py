@@ -6,6 +6,7 @@ Shapes: T rows, R requests, M rows that are sampled.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import Drafter, Verified
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.replay import ReplayDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
+from draftproof.engine.build import mixed_sizes
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
@@ -25,7 +29,7 @@ from draftproof.engine.state import BatchShape
 from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
 from draftproof.models.config import ModelConfig
-from draftproof.runtime.graphs import Recorded
+from draftproof.runtime.graphs import EAGER, Recorded
 from draftproof.types import Delta, RequestOutput, SamplingParams
 
 Call = Callable[[], object]
@@ -254,7 +258,7 @@ def captured_step(
             return
         each = shape.most_sampled
         scheduled = [ScheduledRequest(r.slot, r.num_computed, each, each, shape.num_drafts) for r in running]
-        scheduled_4R = runner.state.load(scheduled, num_requests)
+        scheduled_4R = runner.state.load(scheduled, shape)
 
         def half(scheduled_4R: Tensor) -> tuple[Tensor, ...]:
             return (runner.verify_rows(shape, scheduled_4R).result.tokens_RW,)
@@ -269,6 +273,36 @@ def captured_step(
         for request in requests:
             queue.close(request.request_id)
         engine.recompute_all()  # the device has gone on without the host
+
+
+@contextlib.contextmanager
+def steps_of(llm: LLM, most_rows: int, *, is_captured: bool) -> Iterator[None]:
+    """Inside `with`, a step has so many rows at most. `is_captured` False: steps with prompts are neither filled up to
+    sizes that come again, nor do they draft by what was recorded or captured."""
+    scheduler, runner, heads = llm.engine.scheduler, _runner(llm), _heads(drafter_of(llm))
+    before = scheduler.max_num_batched_tokens, runner.mixed_sizes
+    runtimes = [head.runtime for head in heads]
+    scheduler.max_num_batched_tokens = most_rows
+    if not is_captured:
+        runner.mixed_sizes = ()
+    elif runner.mixed_sizes:
+        runner.mixed_sizes = mixed_sizes(dataclasses.replace(llm.config, max_num_batched_tokens=most_rows))
+    try:
+        for head, runtime in zip(heads, runtimes, strict=True):
+            if runtime is not None and not is_captured:
+                head.bind(dataclasses.replace(runtime, graphs=EAGER))
+        yield
+    finally:
+        scheduler.max_num_batched_tokens, runner.mixed_sizes = before
+        for head, runtime in zip(heads, runtimes, strict=True):
+            if runtime is not None:
+                head.bind(runtime)
+
+
+def _heads(drafter: Drafter | None) -> list[HeadDrafter]:
+    """The drafter, or the one that it runs for its cost, where that is made around a head."""
+    inner = drafter.inner if isinstance(drafter, ReplayDrafter) else drafter
+    return [inner] if isinstance(inner, HeadDrafter) else []
 
 
 def _runner(llm: LLM) -> ModelRunner:

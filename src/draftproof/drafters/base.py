@@ -48,6 +48,9 @@ class DraftSpec:
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
     )
+    forced: bool = (
+        False  # proposes nothing itself: the engine does, what a request's grammar leaves no choice about
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,21 +108,36 @@ def __getattr__(name: str) -> Any:
     return DraftRuntime
 
 
+class Buffers(NamedTuple):
+    """What a draft pass reads, beside the taps and what the draw needs."""
+
+    feed: tuple[Tensor, ...]
+    read_M: (
+        Tensor | None
+    )  # which rows of what `feed` gives are read: `draft` gets these alone; None: it gives none
+    draft: tuple[Tensor, ...]
+
+
 class Unroll(Protocol):
-    """A scheme by which drafts come out of a head. All of `draft` is one function of buffers, so it can be run again
-    without Python: no look at the host, no shape that depends on data."""
+    """A scheme by which drafts come out of a head, in two parts: what every verified row takes, and what every request
+    takes. Each is a function of buffers, so it can be run again without Python: no look at the host, no shape that
+    depends on data. Where prompts are among the rows only the second comes again at the same size."""
 
     num_read: int  # rows read per request
     most_drafts: int
 
-    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> tuple[Tensor, ...]:
-        """The buffers of a draft pass, beside the taps and what the draw needs."""
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers: ...
+
+    def feed(
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Show the head the rows; the states that `draft` reads, [N, ...] each."""
         ...
 
     def draft(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+        self, runtime: DraftRuntime, read: tuple[Tensor, ...], given: tuple[Tensor, ...], draw: Draw
     ) -> tuple[Tensor, ...]:
-        """K tensors of R tokens, then possibly how many of them each request should use."""
+        """K tensors of R tokens, then possibly how many of them each request should use; `read`: [M, ...] each."""
         ...
 
     def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
@@ -149,32 +164,21 @@ class HeadDrafter(Drafter):
         context = "all" if layout.context == "none" else layout.context
         self._layout_idle = HeadLayout(context=context, shift=layout.shift)
         self._idle = self._layout_idle.kernels(1)
-        self._runtime: DraftRuntime | None = None
+        self.runtime: DraftRuntime | None = None
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
-        runtime = self._runtime
+        runtime = self.runtime
         unroll = self.unroll
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, unroll.most_drafts)
         if not num and not self.spec.kv:
             return no_proposal(verified)
-        fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
-        own = unroll.inputs(runtime, verified, fed)
-        draw = verified.draw
-        inputs = (*own, *draw.inputs, *verified.taps)
-
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
-            split = len(own) + len(draw.inputs)
-            return unroll.draft(runtime, given[: len(own)], draw.over(given[len(own) : split]), given[split:])
-
         num_requests = len(verified.slots_R)
-        key = ("draft", self, len(verified.tokens_T), len(fed.tokens_N), num_requests, num)
-        # a draw without inputs depends on more than the buffers
-        drawn = (runtime.graphs if draw.inputs and verified.repeats else EAGER).run(key, run, inputs)
+        drawn = self._drawn(runtime, verified, num)
         tokens_RK = (
             runtime.ops.concat([drawn_R[:, None] for drawn_R in drawn[:num]])
             if num
@@ -182,6 +186,32 @@ class HeadDrafter(Drafter):
         )
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
+
+    def _drawn(self, runtime: DraftRuntime, verified: Verified, num: int) -> tuple[Tensor, ...]:
+        """What `Unroll.draft` gives, nothing where `num` is 0."""
+        unroll, draw = self.unroll, verified.draw
+        fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
+        given = unroll.inputs(runtime, verified, fed)
+
+        def feed(*buffers: Tensor) -> tuple[Tensor, ...]:
+            split = len(given.feed)
+            return unroll.feed(runtime, buffers[:split], buffers[split:])
+
+        key = ("feed", self, len(verified.tokens_T), len(given.feed[0]))
+        graphs = runtime.graphs if verified.repeats else EAGER
+        states = graphs.run(key, feed, (*given.feed, *verified.taps))
+        if not num:
+            return ()
+        read = () if given.read_M is None else tuple(runtime.ops.gather(x, given.read_M) for x in states)
+
+        def draft(*buffers: Tensor) -> tuple[Tensor, ...]:
+            first, last = len(read), len(read) + len(given.draft)
+            own = buffers[first:last]
+            return unroll.draft(runtime, buffers[:first], own, draw.over(buffers[last:]))
+
+        key = ("draft", self, len(verified.slots_R), num)
+        # a draw without inputs depends on more than the buffers
+        return (runtime.graphs if draw.inputs else EAGER).run(key, draft, (*read, *given.draft, *draw.inputs))
 
     def cost(self, size: RoundSize) -> Cost:
         num = min(size.num_drafts, self.unroll.most_drafts)
@@ -207,15 +237,19 @@ def draft_rows(runtime: DraftRuntime, layout: Layout, verified: Verified, num_dr
     )
 
 
-class _Inputs(NamedTuple):
-    """The buffers of a recurrent pass: `kernels.step.DraftRows` and the requests' slots."""
+class _Fed(NamedTuple):
+    """The rows of `kernels.step.DraftRows` that a pass begins with."""
 
     tokens_N: Tensor
     source_N: Tensor
     positions_N: Tensor
     context_lens_N: Tensor
     slots_N: Tensor
-    read_R: Tensor
+
+
+class _Steps(NamedTuple):
+    """The places of the drafts, and of the rows that they are read from."""
+
     slots_R: Tensor
     drawn_KR: Tensor
     positions_KR: Tensor
@@ -232,39 +266,35 @@ class Recurrent(Unroll):
     def __init__(self, head: DraftHead) -> None:
         self._head = head
 
-    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
-        read_R = fed.read_RJ[:, 0].contiguous()
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers:
         positions_KR = fed.positions_KR
         context_lens_KR = fed.context_lens_KR
         if not self._head.layout.advance:
             step_K1 = torch.arange(len(positions_KR), device=positions_KR.device)[:, None]
             positions_KR = (positions_KR - step_K1).clamp(min=-1)
             context_lens_KR = (context_lens_KR - step_K1).clamp(min=0)
-        return _Inputs(
-            fed.tokens_N,
-            fed.source_N,
-            fed.positions_N,
-            fed.context_lens_N,
-            fed.slots_N,
-            read_R,
-            verified.slots_R,
-            fed.drawn_KR,
-            positions_KR,
-            context_lens_KR,
+        return Buffers(
+            feed=_Fed(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N),
+            read_M=fed.read_RJ[:, 0].contiguous(),
+            draft=_Steps(verified.slots_R, fed.drawn_KR, positions_KR, context_lens_KR),
         )
 
-    def draft(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+    def feed(
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        gather = runtime.ops.gather
-        head = self._head
-        i = _Inputs(*given)
-        features_TF = head.features(taps)
-        features_NF = None if features_TF is None else gather(features_TF, i.source_N)
+        i = _Fed(*given)
+        features_TF = self._head.features(taps)
+        features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
         attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))
-        hidden_NH, feedback_NF = head(i.tokens_N, features_NF, attn)
-        hidden_RH = gather(hidden_NH, i.read_R)
-        feedback_RF = None if feedback_NF is None else gather(feedback_NF, i.read_R)
+        hidden_NH, feedback_NF = self._head(i.tokens_N, features_NF, attn)
+        return (hidden_NH,) if feedback_NF is None else (hidden_NH, feedback_NF)
+
+    def draft(
+        self, runtime: DraftRuntime, read: tuple[Tensor, ...], given: tuple[Tensor, ...], draw: Draw
+    ) -> tuple[Tensor, ...]:
+        head, i = self._head, _Steps(*given)
+        hidden_RH = read[0]
+        feedback_RF = read[1] if len(read) > 1 else None
         drawn: list[Tensor] = []
         for step in range(len(i.drawn_KR)):
             if step:

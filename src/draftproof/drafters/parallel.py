@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
 from draftproof.drafters.base import DraftRuntime, Draw, RoundSize, Verified
-from draftproof.drafters.head import DraftHead, HeadLayout, PassSize, Unroll, draft_rows
+from draftproof.drafters.head import Buffers, DraftHead, HeadLayout, PassSize, Unroll, draft_rows
 from draftproof.kernels.rows import Gather
 from draftproof.kernels.step.spec import DraftRows
 from draftproof.models.cost import Cost
@@ -55,19 +55,31 @@ class BlockHead(DraftHead, Protocol):
         ...
 
 
-class _Inputs(NamedTuple):
+class _Fed(NamedTuple):
+    """The rows of a pass, as `kernels.step.DraftRows` has them."""
+
     tokens_N: Tensor
     source_N: Tensor
     positions_N: Tensor
     context_lens_N: Tensor
     slots_N: Tensor
-    read_JR: Tensor
+
+
+class _Read(NamedTuple):
     drawn_KR: Tensor
     anchor_R: Tensor
     before_R: Tensor
+
+
+class _OwnBlock(NamedTuple):
+    """The rows of a block, where they are fed after its context."""
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    context_lens_N: Tensor
+    slots_N: Tensor
     block_ends_N: Tensor
-    context_positions_T: Tensor
-    context_slots_T: Tensor
+    read_JR: Tensor
 
 
 class Parallel(Unroll):
@@ -82,65 +94,60 @@ class Parallel(Unroll):
         self.most_drafts = self.num_read - self._first
         self._context = HeadLayout(context="all").kernels(1)
 
-    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> _Inputs:
-        context = fed
-        before_R = verified.next_R
-        block_ends_N = fed.context_lens_N
-        if self._block is not None and len(fed.drawn_KR):
-            context = draft_rows(runtime, self._context, verified, 0)
-            before_R = verified.tokens_T[context.read_RJ[:, 0]]
-            ends_RJ = fed.context_lens_N.view(-1, self.num_read)
-            block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
-        return _Inputs(
-            fed.tokens_N,
-            fed.source_N,
-            fed.positions_N,
-            fed.context_lens_N,
-            fed.slots_N,
-            fed.read_RJ.t().contiguous(),
-            fed.drawn_KR,
-            verified.next_R,
-            before_R,
-            block_ends_N,
-            context.positions_N,
-            context.slots_N,
+    def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers:
+        read_JR = fed.read_RJ.t().contiguous()
+        if self._block is None:
+            rows = _Fed(fed.tokens_N, fed.source_N, fed.positions_N, fed.context_lens_N, fed.slots_N)
+            next_R = verified.next_R
+            return Buffers(feed=rows, read_M=read_JR.view(-1), draft=_Read(fed.drawn_KR, next_R, next_R))
+        if not len(fed.drawn_KR):
+            return Buffers(feed=(fed.positions_N, fed.slots_N), read_M=None, draft=())
+        context = draft_rows(runtime, self._context, verified, 0)
+        before_R = verified.tokens_T[context.read_RJ[:, 0]]
+        ends_RJ = fed.context_lens_N.view(-1, self.num_read)
+        block_ends_N = ends_RJ[:, -1:].expand_as(ends_RJ).contiguous().view(-1)
+        block = _OwnBlock(
+            fed.tokens_N, fed.positions_N, fed.context_lens_N, fed.slots_N, block_ends_N, read_JR
+        )
+        return Buffers(
+            feed=(context.positions_N, context.slots_N),
+            read_M=None,
+            draft=(*_Read(fed.drawn_KR, verified.next_R, before_R), *block),
         )
 
-    def draft(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], draw: Draw, taps: tuple[Tensor, ...]
+    def feed(
+        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        i = _Inputs(*given)
-        head = self._head
-        gather = runtime.ops.gather
-        features_TF = head.features(taps)
-        block = None
+        """A head that remembers target states gives none."""
+        features_TF = self._head.features(taps)
         if self._block is not None:
             assert features_TF is not None
-            rows = Rows(i.context_positions_T, i.context_slots_T, i.context_positions_T)
-            self._block.remember(features_TF, runtime.attention(rows))
-            if not len(i.drawn_KR):
-                return ()
-            block = BlockRows(i.block_ends_N, i.read_JR)
-            features_TF = None
-        features_NF = None if features_TF is None else gather(features_TF, i.source_N)
-        rows_each = 0 if block is None else self.num_read
-        attn = runtime.attention(
-            Rows(i.positions_N, i.slots_N, i.context_lens_N, block, max_query_len=rows_each)
-        )
-        hidden_NH, _ = head(i.tokens_N, features_NF, attn)
-        return self._read(hidden_NH, i, draw, runtime)
-
-    def _read(self, hidden_NH: Tensor, i: _Inputs, draw: Draw, runtime: DraftRuntime) -> tuple[Tensor, ...]:
-        """The drafts, from rows read slot by slot, so that each draft's rows lie together."""
-        gather = runtime.ops.gather
-        num = len(i.drawn_KR)
-        first = self._first
-        ids_V = self._head.ids_V
-        if not num:
+            positions_T, slots_T = given
+            self._block.remember(features_TF, runtime.attention(Rows(positions_T, slots_T, positions_T)))
             return ()
-        num_read, R = i.read_JR.shape
-        hidden = hidden_NH.shape[1]
-        hidden_JRH = gather(hidden_NH, i.read_JR.view(-1)).view(num_read, R, hidden)
+        i = _Fed(*given)
+        features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
+        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))
+        return (self._head(i.tokens_N, features_NF, attn)[0],)
+
+    def draft(
+        self, runtime: DraftRuntime, read: tuple[Tensor, ...], given: tuple[Tensor, ...], draw: Draw
+    ) -> tuple[Tensor, ...]:
+        i, own = _Read(*given[:3]), given[3:]
+        read_MH = self._block_states(runtime, _OwnBlock(*own)) if own else read[0]
+        return self._chosen(read_MH.view(self.num_read, len(i.anchor_R), -1), i, draw, runtime)
+
+    def _block_states(self, runtime: DraftRuntime, i: _OwnBlock) -> Tensor:
+        """The states of a block's rows, in the order in which they are read."""
+        block = BlockRows(i.block_ends_N, i.read_JR)
+        rows = Rows(i.positions_N, i.slots_N, i.context_lens_N, block, max_query_len=self.num_read)
+        hidden_NH, _ = self._head(i.tokens_N, None, runtime.attention(rows))
+        return runtime.ops.gather(hidden_NH, i.read_JR.view(-1))
+
+    def _chosen(self, hidden_JRH: Tensor, i: _Read, draw: Draw, runtime: DraftRuntime) -> tuple[Tensor, ...]:
+        """The drafts, from rows read slot by slot, so that each draft's rows lie together."""
+        num, first, ids_V = len(i.drawn_KR), self._first, self._head.ids_V
+        _, R, hidden = hidden_JRH.shape
         logits = self._head.logits(hidden_JRH[first : first + num].view(num * R, hidden))
         logits_KRV = logits.view(num, R, -1)
 
@@ -149,7 +156,9 @@ class Parallel(Unroll):
 
         if self._decode is None:
             return tuple(slot(k, logits_KRV[k]) for k in range(num))
-        given = Block(hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, gather, runtime.price)
+        given = Block(
+            hidden_JRH, logits_KRV, first, i.anchor_R, i.before_R, ids_V, runtime.ops.gather, runtime.price
+        )
         tokens, count_R = self._decode(given, slot)
         return (*tokens, *(() if count_R is None else (count_R,)))
 

@@ -65,7 +65,7 @@ class ReplayDrafter(Drafter):
         device: torch.device,
     ) -> None:
         self.spec = inner.spec if inner is not None else DraftSpec()
-        self._inner = inner
+        self.inner = inner
         self._index = RecordingIndex(recordings)
         self._vocab_size = vocab_size
         self._steps_W = torch.arange(num_drafts, device=device)
@@ -83,26 +83,26 @@ class ReplayDrafter(Drafter):
         self._acceptance_W.copy_(torch.tensor(rates, dtype=torch.float32, device=steps_W.device)[steps_W])
 
     def bind(self, runtime: DraftRuntime) -> None:
-        if self._inner is not None:
-            self._inner.bind(runtime)
+        if self.inner is not None:
+            self.inner.bind(runtime)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         index = self._index.find(tokens)
         span = (0, 0, 0) if index is None else (index, *self._spans[index])
         self._span_S3[slot] = upload(span, self._span_S3.device)
-        if self._inner is not None:
-            self._inner.admit(slot, tokens, num_cached)
+        if self.inner is not None:
+            self.inner.admit(slot, tokens, num_cached)
 
     def release(self, slot: int) -> None:
         self._span_S3[slot] = 0
-        if self._inner is not None:
-            self._inner.release(slot)
+        if self.inner is not None:
+            self.inner.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """The recorded tokens, wrong at the chosen rate. Computed on the device's tensors alone: the host never
         looks."""
-        if self._inner is not None:
-            self._inner.propose(verified, num_drafts)
+        if self.inner is not None:
+            self.inner.propose(verified, num_drafts)
         live_R = verified.live_R
         last_T = verified.positions_T
         last_R = (verified.query_start_loc_R1[:-1] + (live_R - 1).clamp(min=0)).clamp(max=len(last_T) - 1)
@@ -116,7 +116,7 @@ class ReplayDrafter(Drafter):
         return Proposal((tokens_RK + wrong_RK) % self._vocab_size, count_R)
 
     def cost(self, size: RoundSize) -> Cost | None:
-        return super().cost(size) if self._inner is None else self._inner.cost(size)
+        return super().cost(size) if self.inner is None else self.inner.cost(size)
 
 
 def build(ctx: DraftContext) -> ReplayDrafter:

@@ -40,6 +40,7 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
+from draftproof.matmul.certify import BUCKETS
 from draftproof.matmul.linear import LinearPlanner
 from draftproof.matmul.spec import DENSE
 from draftproof.metrics import EngineStats
@@ -73,6 +74,9 @@ BATCHES = (
     192,
     256,
 )  # numbers of requests that speed-ups are predicted for
+# rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
+# launches take
+LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -133,15 +137,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     ]
     _check_fit(base, target, members)
     base.planner.certify()
-    is_auto = speculative is not None and speculative.is_auto
-    drafting = _Drafting(
-        _joined(members, [plan.num_drafts for plan in plans], base.model.vocab_size),
-        tuple(members),
-        num_drafts,
-        levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
-        identity=repr([plan.identity for plan in plans]),
-        names=_names(plans),
-    )
+    drafting = _drafting(base, plans, members)
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
     used = memory.Memory(
@@ -161,8 +157,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
-        num_drafts=num_drafts,
-        methods=tuple(plan.method for plan in plans),
+        num_drafts=drafting.num_drafts,
+        methods=drafting.methods,
         memory=used,
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),
@@ -268,10 +264,32 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
+def _drafting(base: _Base, plans: Seq[DraftPlan], members: Seq[DrafterSandbox]) -> _Drafting:
+    """All drafters together. Whoever stands for forced text comes last, behind those who draft on the device, whose
+    numbers count from 0, and makes no pass wider than their drafts do."""
+    order = sorted(range(len(plans)), key=lambda i: members[i].spec.forced)
+    plans, members = [plans[i] for i in order], [members[i] for i in order]
+    most = [plan.num_drafts for plan in plans]
+    num_own = sum(not member.spec.forced for member in members)
+    num_drafts = max(most[:num_own] or most, default=0)
+    speculative = base.config.speculative_config
+    is_auto = speculative is not None and speculative.is_auto
+    return _Drafting(
+        _joined(members[:num_own] or members, most, base.model.vocab_size),
+        tuple(members),
+        num_drafts,
+        levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
+        identity=repr([plan.identity for plan in plans]),
+        names=_names(plans),
+        methods=tuple(plan.method for plan in plans),
+        most_forced=min(num_drafts, sum(most[num_own:])),
+    )
+
+
 def _joined(members: Seq[DrafterSandbox], most: Seq[int], vocab_size: int) -> Drafter | None:
     """The members as one drafter. `most`: drafts that each proposes."""
     if len(members) > 1:
-        return ChainDrafter(members, most, vocab_size)
+        return ChainDrafter(members, most[: len(members)], vocab_size)
     return members[0] if members else None
 
 
@@ -349,6 +367,8 @@ class _Drafting:
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
     names: tuple[str, ...] = ()  # one a drafter, each another
+    methods: tuple[str, ...] = ()
+    most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
 
     @property
     def is_auto(self) -> bool:
@@ -457,7 +477,12 @@ def _runner(
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
     )
     _bind(drafting.drafter, memory_lent)
-    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
+    table = SamplingTable(
+        config.max_num_seqs + 1,
+        base.model.vocab_size,
+        device,
+        max_rows=config.max_num_seqs * (1 + num_drafts),
+    )
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
@@ -478,8 +503,10 @@ def _runner(
         graphs=base.graphs,
         num_drafts=num_drafts,
         drafter_names=drafting.names,
+        most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
+        mixed_sizes=mixed_sizes(config) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,
         drafter_may_rest=drafting.is_trusted,
         async_depth=int(on_device and device.type == "cuda"),
@@ -507,6 +534,12 @@ def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
     numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
+
+
+def mixed_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of rows that products have certificates for, and the budget, which a prompt that is cut fills."""
+    most = min(config.max_num_batched_tokens, MOST_MIXED_ROWS)
+    return () if config.enforce_eager else (*(n for n in BUCKETS if LEAST_MIXED_ROWS <= n < most), most)
 
 
 def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> State:

@@ -242,7 +242,8 @@ def must_fit(config: EngineConfig) -> Iterator[None]:
 
 
 def peak_bytes(rehearse: Callable[[], None]) -> int:
-    """What `rehearse` needs of the GPU's memory at its height, twice: as it is, and in the memory of graphs."""
+    """What `rehearse` needs of the GPU's memory at its height, three times: as it is, in the memory of graphs of whole
+    steps, and in that of their parts, whose passes are smaller but of several kinds."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -250,4 +251,4 @@ def peak_bytes(rehearse: Callable[[], None]) -> int:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
-    return 2 * peak
+    return 3 * peak

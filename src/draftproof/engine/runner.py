@@ -8,6 +8,7 @@ Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -160,10 +161,14 @@ class ModelRunner:
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
     drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
+    most_forced: int = 0  # drafts that the host may put in the place of others; counted for the last drafter
     levels: tuple[
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
     buckets: tuple[int, ...] = ()  # numbers of requests, ascending, that decoding passes are filled up to
+    mixed_sizes: tuple[
+        int, ...
+    ] = ()  # numbers of rows, ascending, that passes with prompts are filled up to; larger ones run as they are
     drafter_may_rest: bool = True  # steps without drafts may be hidden from it
     async_depth: int = 0  # passes that may be in flight when a step ends
     price: Tensor | None = None  # lent to a drafter that estimates what its drafts are worth, where rows cost
@@ -230,11 +235,15 @@ class ModelRunner:
                 self.drafter.release(slot)
         for a in step.admitted:
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
-            self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
+            self.table.admit(
+                a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids, is_masked=a.is_masked
+            )
             if self.drafter is not None:
                 self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
                 if a.members:
                     self.drafter.restrict(a.slot, a.members)
+        for slot, position, drafts in step.forced:
+            self.state.force(slot, position, drafts)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
@@ -250,12 +259,15 @@ class ModelRunner:
             if step.all_decode and repeats and self.graphs is not EAGER:
                 scheduled = self._rounded(scheduled)
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
-            shape = self._widened(shape) if step.all_decode else shape
+            shape = self._widened(shape) if step.all_decode else self._filled_up(shape)
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
         shape = replace(shape, processing=processing)
-        scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
+        scheduled_4R = self.state.load(scheduled, shape, step.table_entries)
+        if step.masks:
+            firsts = itertools.accumulate((s.num_sampled for s in scheduled), initial=0)
+            self.table.load_masks([(at, mask) for at, mask in zip(firsts, step.masks, strict=False) if mask])
         launched = LaunchedStep(runner=self, scheduled=scheduled)
         num_warming = self.graphs.num_warming
         if full_graph:
@@ -306,6 +318,25 @@ class ModelRunner:
         level = next((k for k in self.levels if k >= most), most)
         with_drafter = self.drafter is not None and not step.without_drafter
         return self._decoding(num_requests, level, with_drafter=with_drafter)
+
+    def _filled_up(self, shape: BatchShape) -> BatchShape:
+        """A step with prompts, of a size that comes again: rows that belong to nobody are added, as one request more.
+        They are few enough to have places in the scratch slot. Without such sizes (a row costs a CPU more than what a
+        program saves) whose rows they are matters as little."""
+        if not self.mixed_sizes:
+            return replace(shape, most_rows=shape.num_rows)
+        num_rows = next((n for n in self.mixed_sizes if n >= shape.num_rows), 0)
+        missing = num_rows - shape.num_rows
+        if not num_rows or missing > self.max_model_len:
+            return shape
+        return replace(
+            shape,
+            num_requests=shape.num_requests + (missing > 0),
+            num_rows=num_rows,
+            most_rows=num_rows,
+            num_drafts=next(k for k in (0, *self.levels, shape.num_drafts) if k >= shape.num_drafts),
+            repeats=True,
+        )
 
     def _run_parts(
         self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
@@ -372,11 +403,12 @@ class ModelRunner:
     def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on."""
         rows, verify = self.state.fill(shape, scheduled_4R)
-        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T, rows.sampled_M)
+        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T)
         graphs = self.graphs if shape.repeats else EAGER
-        key = ("target", shape.num_rows, shape.num_sampled, shape.most_rows, shape.with_drafter)
+        key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
         target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
-        logits_MV, hidden_TH, *taps = graphs.run(key, target, inputs)
+        hidden_TH, *taps = graphs.run(key, target, inputs)
+        logits_MV = self.target.logits(self.ops.gather(hidden_TH, rows.sampled_M))
         result = self.verifier.verify(
             logits_MV,
             rows.slots_M,
@@ -396,15 +428,13 @@ class ModelRunner:
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
-        sampled_M: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One target pass: logits of the sampled rows, hidden state of all, the drafter's taps if they are wanted."""
+        """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
         rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         taps = self.spec.taps if with_taps else Taps()
         out = self.target(tokens_T, attn, taps.layers, taps.final)
-        logits_MV = self.target.logits(self.ops.gather(out.hidden_TH, sampled_M))
-        return (logits_MV, out.hidden_TH, *out.taps)
+        return (out.hidden_TH, *out.taps)
 
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
         """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
@@ -467,7 +497,7 @@ class ModelRunner:
             self._spread(slots)
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
         self.state.slots.computed_S[slots] = size.context
-        scheduled_4R = self.state.load(scheduled, num_requests)
+        scheduled_4R = self.state.load(scheduled, shape)
         try:
             return self._measured(shape, scheduled, scheduled_4R)
         finally:

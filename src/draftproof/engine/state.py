@@ -112,14 +112,23 @@ class State:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_tables_GSB[:, slot] = 0
 
+    def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
+        """These drafts, the first for `position`, are what the slot's next rows verify."""
+        self.slots.tokens_SL[slot, position : position + len(drafts)] = upload(drafts, self.device)
+        self.slots.draft_count_S[slot] = len(drafts)
+
     def load(
-        self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[TableEntry] = ()
+        self, scheduled: Seq[ScheduledRequest], shape: BatchShape, entries: Seq[TableEntry] = ()
     ) -> Tensor:
         """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
-        up to `num_requests` with rows of the scratch slot like the first request's; and what is new in the block
-        tables. On a CPU it is one tensor for each number of requests, written anew."""
+        up to `shape` with requests of the scratch slot, alike; and what is new in the block tables. On a CPU it is one
+        tensor for each number of requests, written anew."""
+        num_requests = shape.num_requests
         columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
-        columns += [(self.scratch_slot, *columns[0][1:])] * (num_requests - len(columns))
+        if missing := num_requests - len(columns):
+            num_rows = shape.num_rows - sum(s.num_rows for s in scheduled)
+            num_sampled = shape.num_sampled - sum(s.num_sampled for s in scheduled)
+            columns += [(self.scratch_slot, num_rows // missing, num_sampled // missing, 0)] * missing
         flat = [x for row in zip(*columns, strict=True) for x in row]
         _, num_slots, width = self.block_tables_GSB.shape
         num_entries = len(entries)
