@@ -22,7 +22,7 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
-from draftproof.engine.costs import levels_of, rounded_rows
+from draftproof.engine.costs import MAX_GRAPH_ROWS, levels_of, rounded_rows
 from draftproof.engine.interface import (
     HEALTHY,
     NO_NUMBER,
@@ -49,8 +49,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PassOutputs = tuple[IntegerRows, Tensor, Tensor]  # result_RX, logits_MV, hidden_TH
-
-MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +287,7 @@ class ModelRunner:
         """Rows that verify nothing beside those that are there, so that sizes come again. Drafting has the pages for
         them; beyond a request's limit they go to the scrap page."""
         num_rows = sum(s.num_rows for s in scheduled)
-        missing = min(rounded_rows(len(scheduled), num_rows), MAX_GRAPH_ROWS) - num_rows
+        missing = rounded_rows(len(scheduled), num_rows, self.num_drafts) - num_rows
         filled = []
         for s in scheduled:
             more = min(missing, 1 + self.num_drafts - s.num_rows)
@@ -492,31 +490,55 @@ class ModelRunner:
         num_requests, each = size.num_requests, 1 + size.num_verified
         with_drafter = self.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
-        shape, slot = self._widened(shape), self.state.scratch_slot
-        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts)] * num_requests
-        self.state.slots.computed_S[slot] = size.context
+        shape = self._widened(shape)
+        slots = [self.state.scratch_slot] * num_requests
+        if size.context:  # keys are read that lie apart, as those of requests do
+            slots = list(range(num_requests))
+            self._spread(slots)
+        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
+        self.state.slots.computed_S[slots] = size.context
         scheduled_4R = self.state.load(scheduled, shape)
         try:
-            if shape in self.captured:
-                function = partial(self.step_tensors, shape)
-                run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
-                return device_seconds(run), 0.0
-            recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
-            if with_drafter and not self.on_device:
-                start = time.perf_counter()
-                self._checked(shape, scheduled_4R, self.graphs if recorded else EAGER)
-                return time.perf_counter() - start, 0.0
-            launched = LaunchedStep(runner=self, scheduled=scheduled)
-            self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
-            return launched.target_seconds, launched.draft_seconds
+            return self._measured(shape, scheduled, scheduled_4R)
         finally:
-            self.state.slots.computed_S[slot] = 0
+            self.state.slots.computed_S[slots] = 0
+            self.state.block_tables_GSB[:, slots] = 0
+
+    def _measured(
+        self, shape: BatchShape, scheduled: Sequence[ScheduledRequest], scheduled_4R: Tensor
+    ) -> tuple[float, float]:
+        if shape in self.captured:
+            function = partial(self.step_tensors, shape)
+            run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
+            return device_seconds(run), 0.0
+        recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+        if shape.with_drafter and not self.on_device:
+            start = time.perf_counter()
+            self._checked(shape, scheduled_4R, self.graphs if recorded else EAGER)
+            return time.perf_counter() - start, 0.0
+        launched = LaunchedStep(runner=self, scheduled=scheduled)
+        self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+        return launched.target_seconds, launched.draft_seconds
+
+    def _spread(self, slots: Sequence[int]) -> None:
+        """Blocks for every page of these slots, which no request has; where there are too few they come again."""
+        for layer in (*self.cache.layers, *self.draft_cache.layers):
+            table_SB = layer.block_table_SB
+            device, num_pages, num_blocks = table_SB.device, table_SB.shape[1], max(1, len(layer.k) - 1)
+            slot_R1 = torch.arange(len(slots), device=device)[:, None]
+            page_B = torch.arange(num_pages, device=device)
+            table_SB[slots] = ((page_B * len(slots) + slot_R1) % num_blocks + 1).int()
 
     def _widened(self, shape: BatchShape) -> BatchShape:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
         if self.buckets or self.drafter is None or not shape.with_drafter:
             return shape
-        return replace(shape, most_rows=1 + self.num_drafts, most_sampled=1 + self.num_drafts)
+        spec = self.spec
+        reads = spec.kv or spec.borrow or spec.taps.layers or spec.taps.final
+        is_cheap = self.on_device and not reads  # no model: few drafts take it as long as many
+        num_drafts = self.num_drafts if is_cheap else shape.num_drafts
+        most = 1 + self.num_drafts
+        return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)
 
     def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:
         return BatchShape.decoding(num_requests, 1 + num_drafts, num_drafts, with_drafter=with_drafter)
