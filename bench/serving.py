@@ -26,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ CHAT_ROUTE = "/v1/chat/completions"
 LONGEST_CHAT, SHARED = 3000, 0.8  # tokens of a conversation's last prompt, and what all of them begin with
 MOST_GROWTH = 0.05  # of memory, in the second half of a soak of so many seconds:
 LONG_SOAK = 300
+MOST_SECONDS_LEFT = 60  # until nobody is served, once nobody asks
 NAMES = ("num_preemptions_total", "drafter_faults_total", "spec_decode_num_accepted_tokens_total")
 
 
@@ -83,11 +86,28 @@ def requests(rng: random.Random, prompts: Sequence[str], leaving: float) -> Aske
     return Asked(body, leaves_after=rng.randrange(1, 20) if rng.random() < leaving else None)
 
 
-async def load(server: Server, given: argparse.Namespace) -> tuple[list[Asked], list[float]]:
-    """(requests, memory over time): clients that ask one thing after the other until the time is over."""
+@dataclass
+class Sample:
+    """A look at a server: resident MiB, share of its key-value blocks in use, requests that hold a slot, and those
+    that wait for one."""
+
+    memory: float
+    blocks: float
+    slots: float
+    waiting: float
+
+
+async def look(server: Server) -> Sample:
+    told = await server.metrics()
+    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    return Sample(server.rss(), *(told[name] for name in names))
+
+
+async def load(server: Server, given: argparse.Namespace) -> tuple[list[Asked], list[Sample]]:
+    """(requests, looks over time): clients that ask one thing after the other until the time is over."""
     prompts = [str(p.text or p.messages) for p in read_file(assets.path(assets.PROMPTS))]
     everything: list[Asked] = []
-    memory: list[float] = []
+    samples: list[Sample] = []
     end = time.perf_counter() + given.seconds
 
     async def client(number: int) -> None:
@@ -99,21 +119,26 @@ async def load(server: Server, given: argparse.Namespace) -> tuple[list[Asked], 
 
     async def watch() -> None:
         while True:
-            memory.append(server.rss())
+            samples.append(await look(server))
             await asyncio.sleep(given.seconds / 20)
 
     watching = asyncio.create_task(watch())
     await asyncio.gather(*map(client, range(given.streams)))
     watching.cancel()
-    return everything, memory
+    return everything, samples
 
 
 async def emptied(server: Server) -> dict[str, float]:
-    """What the server counts, once nobody is being served."""
+    """What the server counts, once nobody is being served; RuntimeError where that does not come."""
+    end = time.perf_counter() + MOST_SECONDS_LEFT
     while True:
         told = await server.metrics()
         if not told["num_requests_running"] + told["num_requests_waiting"]:
             return told
+        if time.perf_counter() > end:
+            raise RuntimeError(
+                f"{told['num_requests_running']:g} requests hold slots, though nobody asks any more"
+            )
         await asyncio.sleep(0.1)  # those that were left a moment ago
 
 
@@ -122,11 +147,11 @@ def soak(given: argparse.Namespace) -> int:
     settings = {"max_model_len": MAX_MODEL_LEN, "num_kv_blocks": given.num_kv_blocks, "model": given.model}
     server = Server({**settings, "speculative_config": drafter})
 
-    async def run() -> tuple[list[Asked], list[float], dict[str, float]]:
+    async def run() -> tuple[list[Asked], list[Sample], dict[str, float]]:
         return *await load(server, given), await emptied(server)
 
     try:
-        everything, memory, told = asyncio.run(run())
+        everything, samples, told = asyncio.run(run())
     finally:
         status = server.stop()
     finished = [a for a in everything if a.leaves_after is None or a.finish_reason is not None]
@@ -135,17 +160,21 @@ def soak(given: argparse.Namespace) -> int:
     plain = LLM(given.model, max_model_len=MAX_MODEL_LEN)
     outputs = plain.generate([a.body["prompt"] for a in checked], [a.params for a in checked], use_tqdm=False)
     different = [a for a, o in zip(checked, outputs, strict=True) if a.text != o.outputs[0].text]
-    half = memory[len(memory) // 2 :]
+    half = [sample.memory for sample in samples[len(samples) // 2 :]]
     facts = {
         "requests": len(everything),
         "hung up": len(everything) - len(finished),
         "without an answer": len(missing),
         "compared": len(checked),
         "different": len(different),
-        "memory, MiB": [round(m) for m in memory],
+        "memory, MiB": [round(sample.memory) for sample in samples],
+        "share of blocks in use": [round(sample.blocks, 2) for sample in samples],
+        "slots in use": [round(sample.slots) for sample in samples],
+        "waiting": [round(sample.waiting) for sample in samples],
         "growth in the second half": round(max(half) / half[0] - 1, 4),
         "exit status": status,
         "cache in use at the end": told["kv_cache_usage_perc"],
+        "slots in use at the end": told["num_requests_running"],
         **{name: told[name] for name in NAMES},
     }
     print(json.dumps(facts))
@@ -259,7 +288,7 @@ class Setup:
         target = shape.target()
         self.settings |= {**target, "model": str(with_words(Path(target["model"]), folder))}
         self.settings |= {"max_num_seqs": given.streams, "enable_prefix_caching": False}
-        with LLM(**self.settings) as plain:
+        with LLM(**self.share(0)) as plain:
             ids = workload.random_prompts(given.streams, 128, 0.2, plain.model_config.vocab_size, seed=0)
             self.prompts = [{"prompt_token_ids": one} for one in ids]
             outputs = plain.generate(self.prompts, self.params, use_tqdm=False)
@@ -283,9 +312,13 @@ class Setup:
 def overhead(given: argparse.Namespace) -> int:
     """Tokens a second offline, by tasks and by clients, with so many requests at once."""
     setup = Setup(given)
+    made = [time.perf_counter()]
     offline = LLM(**setup.share(0))
+    made.append(time.perf_counter())
     tasks = AsyncLLM(LLM(**setup.share(1)))
+    made.append(time.perf_counter())
     server = Server(setup.share(2))
+    made.append(time.perf_counter())
     rows: list[tuple[float, float, float]] = []
     asked: list[Asked] = []
     expected = offline.generate(setup.prompts, setup.params, use_tqdm=False)
@@ -325,19 +358,27 @@ def overhead(given: argparse.Namespace) -> int:
     gaps = sorted(gap for a in asked[given.streams :] for gap in a.gaps[len(a.gaps) // 4 : -1])
     seconds = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
     each = [sorted(row[0] / row[2] for row in rows[1:])]
-    middle, high = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
     facts = {
         "offline tokens/s": round(given.streams * given.tokens / seconds[0]),
         "AsyncLLM, of it": round(seconds[0] / seconds[1], 3),
         "server, of it": round(seconds[0] / seconds[2], 3),
         "turn by turn": [round(ratio, 3) for ratio in each[0]],
-        "ms between events, median": round(1e3 * middle, 2),
-        "p99": round(1e3 * high, 2),
-        "p99 of the median": round(high / middle, 2),
+        **between_events(gaps),
+        "seconds to start each": [round(end - start, 1) for start, end in pairwise(made)],
         "different": different,
     }
     print(json.dumps(facts))
     return int(bool(different))
+
+
+def between_events(gaps: Sequence[float]) -> dict[str, float]:
+    """What clients see of seconds between events, which are sorted."""
+    middle, high = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
+    return {
+        "ms between events, median": round(1e3 * middle, 2),
+        "p99": round(1e3 * high, 2),
+        "p99 of the median": round(high / middle, 2),
+    }
 
 
 COMMANDS = {"soak": soak, "chats": chats, "idle": idle, "overhead": overhead}

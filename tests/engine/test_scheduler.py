@@ -278,3 +278,33 @@ def test_priority_holds_after_everybody_was_computed_again() -> None:
     s.add(prioritised(3, 0))
     s.rejoin()
     assert [r.id for r in s.waiting] == ["r3", "r1", "r2", "r0"]
+
+
+def test_choices_of_a_prompt_wait_for_its_pages() -> None:
+    """Nobody behind them does, and where there are none to wait for, they do not."""
+    s = scheduler(budget=32)
+    first, other = request(9, 0), request(9, 3, start=100)
+    choices = [Progress(id=f"r{i}", spec=first.spec, arrival=i, tokens=list(first.tokens)) for i in (1, 2)]
+    for one in (first, *choices, other):
+        s.add(one)
+    plan = s.schedule()
+    assert shape(plan) == [("r0", 9, 1), ("r3", 9, 1)]
+    finish_pass(plan)
+    assert shape(s.schedule()) == [("r0", 1, 1), ("r3", 1, 1), ("r1", 1, 1), ("r2", 1, 1)]
+    assert [one.num_cached for one in choices] == [8, 8]
+    s = scheduler(budget=32)
+    first = request(4, 0)
+    s.add(first)
+    s.add(Progress(id="r1", spec=first.spec, arrival=1, tokens=list(first.tokens)))
+    assert shape(s.schedule()) == [("r0", 4, 1), ("r1", 4, 1)], "it has no page that another could take"
+
+
+def test_choices_do_not_wait_for_one_that_has_left() -> None:
+    s = scheduler(budget=8)
+    first = request(20, 0)
+    second = Progress(id="r1", spec=first.spec, arrival=1, tokens=list(first.tokens))
+    s.add(first)
+    s.add(second)
+    finish_pass(s.schedule())
+    s.finish(first)
+    assert shape(s.schedule()) == [("r1", 8, 0)]

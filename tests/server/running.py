@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from draftproof import LLM, assets
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.server.app import create_app
-from draftproof.server.run import make_server
+from draftproof.server.run import Server, make_server
 from draftproof.server.service import Service
 from draftproof.server.settings import ServerConfig
 
@@ -32,11 +32,19 @@ def drafting(**settings: Any) -> LLM:
 
 @dataclass
 class Running:
-    """A server that runs: its address, and the loop that it runs in."""
+    """A server that runs: its address, and the loop and thread that it runs in."""
 
     url: str
     service: Service
     loop: asyncio.AbstractEventLoop
+    server: Server
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        """As a signal does; return once it has ended."""
+        self.server.should_exit = self.service.is_draining = True
+        self.thread.join(LONG)
+        assert not self.thread.is_alive(), "the server is stuck"
 
     def client(self, **settings: Any) -> OpenAI:
         return OpenAI(
@@ -72,12 +80,11 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     url, loop = address.get(timeout=LONG)
+    started = Running(url, service, loop, server, thread)
     try:
-        yield Running(url, service, loop)
+        yield started
     finally:
-        server.should_exit = True
-        thread.join(LONG)
-        assert not thread.is_alive(), "the server is stuck"
+        started.stop()
 
 
 @contextlib.asynccontextmanager

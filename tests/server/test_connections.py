@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import json
@@ -128,7 +129,12 @@ def test_events_are_framed_as_the_client_reads_them(server: Running, version: st
 def test_what_is_loaded_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full collection goes through all that torch and a model are made of, for some tenths of a second."""
     counts: list[int] = []
-    monkeypatch.setattr(run.Server, "run", lambda _: counts.append(gc.get_freeze_count()))
+
+    def count(server: run.Server) -> None:
+        counts.append(gc.get_freeze_count())
+        asyncio.run(server._service.shut_down(0))
+
+    monkeypatch.setattr(run.Server, "run", count)
     try:
         with drafting() as llm:
             run.serve(llm, ServerConfig(port=0))

@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 JSON = {"Content-Type": "application/json"}
+ONE = b'{"messages": [{"role": "user", "content": "Hi"}], '
 KEY = {"Authorization": "Bearer second"}
 
 
@@ -92,7 +93,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
             "guided_choice",
             "has 70000 characters, at most max_grammar_chars",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "tools: is not served"),
+        ({"functions": [{"name": "f"}]}, "functions", "functions: is not served"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids=[]"),
     ],
 )
@@ -118,6 +120,14 @@ def test_wrong_fields_are_named(
         (CHAT, b'{"messages": [1]}', 400, "messages[0]=1: "),
         (CHAT, b"{}", 400, "messages: is missing"),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "content[0]"),
+        (CHAT, ONE + b'"tools": [{"type": "function"}]}', 400, "tools[0].function: is missing"),
+        (
+            CHAT,
+            ONE + b'"tools": [{"type": "function", "function": {"name": "f"}}]}',
+            400,
+            "tools: is not served",
+        ),
+        (CHAT, ONE + b'"tool_choice": "required"}', 400, "tool_choice='required': must be auto"),
         (TEXT, b'{"prompt": ""}', 400, "prompt"),
         (TEXT, b'{"prompt": []}', 400, "prompt"),
         (TEXT, b'{"prompt": [[]]}', 400, "prompt"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftproof import LLM, SamplingParams, StructuredOutputsParams
 from draftproof.grammar.matcher import GrammarCompiler
+from tests.server import scripted
 from tests.server.running import EAGLE3, ENGINE, LONG, Running, drafting, running
 
 pytest.importorskip("llguidance")
@@ -121,3 +123,133 @@ def test_a_grammar_that_takes_long_holds_nobody_else(monkeypatch: pytest.MonkeyP
         assert refused[0].status_code == 400
         assert "took longer than grammar_timeout=0.5 seconds" in refused[0].json()["error"]["message"]
         server.check_nothing_left()
+
+
+# Calls that must come
+
+FUNCTIONS: Any = {
+    "weather": SCHEMA,
+    "roll": {
+        "type": "object",
+        "properties": {"sides": {"enum": [6, 20]}},
+        "required": ["sides"],
+        "additionalProperties": False,
+    },
+}
+CHAT_TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in FUNCTIONS.items()
+]
+RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"], "strict": True} for tool in CHAT_TOOLS]
+MESSAGE_TOOLS: Any = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose chat template has calls, in Hermes's form."""
+    chain = {"method": "chain", "drafters": [{"method": "ff"}, EAGLE3]}
+    path = str(scripted.model(tmp_path_factory.mktemp("caller")))
+    with running(drafting(model=path, speculative_config=chain), served_model_name=("tiny",)) as started:
+        yield started
+
+
+def check_call(name: str, arguments: Any) -> None:
+    """By its tool's schema."""
+    if name == "roll":
+        assert arguments in ({"sides": 6}, {"sides": 20})
+    else:
+        assert name == "weather" and set(arguments) == {"city", "degrees"}
+        assert isinstance(arguments["degrees"], int) and len(arguments["city"]) <= 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chat_calls_what_it_must(caller: Running, seed: int) -> None:
+    """Streamed or whole, with drafts or without."""
+    chats = caller.client().chat.completions
+    told: Any = {"model": "tiny", "messages": MESSAGES, "tools": CHAT_TOOLS, "seed": seed, "max_tokens": 120}
+    named: Any = {"type": "function", "function": {"name": "roll"}}
+    for choice, parallel, names in (("required", False, set(FUNCTIONS)), (named, True, {"roll"})):
+        asked: Any = {**told, "tool_choice": choice, "parallel_tool_calls": parallel}
+        answers = [
+            chats.create(**asked, extra_body={"speculation": {"num_speculative_tokens": most}}).choices[0]
+            for most in (0, "auto")
+        ]
+        found = []
+        for answer in answers:
+            (call,) = answer.message.tool_calls or []
+            check_call(call.function.name, json.loads(call.function.arguments))
+            assert call.function.name in names
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            found.append((call.function.name, call.function.arguments))
+        parts = [
+            call.function
+            for chunk in chats.create(**asked, stream=True)
+            for call in chunk.choices[0].delta.tool_calls or []
+        ]
+        found.append((parts[0].name, "".join(part.arguments or "" for part in parts)))
+        assert len(set(found)) == 1
+
+
+def test_responses_and_messages_call_what_they_must(caller: Running) -> None:
+    responses = caller.client().responses
+    told: Any = {"model": "tiny", "input": "What?", "tools": RESPONSE_TOOLS, "max_output_tokens": 120}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        answer = responses.create(
+            **told, tool_choice=choice, parallel_tool_calls=False, extra_body={"seed": 1}
+        )
+        (item,) = answer.output
+        assert item.type == "function_call" and answer.status == "completed"
+        check_call(item.name, json.loads(item.arguments))
+        assert choice == "required" or item.name == "weather"
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=caller.url, api_key="none", max_retries=0, timeout=LONG)
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "tools": MESSAGE_TOOLS, "max_tokens": 120}
+    for kind in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "roll"}):
+        message = client.messages.create(**asked, tool_choice=kind, extra_body={"seed": 1})
+        (block,) = message.content
+        assert block.type == "tool_use" and message.stop_reason == "tool_use"
+        check_call(block.name, block.input)
+        assert kind["type"] == "any" or block.name == "roll"
+
+
+def test_a_response_has_the_form_that_it_must(caller: Running) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}}
+    answer = caller.client().responses.create(
+        model="tiny", input="What?", text=form, max_output_tokens=80, extra_body={"seed": 5}
+    )
+    check_call("weather", json.loads(answer.output_text))
+
+
+def test_calls_that_must_come_are_of_a_bounded_size(caller: Running) -> None:
+    with caller.http() as http:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 70_000]}}}]
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+        refused = http.post(CHAT, json=body)
+    assert refused.status_code == 400 and "at most max_grammar_chars=65536" in refused.text
+    caller.check_nothing_left()
+
+
+@pytest.mark.parametrize("is_token", [True, False])
+def test_a_form_holds_for_what_follows_the_reasoning(tmp_path: Path, is_token: bool) -> None:
+    """Where the prompt ends inside of it; the marker of its end must be a token, which a bias makes the model say."""
+    folder = scripted.model(tmp_path, scripted.TEMPLATE.replace("assistant\n{%", "assistant\n<think>{%"))
+    file = folder / "tokenizer.json"
+    told = json.loads(file.read_text())
+    if is_token:
+        (pad,) = (token for token in told["added_tokens"] if token["content"] == "<|pad|>")
+        pad |= {"content": "</think>", "special": False}
+        told["model"]["vocab"]["</think>"] = told["model"]["vocab"].pop("<|pad|>", pad["id"])
+        file.unlink()
+        file.write_text(json.dumps(told))
+    asked = {"messages": MESSAGES, "max_tokens": 60, "logit_bias": {"4": 100}}
+    with running(drafting(model=str(folder))) as server, server.http() as http:
+        body = {**asked, "structured_outputs": {"choice": ["yes", "no"]}}
+        response = http.post(CHAT, json=body)
+        if not is_token:
+            assert response.status_code == 400 and "'</think>' is no token of this" in response.text
+            return
+        assert response.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        body = {**asked, "tools": CHAT_TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+        message = http.post(CHAT, json=body).json()["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        check_call("roll", json.loads(call["function"]["arguments"]))

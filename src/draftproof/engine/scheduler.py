@@ -40,7 +40,8 @@ class SchedulerOutput:
 
 class Scheduler:
     """Running requests first, in order of admission; then waiting ones, by priority and arrival, while slots, budget
-    and pages last. Priority orders admission and nothing else: nobody gives a place up for it.
+    and pages last; choices of a prompt that is being computed are passed over. Priority orders admission and nothing
+    else: nobody gives a place up for it.
 
     `num_lookahead` is how many positions past its rows a request needs pages for: what drafting may write. Slots that
     were given up lie in `released` and new blocks in `fresh_blocks`, until somebody takes them.
@@ -101,10 +102,15 @@ class Scheduler:
             budget -= self._schedule(request, budget, output, may_preempt=True)
             if output.stalled:
                 return SchedulerOutput(stalled=True)
-        while self.waiting and self._free_slots and budget > 0 and not output.num_preempted:
-            if not self._admit(self.waiting[0], budget, output):
+        for request in list(self.waiting) if self._free_slots else ():
+            if not self._free_slots or budget == 0 or output.num_preempted:
                 break
-            budget -= self._schedule(self.waiting.popleft(), budget, output, may_preempt=False)
+            if self._is_computed_by_another(request):
+                continue
+            if not self._admit(request, budget, output):
+                break
+            self.waiting.remove(request)
+            budget -= self._schedule(request, budget, output, may_preempt=False)
         assert output.rows or not (self.running or self.waiting), "nothing could be scheduled"
         return output
 
@@ -150,6 +156,15 @@ class Scheduler:
         if self.held is not None:
             self.waiting = _in_turn([*self.waiting, *self.held])
             self.held = None
+
+    def _is_computed_by_another(self, request: Progress) -> bool:
+        """Whether pages of its prompt are about to be there: choices of one request, whose prompt is one list, do not
+        compute it side by side."""
+        prompt, size = request.spec.token_ids, self.pages.block_size
+        num_pages = (len(prompt) - 1) // size
+        if not num_pages or not self.pages.sharing or not request.spec.reads_prefix_cache:
+            return False
+        return any(r.num_computed < num_pages * size and r.spec.token_ids is prompt for r in self.running)
 
     def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from draftproof.frontend.input_processor import NO_HINTS, PreparedRequest, Prompt
 from draftproof.frontend.llm import LLM
@@ -20,7 +21,12 @@ from draftproof.frontend.output_processor import Request
 from draftproof.types import Delta, RequestHints, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+LOOK = 0.01  # seconds between two looks at whether the engine's thread has ended
 T = TypeVar("T")
+
+
+class ClosedError(RuntimeError):
+    """What is asked of an engine that takes no more requests."""
 
 
 class AnswerStream:
@@ -85,6 +91,14 @@ class AnswerStream:
             self.over.set()
         self._news.set()
 
+    def abandon(self) -> None:
+        """End it for whoever reads, as if aborted: no step will bring more. Called in the loop's thread."""
+        if not self.over.is_set():
+            left = [c.index for c in self.request.choices if c.finish_reason is None]
+            self.deliver(
+                [Delta(self.request_id, i, "", [], finish_reason="abort") for i in left], is_over=True
+            )
+
     def close(self) -> None:
         """Take no more: a request that still runs is aborted, and its memory is free after the step that is being
         made. Closing twice is closing once."""
@@ -123,7 +137,7 @@ class AsyncLLM:
 
     It takes the `LLM` over: nobody else may ask it for anything from then on but what it was made with, its statistics
     and its tokenizer. Calls wait for nothing but the engine; encoding is done by one more thread. Answers are those
-    that `LLM` gives to the same prompt, parameters and seed. RuntimeError once the engine has ended.
+    that `LLM` gives to the same prompt, parameters and seed. `ClosedError`, a RuntimeError, once no more are taken.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -133,8 +147,10 @@ class AsyncLLM:
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # between the last look at `_actions` and whoever adds one
         self._is_closing = self._is_stopped = self._is_ended = self._is_paused = False
+        self._deadline = math.inf  # when requests that run are ended, once it is shutting down
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
         self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
+        self._prepared: set[asyncio.Future[Any]] = set()  # what helpers are at
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
 
@@ -175,27 +191,34 @@ class AsyncLLM:
         try:
             self._check_open()
             self._soon(partial(self._begin, stream, arrival))
-        except RuntimeError:
+        except ClosedError:
             del self._streams[request.request_id]
             raise
         return stream
 
     async def compile(self, params: SamplingParams, seconds: float) -> None:
         """Have what `params.structured_outputs` asks for compiled, by a thread of its own, so that `prepare` finds it
-        done and nobody else's prompts wait for it. ValueError where it cannot be, and where it takes longer."""
+        done and nobody else's prompts wait for it. ValueError where it cannot be, and where it takes longer;
+        ClosedError as in `encode`."""
         if params.structured_outputs is None:
             return
         work = partial(self._requests.inputs.grammar, params)
-        compiled = asyncio.get_running_loop().run_in_executor(self._compiler, work)
         try:
-            await asyncio.wait_for(compiled, seconds)
+            await asyncio.wait_for(self._help(self._compiler, work), seconds)
         except TimeoutError:
             raise ValueError(
                 f"structured_outputs: took longer than grammar_timeout={seconds:g} seconds to compile; ask for less"
             ) from None
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done by the thread that encodes prompts."""
+        """The result of `work`, done by the thread that encodes prompts. ClosedError once no more requests are taken,
+        at once for work that waits or is being done then."""
+        return await self._help(self._encoder, work)
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """The result of `work`, part of an answer, done by the thread that encodes prompts while there is one."""
+        if self._is_closing:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def output(self, stream: AnswerStream) -> RequestOutput:
@@ -222,17 +245,38 @@ class AsyncLLM:
     async def resume(self) -> None:
         await self._in_engine(partial(self._set_paused, False))
 
-    async def shutdown(self, patience: float = 0.0) -> None:
-        """Take no more requests, give those that run so many seconds, end the rest with finish_reason "abort", and give
-        the memory back. Shutting down twice is doing it once."""
+    async def shutdown(self, patience: float = 0.0, grace: float | None = None) -> None:
+        """Take no more requests, give those that run `patience` seconds, end the rest with finish_reason "abort", and
+        give the memory back.
+
+        The step that is being made then has `grace` seconds to end (None: as long as it takes). Where it does not, the
+        rest is answered all the same, the memory stays, and `is_alive`. Shutting down twice is doing it once: the
+        sooner end counts.
+        """
         self._is_closing = True
+        for helpers in (self._encoder, self._compiler):
+            helpers.shutdown(wait=False)
+        for future in list(self._prepared):
+            future.get_loop().call_soon_threadsafe(future.cancel)
+        self._deadline = min(self._deadline, time.monotonic() + patience)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 await self.drained()
         self._soon_if_open(self._stop)
-        await asyncio.to_thread(self._thread.join)
-        self._encoder.shutdown()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(TimeoutError):
+            left = None if grace is None else max(0.0, self._deadline + grace - time.monotonic())
+            async with asyncio.timeout(left):
+                while self.is_alive:
+                    await asyncio.sleep(LOOK)
+        if self.is_alive:
+            log.error("a step has not ended %g s after the engine was told to; it is left alone", grace)
+            for stream in list(self._streams.values()):
+                stream.loop.call_soon_threadsafe(stream.abandon)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
 
     async def drained(self) -> None:
         """Wait until no request is open. For the loop whose tasks ask."""
@@ -254,15 +298,30 @@ class AsyncLLM:
             return self.llm.engine.error
         return "the engine is shutting down" if self._is_closing or self._is_ended else None
 
+    async def _help(self, helpers: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """The result of `work`, done by one of these threads. ClosedError as in `encode`."""
+        self._check_open()
+        future = asyncio.get_running_loop().run_in_executor(helpers, work)
+        self._prepared.add(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_closing or (task is not None and task.cancelling()):
+                raise
+            raise ClosedError(f"AsyncLLM: {self.error}") from None
+        finally:
+            self._prepared.discard(future)
+
     def _check_open(self) -> None:
         if self.error is not None:
-            raise RuntimeError(f"AsyncLLM: {self.error}")
+            raise ClosedError(f"AsyncLLM: {self.error}")
 
     def _soon(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do it before its next step. RuntimeError where there will be none."""
+        """Have the engine's thread do it before its next step. ClosedError where there will be none."""
         with self._gate:
             if self._is_ended:
-                raise RuntimeError(f"AsyncLLM: {self.error}")
+                raise ClosedError(f"AsyncLLM: {self.error}")
             self._actions.put(action)
 
     def _soon_if_open(self, action: Callable[[], None]) -> None:

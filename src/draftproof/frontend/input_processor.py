@@ -82,7 +82,7 @@ class InputProcessor:
         room = self._max_model_len - len(token_ids)
         scores_prompt = params.prompt_logprobs is not None
         return RequestSpec(
-            token_ids=list(token_ids),
+            token_ids=token_ids,  # one list for all choices: the scheduler knows them by it
             params=params,
             row_seed=row_seed(params.seed, self._engine_seed, arrival, index),
             limit=len(token_ids) + min(room, params.max_tokens or room),

@@ -98,6 +98,23 @@ class Tokenizer:
                 f"{name}={shown(options[name])}: the chat template of {self.directory} has no use for it; {hint}"
             )
 
+    def chat_template(self) -> str:
+        """The chat template of conversations with tools, where it differs; empty where there is none."""
+        try:
+            return str(self._hugging_face().get_chat_template(tools=[]))
+        except ValueError:
+            return ""
+
+    def is_special_text(self, text: str) -> bool:
+        """Whether this is a token that decoding leaves out when special tokens are skipped."""
+        found = self.token_id(text)
+        return found is not None and self.is_special(found)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that this is, by itself; None where it is none."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
     def is_special(self, token_id: int) -> bool:
         """Whether decoding leaves this token out when special tokens are skipped."""
         return token_id in self._special_ids

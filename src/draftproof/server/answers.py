@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftproof.frontend.async_llm import AnswerStream
 from draftproof.metrics import SpeculationStats
+from draftproof.server.parsers import Parser
+from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Piece, Reasoning
 from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -135,19 +138,65 @@ def _finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def chat_choice(choice: CompletionOutput, num_logprobs: int | None) -> dict[str, Any]:
-    """One choice of a whole chat answer."""
+def chat_choice(
+    choice: CompletionOutput, num_logprobs: int | None, parser: Parser | None = None
+) -> dict[str, Any]:
+    """One choice of a whole chat answer; `parser`: reads it, where it may be more than text."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if parser is not None:
+        message |= parsed(parser.push(choice.text, is_over=True))
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": (
             None
             if num_logprobs is None
             else chat_logprobs(choice.token_ids, choice.logprobs or [], num_logprobs)
         ),
-        "finish_reason": choice.finish_reason,
+        "finish_reason": finish_reason(choice.finish_reason, parser),
         "stop_reason": choice.stop_reason,
     }
+
+
+def parsed(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """A message's text, reasoning and calls."""
+    texts = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls.append({**call_start(piece), "type": "function"})
+        elif isinstance(piece, CallArguments):
+            calls[-1]["function"]["arguments"] += piece.text
+    message: dict[str, Any] = {"content": texts or (None if calls else "")}
+    if thoughts:
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def call_start(piece: CallStart) -> dict[str, Any]:
+    """A call without arguments. Its id has nine letters and digits, since some templates ask for that."""
+    return {"id": call_id(), "function": {"name": piece.name, "arguments": ""}}
+
+
+def call_id() -> str:
+    return secrets.token_hex(5)[:9]
+
+
+def finish_reason(given: str | None, parser: Parser | None) -> str | None:
+    """Why a choice ended, as clients of chats are told."""
+    return "tool_calls" if given == "stop" and parser is not None and parser.num_calls else given
+
+
+def piece_delta(piece: Piece, index: int) -> dict[str, Any]:
+    """A chunk's delta for a piece of a message; `index`: the number of the latest call."""
+    if isinstance(piece, Content):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning": piece.text, "reasoning_content": piece.text}
+    if isinstance(piece, CallStart):
+        return {"tool_calls": [{"index": index, **call_start(piece), "type": "function"}]}
+    return {"tool_calls": [{"index": index, "function": {"arguments": piece.text}}]}
 
 
 def text_choice(

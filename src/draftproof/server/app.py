@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -18,11 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from draftproof.frontend.async_llm import ClosedError
 from draftproof.server import errors
+from draftproof.server.agent_routes import add_agent_routes
+from draftproof.server.answering import GONE, post, read, unless_gone, unread
 from draftproof.server.errors import RefusalError
-from draftproof.server.limits import Gate, read_body, within
+from draftproof.server.limits import Gate, within
 from draftproof.server.protocol import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -32,13 +33,6 @@ from draftproof.server.protocol import (
 from draftproof.server.service import Service
 from draftproof.server.streaming import EventResponse, events
 
-B = TypeVar("B", bound=Body)
-T = TypeVar("T")
-LONG_BODY = 1 << 16  # bytes from which on parsing would hold other answers up
-SCHEMAS = "#/components/schemas/"
-UNREAD = "X-Unread-Fields"  # header: fields of a body that nobody read
-GONE = 499  # status of an answer whose client has gone: for logs, nobody reads it
-
 
 def create_app(service: Service) -> ASGIApp:
     """The whole application. Its lifespan ends with the engine's."""
@@ -46,43 +40,25 @@ def create_app(service: Service) -> ASGIApp:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await service.llm.shutdown(service.config.shutdown_timeout)
+        await service.shut_down()
 
     version = importlib.metadata.version("draftproof")
     app = FastAPI(title="draftproof", version=version, docs_url=None, redoc_url=None, lifespan=lifespan)
     _answer_errors(app)
     for path, kind in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
-        _post(app, path, kind, partial(_generate, service, kind))
-    _post(app, "/tokenize", TokenizeBody, partial(_tokenize, service))
-    _post(app, "/detokenize", DetokenizeBody, partial(_detokenize, service))
+        post(app, path, kind, partial(_generate, service, kind))
+    post(app, "/tokenize", TokenizeBody, partial(_tokenize, service))
+    post(app, "/detokenize", DetokenizeBody, partial(_detokenize, service))
+    add_agent_routes(app, service)
     _add_looks(app, service, version)
     if service.config.api_key:
         _add_orders(app, service)
     _name_schemas(app)
-    gated: ASGIApp = Gate(app, service.config.api_key)
+    gated: ASGIApp = Gate(app, service.config.api_key, lambda: service.is_draining)
     if service.config.cors_origin:
         origins = list(service.config.cors_origin)
         gated = CORSMiddleware(gated, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return gated
-
-
-def _post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], Awaitable[Response]]) -> None:
-    """A route whose body we read ourselves, within limits; its schema is told to /openapi.json."""
-
-    async def post(request: Request) -> Response:
-        return await route(request)
-
-    described = kind.model_json_schema(ref_template=SCHEMAS + "{model}")
-    schema = {"content": {"application/json": {"schema": described}}, "required": True}
-    app.add_api_route(
-        path,
-        post,
-        methods=["POST"],
-        name=path,
-        response_model=None,
-        responses={status: {"description": "refused"} for status in (400, 401, 404, 408, 413, 415, 429, 503)},
-        openapi_extra={"requestBody": schema},
-    )
 
 
 def _name_schemas(app: FastAPI) -> None:
@@ -133,7 +109,7 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
     async def health() -> Response:
         """Whether the engine lives: a server that is shutting down is healthy."""
         if service.llm.llm.engine.error is not None and not service.is_draining:
-            raise RefusalError(503, service.llm.llm.engine.error, code="unavailable")
+            raise errors.unavailable(service.llm.llm.engine.error)
         return Response()
 
     @app.head("/ready", include_in_schema=False)
@@ -161,20 +137,20 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
 async def _generate(
     service: Service, kind: type[ChatBody] | type[CompletionBody], request: Request
 ) -> Response:
-    body = await _read(service, request, kind)
-    headers = _unread(body)
+    body = await read(service, request, kind)
+    headers = unread(body)
     job = await service.begin(body, body.request_id or request.state.request_id)
     if body.stream:
         return EventResponse(events(service, job), partial(service.end, job), headers)
     try:
-        answer = await _unless_gone(request, service.whole(job))
+        answer = await unless_gone(request, service.whole(job))
     finally:
         service.end(job)
     return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    body = await _read(service, request, TokenizeBody)
+    body = await read(service, request, TokenizeBody)
     check_model(body.model, service.names)
     tokenizer = service.llm.llm.tokenizer
     if (body.prompt is None) == (body.messages is None):
@@ -192,11 +168,11 @@ async def _tokenize(service: Service, request: Request) -> Response:
     }
     if body.return_token_strs:
         answer["token_strs"] = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    return JSONResponse(answer, headers=_unread(body))
+    return JSONResponse(answer, headers=unread(body))
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    body = await _read(service, request, DetokenizeBody)
+    body = await read(service, request, DetokenizeBody)
     check_model(body.model, service.names)
     size = service.llm.llm.model_config.vocab_size
     for token in body.tokens:
@@ -204,63 +180,37 @@ async def _detokenize(service: Service, request: Request) -> Response:
             raise ValueError(f"tokens: id {token:.6g}: ids go from 0 to {size - 1}")
     tokenizer = service.llm.llm.tokenizer
     text = await service.llm.encode(partial(tokenizer.decode, body.tokens, skip_special_tokens=False))
-    return JSONResponse({"prompt": text}, headers=_unread(body))
-
-
-async def _read(service: Service, request: Request, kind: type[B]) -> B:
-    """The body, checked; a long one by another thread than the one that hands answers out."""
-    raw = await read_body(request, service.config)
-    if len(raw) < LONG_BODY:
-        return kind.model_validate_json(raw)
-    return await service.llm.encode(partial(kind.model_validate_json, raw))
-
-
-def _unread(body: Body) -> dict[str, str]:
-    names = body.unknown_fields()
-    return {UNREAD: names} if names else {}
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, which is cancelled, and None, as soon as the client has gone."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        working.cancel()
-        leaving.cancel()
+    return JSONResponse({"prompt": text}, headers=unread(body))
 
 
 def _answer_errors(app: FastAPI) -> None:
     """Every error as OpenAI's clients read it."""
 
-    def told(refusal: RefusalError) -> Response:
-        return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+    def told(request: Request, refusal: RefusalError) -> Response:
+        return JSONResponse(refusal.body_for(request.url.path), refusal.status, headers=refusal.headers)
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusalError)
-        return told(error)
+        return told(request, error)
 
-    async def wrong_body(_: Request, error: Exception) -> Response:
+    async def wrong_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, ValidationError)
-        return told(errors.of_body(error))
+        return told(request, errors.of_body(error))
 
-    async def wrong_value(_: Request, error: Exception) -> Response:
+    async def wrong_value(request: Request, error: Exception) -> Response:
         assert isinstance(error, ValueError)
-        return told(errors.of_value(error))
+        return told(request, errors.of_value(error))
+
+    async def closed(request: Request, error: Exception) -> Response:
+        return told(request, errors.unavailable(str(error)))
 
     async def wrong_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path:.80}: {error.detail}"
-        return told(RefusalError(error.status_code, message, headers=error.headers))
+        return told(request, RefusalError(error.status_code, message, headers=error.headers))
 
-    async def broken(_: Request, error: Exception) -> Response:
-        return told(RefusalError(500, f"internal error: {type(error).__name__}"))
+    async def broken(request: Request, error: Exception) -> Response:
+        return told(request, RefusalError(500, f"internal error: {type(error).__name__}"))
 
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=GONE)
@@ -268,6 +218,7 @@ def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(RefusalError, refused)
     app.add_exception_handler(ValidationError, wrong_body)
     app.add_exception_handler(ValueError, wrong_value)
+    app.add_exception_handler(ClosedError, closed)
     app.add_exception_handler(HTTPException, wrong_route)
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, broken)

@@ -17,17 +17,45 @@ from draftproof.server.streaming import WRITE
 ROOM_FOR_FILES = 256  # descriptors beside those of connections: weights, sockets that listen, logs
 
 
+class Watch:
+    """Connections on which nothing moves. `silent`: no request has come, longest first, and some that are being served
+    by now. `unread`: more waits for the client than the system keeps for it: since when it has taken nothing, and how
+    many bytes wait."""
+
+    def __init__(self) -> None:
+        self.silent: dict[Connection, None] = {}
+        self.unread: dict[Connection, tuple[float, int]] = {}
+
+    def close_silent(self, timeout: float) -> None:
+        """Close connections on which no request has come for so many seconds; uvicorn waits for ever for headers."""
+        now = time.monotonic()
+        for connection in list(self.silent):
+            if now - connection.silent_since < timeout:
+                return  # they are in order
+            del self.silent[connection]
+            if connection.is_silent:
+                connection.transport.close()
+
+    def drop_unread(self, timeout: float) -> None:
+        """Give up clients that have taken nothing for so many seconds; what waits for them is thrown away."""
+        now = time.monotonic()
+        for connection, (since, size) in list(self.unread.items()):
+            left = connection.transport.get_write_buffer_size()
+            if left < size:
+                self.unread[connection] = now, left
+            elif now - since >= timeout:
+                connection.transport.abort()
+
+
 class Connection(H11Protocol):
     """uvicorn's. Beyond `limit_concurrency` whoever has been silent for longest gives way, so that nobody keeps others
     out by asking nothing; where all are being served, the newcomer's request gets a 503.
-
-    `silent`: connections on which no request has come, longest first, and some that are being served by now.
     """
 
-    def __init__(self, *args: Any, silent: dict[Connection, None], **settings: Any) -> None:
+    def __init__(self, *args: Any, watch: Watch, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._silent = silent
+        self._silent, self._unread = watch.silent, watch.unread
         self.silent_since = 0.0
 
     @property
@@ -52,7 +80,16 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._silent.pop(self, None)
+        self._unread.pop(self, None)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread[self] = time.monotonic(), self.transport.get_write_buffer_size()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.pop(self, None)
 
     def _fall_silent(self) -> None:
         self.silent_since = time.monotonic()
@@ -88,17 +125,6 @@ async def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> None:
         await cycle.flow.drain()
     if not cycle.disconnected:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-
-
-def close_silent(silent: dict[Connection, None], timeout: float) -> None:
-    """Close connections on which no request has come for so many seconds; uvicorn waits for ever for headers."""
-    now = time.monotonic()
-    for connection in list(silent):
-        if now - connection.silent_since <= timeout:
-            return  # they are in order
-        del silent[connection]
-        if connection.is_silent:
-            connection.transport.close()
 
 
 def allow_files(num_connections: int) -> None:

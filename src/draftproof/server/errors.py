@@ -17,10 +17,26 @@ TYPES: Mapping[int, str] = {
     500: "server_error",
     503: "server_error",
 }
+MESSAGES = "/v1/messages"
+MESSAGES_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
 # "prompt" is in messages of ours what encoding made of a chat's messages, too
 OURS = frozenset({"draft", "params", "limit"})
-INNER_FIELDS = ("include_usage", "num_speculative_tokens", "method")  # fields of objects within a body
+INNER_FIELDS = (
+    "include_usage",
+    "num_speculative_tokens",
+    "method",
+    "function",
+    "name",
+    "parameters",
+)  # fields of objects within a body
 
 
 class RefusalError(Exception):
@@ -46,6 +62,18 @@ class RefusalError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body as clients of that route read it."""
+        if not path.startswith(MESSAGES):
+            return self.body()
+        kind = MESSAGES_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def unavailable(why: str) -> RefusalError:
+    """A 503 where nothing is computed any more."""
+    return RefusalError(503, f"{why}; ask another", code="unavailable", headers={"Retry-After": "5"})
 
 
 def of_value(error: ValueError) -> RefusalError:

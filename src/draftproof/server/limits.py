@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.server.errors import RefusalError
+from draftproof.server.errors import RefusalError, unavailable
 from draftproof.server.logs import FACTS, REQUEST_ID
 from draftproof.server.settings import ServerConfig
 
@@ -33,10 +33,12 @@ PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent ba
 
 
 class Gate:
-    """Middleware: asks for a key, and gives every request an id, which its answer carries."""
+    """Middleware: asks for a key, gives every request an id, which its answer carries, and answers those that a server
+    which ends waits for no longer; `is_draining` says whether it does."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], is_draining: Callable[[], bool]) -> None:
         self._app = app
+        self._is_draining = is_draining
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,8 +51,12 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id
         REQUEST_ID.set(request_id)
 
+        has_begun = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
                 if message["status"] >= 400:
                     _log_refusal(scope, request_id, message["status"])
@@ -60,14 +66,25 @@ class Gate:
             refused = RefusalError(
                 401, "Authorization: no such key; send 'Authorization: Bearer KEY'", code="invalid_api_key"
             )
-            await JSONResponse(refused.body(), 401)(scope, receive, send_with_id)
+            await JSONResponse(refused.body_for(scope["path"]), 401)(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if not self._is_draining():
+                raise
+            if not has_begun:
+                refused = unavailable("the server is shutting down")
+                hang_up = {**refused.headers, "Connection": "close"}
+                await JSONResponse(refused.body_for(scope["path"]), refused.status, hang_up)(
+                    scope, receive, send_with_id
+                )
 
     def _is_known(self, headers: Headers) -> bool:
         """Takes as long for any key: digests are compared, all of them, to their ends. Headers come decoded as
         latin-1, so that their bytes can be had back."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        scheme, _, key = given.partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.frontend.input_processor import Prompt
 from draftproof.frontend.llm import LLM
-from draftproof.schema import words
+from draftproof.schema import shown, words
 from draftproof.server.errors import RefusalError
 from draftproof.server.settings import ServerConfig
 from draftproof.server.structured import GUIDED, rule_asked
@@ -20,10 +21,11 @@ from draftproof.types import RequestHints, SamplingParams
 
 # Fields of others that would change the answer: to ignore them silently would be wrong.
 NOT_SERVED: Mapping[str, frozenset[str]] = {
-    "calls of tools are not parsed": words("tools functions"),
+    "tools are those of chats, in `tools`": words("tools functions function_call"),
     "there is neither infilling nor beam search": words("suffix use_beam_search"),
     "prompts and answers are text or token ids": words("audio prompt_embeds"),
     "prompts are not cut": words("truncate_prompt_tokens"),
+    "nothing is kept here but answers of /v1/responses": words("conversation container mcp_servers"),
 }
 NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {}, {"type": "text"})
 SHOWN_NAME = re.compile(r"[^\w.-]", re.ASCII)
@@ -50,6 +52,23 @@ class Speculation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     num_speculative_tokens: int | Literal["auto"] = "auto"
     method: str | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call; `parameters`: JSON schema of its arguments."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: Function
 
 
 class Body(BaseModel):
@@ -140,7 +159,7 @@ class GenerationBody(Body):
     def params(self, defaults: SamplingParams, limits: ServerConfig) -> SamplingParams:
         """What the engine is asked for; a request without a seed is given one, so that its answer can be had again.
         ValueError names field, value and what is allowed."""
-        self._check_limits(limits)
+        self.check_limits(limits)
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         given.setdefault("seed", secrets.randbits(53))  # what JSON's readers take without loss
         given |= {"max_tokens": self.max_num_tokens, "logprobs": self.num_logprobs}
@@ -152,7 +171,8 @@ class GenerationBody(Body):
             given.setdefault("prompt_logprobs", self.num_logprobs)
         return dataclasses.replace(defaults, **given)
 
-    def _check_limits(self, limits: ServerConfig) -> None:
+    def check_limits(self, limits: ServerConfig) -> None:
+        """ValueError for what is longer than it may be."""
         what = "messages" if isinstance(self, ChatBody) else "prompt"
         _check_size(what, self.num_chars, "characters", limits.max_prompt_chars)
         for name in ("stop", "bad_words"):
@@ -183,6 +203,35 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def required(self) -> list[Tool]:
+        """The tools of which one must be called; none: the model may answer as it likes."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        required = self.tools or []
+        if isinstance(self.tool_choice, dict):
+            chosen = self.tool_choice.get("function", self.tool_choice)
+            name = chosen.get("name") if isinstance(chosen, dict) else None
+            required = [tool for tool in required if tool.function.name == name]
+        if not required:
+            raise ValueError(
+                f"tool_choice={shown(self.tool_choice)}: must be auto, none, required, or a function of `tools` by name"
+            )
+        return required
+
+    @property
+    def calls_once(self) -> bool:
+        """Whether at most one tool is to be called."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, dict)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -198,11 +247,12 @@ class ChatBody(GenerationBody):
 
     @property
     def num_chars(self) -> int:
-        return sum(len(str(message)) for message in self.messages)
+        return sum(len(str(part)) for part in (*self.messages, *(self.tools or ())))
 
     def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
-        return [llm.tokenizer.chat(self.messages, **self._template())]
+        messages = [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        return [llm.tokenizer.chat(messages, **self._template())]
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -213,6 +263,8 @@ class ChatBody(GenerationBody):
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
+        if self.offered:
+            told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
         return told
 
 
@@ -266,6 +318,37 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     tokens: list[int]
+
+
+def _for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message as chat templates read it: arguments of calls as objects, reasoning under the name they know."""
+    reasoning = message.get("reasoning")
+    if isinstance(reasoning, str):
+        message = {"reasoning_content": reasoning, **message}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: tool_calls={shown(calls)}: must be a list of calls")
+    return {
+        **message,
+        "tool_calls": [_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)],
+    }
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}={shown(call)}: must have a function with a name and arguments")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{where}: arguments={shown(arguments)}: must be a JSON object") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where}: arguments={shown(arguments)}: must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def check_model(name: str | None, served: list[str]) -> str:

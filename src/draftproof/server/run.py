@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
+import math
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +19,8 @@ import uvicorn
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
 from draftproof.server.app import create_app
-from draftproof.server.connections import Connection, allow_files, close_silent, lending_writes
-from draftproof.server.service import Service
+from draftproof.server.connections import Connection, Watch, allow_files, lending_writes
+from draftproof.server.service import STEP_GRACE, Service
 from draftproof.server.settings import ServerConfig
 
 MOST_HEADER_BYTES = 1 << 15
@@ -33,13 +36,13 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         service: Service,
-        silent: dict[Connection, None],
+        watch: Watch,
         told: Callable[[str], None] | None = None,
     ) -> None:
-        """`silent`: as in `Connection`. `told` is called with the address once there is one."""
+        """`told` is called with the address once there is one."""
         super().__init__(config)
         self._service = service
-        self._silent = silent
+        self._watch = watch
         self._told = told or _print_address
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
@@ -52,7 +55,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS == 0:
-            close_silent(self._silent, self._service.config.client_timeout)
+            timeout = self._service.config.client_timeout
+            self._watch.close_silent(timeout)
+            self._watch.drop_unread(timeout)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -60,12 +65,15 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        ending = asyncio.create_task(
-            self._service.llm.shutdown(0 if self.force_exit else self._service.config.shutdown_timeout)
-        )
-        await super().shutdown(sockets)
-        if not self.force_exit:
-            await ending
+        """Ends within `shutdown_timeout`, a step, and `GRACE`: who has not taken his answer by then is cut off."""
+        ending = asyncio.create_task(self._service.shut_down(0 if self.force_exit else None))
+        try:
+            await super().shutdown(sockets)
+            if not self.force_exit:
+                await ending
+        finally:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
 
 def _print_address(address: str) -> None:
@@ -77,15 +85,18 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     allow_files(config.max_connections)
     gc.collect()
     gc.freeze()  # what is loaded stays: going through it again and again holds everybody up
-    server = make_server(Service(AsyncLLM(llm), config))
+    service = Service(AsyncLLM(llm), config)
     with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
-        server.run()
+        make_server(service).run()
+    if service.llm.is_alive:  # a step that does not end, or a second signal
+        logging.shutdown()
+        os._exit(1)  # leaving would wait for what the thread is in
 
 
 def make_server(service: Service, told: Callable[[str], None] | None = None) -> Server:
     """A server with the settings of its service; `told` as in `Server`."""
     config = service.config
-    silent: dict[Connection, None] = {}
+    watch = Watch()
     settings = uvicorn.Config(
         lending_writes(create_app(service)),
         host=config.host,
@@ -94,12 +105,12 @@ def make_server(service: Service, told: Callable[[str], None] | None = None) -> 
         access_log=False,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
-        http=partial(Connection, silent=silent),  # type: ignore[arg-type]
+        http=partial(Connection, watch=watch),  # type: ignore[arg-type]
         ws="none",
         server_header=False,
         limit_concurrency=config.max_connections,
         backlog=config.max_connections,
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
-        timeout_graceful_shutdown=round(config.shutdown_timeout) + GRACE,
+        timeout_graceful_shutdown=math.ceil(config.shutdown_timeout + STEP_GRACE + GRACE),
     )
-    return Server(settings, service, silent, told)
+    return Server(settings, service, watch, told)

@@ -6,22 +6,27 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
-from draftproof.server import answers
+from draftproof.schema import shown
+from draftproof.server import answers, errors
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import Admission, Ticket, within
 from draftproof.server.logs import FACTS
 from draftproof.server.meter import Meter
+from draftproof.server.parsers import NONE, Parser, Syntax, reasoning
+from draftproof.server.parsers.forms import call_grammar
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
 from draftproof.server.settings import ServerConfig
-from draftproof.types import RequestOutput, SamplingParams
+from draftproof.types import RequestOutput, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
+LAST = 16  # tokens of a prompt that may hold the marker that reasoning begins with
+STEP_GRACE = 5  # seconds that the step that is being made has to end
 FINISHED = "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s"
 AnyBody = ChatBody | CompletionBody
 
@@ -56,24 +61,107 @@ class Service:
         self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
         self.defaults = llm.llm.default_sampling_params()
         self.is_draining = False
-        self._warm_up()
+        self.syntax = self._warm_up()
 
-    def _warm_up(self) -> None:
-        """Load what the first conversation needs before it comes: chat templates load transformers."""
+    def _warm_up(self) -> Syntax:
+        """Load what the first conversation needs before it comes, since chat templates load transformers; how the
+        model writes calls and reasoning."""
+        template = ""
         with contextlib.suppress(ValueError):  # there is no tokenizer, or no template
             self.llm.llm.tokenizer.chat([{"role": "user", "content": "Hi"}])
+            template = self.llm.llm.tokenizer.chat_template()
+        return Syntax(template, self.config.tool_call_parser, self.config.reasoning_parser)
+
+    def parser(self, job: Job) -> Parser | None:
+        """What reads an answer of a job that may be more than text."""
+        body = job.body
+        if not isinstance(body, ChatBody) or not self._needs_parser(body):
+            return None
+        schemas = {tool.function.name: tool.function.parameters for tool in body.offered}
+        begins_inside = self._begins_inside(job.streams[0].prompt_token_ids)
+        most = 1 if body.calls_once else None
+        return Parser(self.syntax, schemas or None, begins_inside=begins_inside, most_calls=most)
+
+    def _begins_inside(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether an answer begins with reasoning, since its prompt ends with the marker of that."""
+        markers = reasoning.PAIRS.get(self.syntax.reasoning)
+        if markers is None:
+            return False
+        end = self.llm.llm.tokenizer.decode(prompt_token_ids[-LAST:], skip_special_tokens=False)
+        return end.rstrip().endswith(markers[0])
+
+    def _ruled(
+        self, body: ChatBody, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """`params` with the rule that a choice of tools is; rules hold for what follows the reasoning that an answer
+        begins with. ValueError where there can be none."""
+        rule = self._calls(body, params) if body.required else params.structured_outputs
+        if rule is not None and rule.after_token_id is None and self._begins_inside(prompt_token_ids):
+            end = reasoning.PAIRS[self.syntax.reasoning][1]
+            token_id = self.llm.llm.tokenizer.token_id(end)
+            if token_id is None:
+                raise ValueError(
+                    f"structured_outputs: reasoning comes first, and {end!r} is no token of this model's"
+                )
+            rule = replace(rule, after_token_id=token_id)
+        return replace(params, structured_outputs=rule)
+
+    def _calls(self, body: ChatBody, params: SamplingParams) -> StructuredOutputsParams:
+        """The rule of an answer that must call a tool."""
+        told = f"tool_choice={shown(body.tool_choice)}"
+        if params.structured_outputs is not None:
+            raise ValueError(f"{told}: the answer's form is given too; give one of them")
+        if self.syntax.form is None:
+            raise ValueError(
+                f'{told}: is not served: calls in the syntax {self.syntax.tools} are no JSON; give "auto"'
+            )
+        schemas = {tool.function.name: tool.function.parameters for tool in body.required}
+        tokenizer = self.llm.llm.tokenizer
+
+        def special_id(marker: str) -> int | None:
+            return tokenizer.token_id(marker) if tokenizer.is_special_text(marker) else None
+
+        grammar = call_grammar(self.syntax.form, schemas, special_id, is_single=body.calls_once)
+        if len(grammar) > self.config.max_grammar_chars:
+            raise ValueError(
+                f"tools: are a grammar of {len(grammar)} characters, at most "
+                f"max_grammar_chars={self.config.max_grammar_chars}"
+            )
+        return StructuredOutputsParams(grammar=grammar)
+
+    def _needs_parser(self, body: ChatBody) -> bool:
+        """ValueError for tools whose calls could not be told from text."""
+        if body.offered and self.syntax.tools == NONE:
+            raise ValueError(
+                "tools: is not served: the model's chat template has no calls in a syntax that is known; name one with "
+                "--tool-call-parser, or leave it out"
+            )
+        return bool(body.offered) or self.syntax.reasoning != NONE
+
+    def _shows_markers(self, params: SamplingParams) -> SamplingParams:
+        """`params`, with special tokens in the text where calls or reasoning are marked by them."""
+        tokenizer = self.llm.llm.tokenizer
+        is_marked = any(map(tokenizer.is_special_text, self.syntax.markers))
+        return replace(params, skip_special_tokens=False) if is_marked else params
 
     def check_ready(self) -> None:
         """503 where nothing is computed any more."""
         why = "the server is shutting down" if self.is_draining else self.llm.error
         if why is not None:
-            raise RefusalError(503, f"{why}; ask another", code="unavailable", headers={"Retry-After": "5"})
+            raise errors.unavailable(why)
+
+    async def shut_down(self, patience: float | None = None) -> None:
+        """End the engine; `patience` as in `AsyncLLM.shutdown`, None: `shutdown_timeout`."""
+        self.is_draining = True
+        await self.llm.shutdown(self.config.shutdown_timeout if patience is None else patience, STEP_GRACE)
 
     async def begin(self, body: AnyBody, request_id: str) -> Job:
         """Let a request in and start its streams; whoever has the job ends it. RefusalError and ValueError."""
         self.check_ready()
         name = check_model(body.model, self.names)
         params = body.params(self.defaults, self.config)
+        if isinstance(body, ChatBody) and self._needs_parser(body):
+            params = self._shows_markers(params)
         num_outputs = params.n * body.num_prompts
         if num_outputs > self.config.max_choices:
             raise ValueError(
@@ -94,6 +182,8 @@ class Service:
         work = partial(job.body.prompts, self.llm.llm)
         limit = self.config.chat_template_timeout
         prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
+        if isinstance(job.body, ChatBody):
+            job.params = self._ruled(job.body, job.params, cast("Sequence[int]", prompts[0]))
         await self.llm.compile(job.params, self.config.grammar_timeout)
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
@@ -110,6 +200,13 @@ class Service:
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer, once all of it is there; the job is ended."""
+        outputs = await self.complete(job)
+        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+            return self._answer(job, outputs)
+        return await self.llm.aside(partial(self._answer, job, outputs))  # not where it holds others up
+
+    async def complete(self, job: Job) -> list[RequestOutput]:
+        """All that a job comes to; it is ended. RefusalError where that is not what was asked for."""
         try:
             async for number, delta in together(job.streams, self.config.keep_alive_interval):
                 if delta is not None:
@@ -120,11 +217,9 @@ class Service:
         for output in outputs:
             if output.error is not None:
                 raise RefusalError(500, output.error, code="engine_error")
-            if any(choice.finish_reason == "abort" for choice in output.outputs):
-                raise RefusalError(503, "the server is shutting down; ask another", code="unavailable")
-        if job.params.logprobs is None and job.params.prompt_logprobs is None:
-            return self._answer(job, outputs)
-        return await self.llm.encode(partial(self._answer, job, outputs))  # not where it holds others up
+            if any(choice.finish_reason in ("abort", None) for choice in output.outputs):
+                raise errors.unavailable("the server is shutting down")
+        return outputs
 
     def _answer(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """A whole answer's object."""
@@ -183,7 +278,7 @@ class Service:
         """One choice of a whole answer; `first`: the number of its prompt's first."""
         choice, ids = output.outputs[index], output.prompt_token_ids
         if job.is_chat:
-            made = answers.chat_choice(choice, job.body.num_logprobs)
+            made = answers.chat_choice(choice, job.body.num_logprobs, self.parser(job))
         else:
             piece = self.llm.llm.tokenizer.piece(ids[0]) if job.body.scores_prompt else ""
             made = answers.text_choice(output, choice, self.echoed(job, ids), piece)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from draftproof.schema import check_choice, check_number, check_whole, documented
+from draftproof.server.parsers import Syntax
 
 LogFormat = Literal["text", "json"]
 
@@ -58,7 +59,7 @@ class ServerConfig:
         2048, "Most connections; beyond them silent ones are closed, then new ones get a 503."
     )
     client_timeout: float = documented(
-        30.0, "Seconds that a client has for a request's headers, and again for its body."
+        30.0, "Seconds that a client has for headers, again for a body, and for taking any of its answer."
     )
     chat_template_timeout: float = documented(
         5.0, "Seconds that the model's chat template may take for a request."
@@ -69,9 +70,20 @@ class ServerConfig:
     keep_alive_interval: float = documented(
         15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
     )
+    tool_call_parser: str | None = documented(
+        None,
+        "Syntax of the model's tool calls: hermes, llama3, mistral, ... or none. Left out: by its chat template.",
+    )
+    reasoning_parser: str | None = documented(
+        None,
+        "Syntax of what the model thinks before it answers: think, mistral, ... or none. Left out: likewise.",
+    )
+    max_stored_responses: int = documented(1024, "Most answers of /v1/responses that are kept; 0 for none.")
+    max_stored_chars: int = documented(64 << 20, "Longest conversations kept for them, in characters.")
     log_format: LogFormat = documented("text", "Lines to read, or a JSON object on each line.")
     shutdown_timeout: float = documented(
-        30.0, "Seconds that running requests have to end once the server is told to stop."
+        30.0,
+        "Seconds that running requests have to end once the server is told to stop; it ends ten later at most.",
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +102,9 @@ class ServerConfig:
             "max_connections",
         ):
             check_whole(name, getattr(self, name), 1)
-        check_whole("max_logprobs", self.max_logprobs, 0)
+        for name in ("max_logprobs", "max_stored_responses", "max_stored_chars"):
+            check_whole(name, getattr(self, name), 0)
+        Syntax("", self.tool_call_parser, self.reasoning_parser)
         for name in ("client_timeout", "keep_alive_interval", "chat_template_timeout", "grammar_timeout"):
             check_number(name, getattr(self, name), above=0)
         check_number("shutdown_timeout", self.shutdown_timeout)

@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 from draftproof.frontend.async_llm import together
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
+from draftproof.server.parsers import Parser
+from draftproof.server.parsers.reader import CallStart
 from draftproof.server.protocol import CompletionBody
 from draftproof.server.service import Job, Service
 from draftproof.types import Delta
@@ -82,6 +84,8 @@ class Chunks:
         self._service = service
         self._job = job
         self._num_chars: dict[int, int] = {}  # a number for each choice that has begun
+        self._parsers: dict[int, Parser | None] = {}  # likewise
+        self._num_calls: dict[int, int] = {}  # of choices with calls, less one
         self.head = service.head(job, "chat.completion.chunk" if job.is_chat else "text_completion")
 
     def of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
@@ -91,25 +95,57 @@ class Chunks:
         if index not in self._num_chars:
             self._num_chars[index] = 0
             parts += self._first(number, index)
+        parser = self._parser(index)
+        if parser is not None:
+            return [
+                *self._headed(parts, index),
+                *self._parsed(delta, index, parser),
+                *self._last(delta, index),
+            ]
         wants_ids = self._job.body.return_token_ids
         if delta.text or (delta.token_ids and (wants_ids or delta.logprobs is not None)):
             part = self._content(delta, index)
             if wants_ids:
                 part |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
             parts.append(part)
-        chunks = [{**self.head, "choices": [{**part, "index": index}]} for part in parts]
+        return [*self._headed(parts, index), *self._last(delta, index)]
+
+    def _headed(self, parts: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+        return [{**self.head, "choices": [{**part, "index": index}]} for part in parts]
+
+    def _parser(self, index: int) -> Parser | None:
+        if index not in self._parsers:
+            self._parsers[index] = self._service.parser(self._job)
+        return self._parsers[index]
+
+    def _parsed(self, delta: Delta, index: int, parser: Parser) -> list[dict[str, Any]]:
+        """The chunks of what a step added to a message that may be more than text."""
+        body, nothing = self._job.body, {"logprobs": None, "finish_reason": None}
+        parts: list[dict[str, Any]] = []
+        for piece in parser.push(delta.text, is_over=delta.finish_reason is not None):
+            self._num_calls[index] = self._num_calls.get(index, -1) + isinstance(piece, CallStart)
+            parts.append({"delta": answers.piece_delta(piece, self._num_calls[index]), **nothing})
+        if delta.token_ids and (body.return_token_ids or delta.logprobs is not None):
+            parts = parts or [{"delta": {}, **nothing}]
+            parts[0]["logprobs"] = answers.chat_delta(delta, body.num_logprobs)["logprobs"]
+            if body.return_token_ids:
+                parts[0] |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
+        return self._headed(parts, index)
+
+    def _last(self, delta: Delta, index: int) -> list[dict[str, Any]]:
+        """The chunk that says why a choice ended, where it has."""
+        if delta.finish_reason is None:
+            return []
         if delta.finish_reason == "error":
-            return [*chunks, RefusalError(500, delta.error or "unknown", code="engine_error").body()]
-        if delta.finish_reason is not None:
-            last: dict[str, Any] = {
-                "index": index,
-                **({"delta": {}} if self._job.is_chat else {"text": ""}),
-                "logprobs": None,
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-            }
-            chunks.append({**self.head, "choices": [last]})
-        return chunks
+            return [RefusalError(500, delta.error or "unknown", code="engine_error").body()]
+        last: dict[str, Any] = {
+            "index": index,
+            **({"delta": {}} if self._job.is_chat else {"text": ""}),
+            "logprobs": None,
+            "finish_reason": answers.finish_reason(delta.finish_reason, self._parsers[index]),
+            "stop_reason": delta.stop_reason,
+        }
+        return [{**self.head, "choices": [last]}]
 
     def _first(self, number: int, index: int) -> list[dict[str, Any]]:
         """What comes before anything else of a choice."""

@@ -1,0 +1,82 @@
+"""Routes of agents: OpenAI's Responses and Anthropic's Messages, each a chat in other words."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from draftproof.server import conversation
+from draftproof.server.answering import GONE, post, read, unless_gone, unread
+from draftproof.server.conversation import Writer
+from draftproof.server.limits import within
+from draftproof.server.messages import CountBody, MessagesBody, MessageWriter
+from draftproof.server.protocol import check_model
+from draftproof.server.response_events import ResponseWriter
+from draftproof.server.responses import ResponsesBody, ResponseStore
+from draftproof.server.service import Job, Service
+from draftproof.server.streaming import EventResponse
+
+NO_SUCH: dict[int | str, dict[str, Any]] = {status: {"description": "refused"} for status in (401, 404)}
+
+
+def add_agent_routes(app: FastAPI, service: Service) -> None:
+    """Both APIs; responses are kept as long as the application lives."""
+    store = ResponseStore(service.config)
+    post(app, "/v1/responses", ResponsesBody, partial(_respond, service, store))
+    post(app, "/v1/messages", MessagesBody, partial(_message, service))
+    post(app, "/v1/messages/count_tokens", CountBody, partial(_count, service))
+
+    @app.get("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
+    async def response(response_id: str) -> dict[str, Any]:
+        return store.get(response_id).response
+
+    @app.delete("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
+    async def delete(response_id: str) -> dict[str, Any]:
+        store.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+async def _respond(service: Service, store: ResponseStore, request: Request) -> Response:
+    body = await read(service, request, ResponsesBody)
+    headers = unread(body)
+    previous = body.previous_response_id
+    before = store.get(previous, "previous_response_id").items if previous else ()
+    job = await service.begin(body.chat(before), body.request_id or request.state.request_id)
+    head = service.head(job, "response")
+    writer = ResponseWriter(body, head, [*before, *body.items], store)
+    return await _answer(service, request, job, writer, headers)
+
+
+async def _message(service: Service, request: Request) -> Response:
+    body = await read(service, request, MessagesBody)
+    headers = unread(body)
+    job = await service.begin(body.chat(), body.request_id or request.state.request_id)
+    writer = MessageWriter(job.model, job.params.seed)
+    return await _answer(service, request, job, writer, headers)
+
+
+async def _answer(
+    service: Service, request: Request, job: Job, writer: Writer, headers: dict[str, str]
+) -> Response:
+    """The answer that `writer` makes of a job, streamed or whole."""
+    if job.body.stream:
+        return EventResponse(conversation.events(service, job, writer), partial(service.end, job), headers)
+    try:
+        answer = await unless_gone(request, conversation.whole(service, job, writer))
+    finally:
+        service.end(job)
+    return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
+
+
+async def _count(service: Service, request: Request) -> Response:
+    body = await read(service, request, CountBody)
+    check_model(body.model, service.names)
+    chat = body.chat()
+    chat.check_limits(service.config)
+    work = partial(chat.prompts, service.llm.llm)
+    (ids,) = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
+    return JSONResponse({"input_tokens": len(ids)}, headers=unread(body))

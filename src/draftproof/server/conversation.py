@@ -1,0 +1,141 @@
+"""What chats, responses and messages share: a conversation in the form of chats, and an answer piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic_core import to_json
+
+from draftproof.frontend.async_llm import together
+from draftproof.schema import shown
+from draftproof.server import answers
+from draftproof.server.errors import RefusalError
+from draftproof.server.parsers import Parser, Syntax
+from draftproof.server.parsers.reader import Piece
+from draftproof.server.service import Job, Service
+from draftproof.types import CompletionOutput, RequestOutput
+
+TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+Event = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Why an answer ended; `finish_reason` as in chats."""
+
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class Writer(Protocol):
+    """Makes one answer of pieces: events while they come, and the whole."""
+
+    keep_alive: bytes
+
+    def begin(self, num_prompt_tokens: int) -> list[Event]:
+        """Events before the first piece."""
+        ...
+
+    def take(self, piece: Piece) -> list[Event]:
+        """Events of a piece."""
+        ...
+
+    def end(self, ended: Ended, output: RequestOutput) -> list[Event]:
+        """Events after the last one."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once it has ended."""
+        ...
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content in any of the three APIs. ValueError for anything but text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}={shown(content)}: must be text, or a list of parts of text")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
+        if not isinstance(text, str) or (isinstance(part, dict) and kind not in TEXT_TYPES):
+            raise ValueError(
+                f"{where}[{i}]={shown(part)}: must be text; images and other parts are not served"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def text_in(given: dict[str, Any], name: str, where: str) -> str:
+    """A field that must be a text."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}.{name}={shown(value)}: must be text")
+    return value
+
+
+def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of the assistant that a conversation ends with; begun where it ends with another's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: Any) -> None:
+    """Calls after each other are one message's."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+async def events(service: Service, job: Job, writer: Writer) -> AsyncIterator[bytes]:
+    """All events of an answer, whatever becomes of it; each has its name in front."""
+    parser = _parser(service, job)
+    ended = Ended(None)
+    for event in writer.begin(len(job.streams[0].prompt_token_ids)):
+        yield _written(event)
+    async for _, delta in together(job.streams, service.config.keep_alive_interval):
+        if delta is None:
+            yield writer.keep_alive
+            continue
+        service.meter.came(job.streams[0])
+        for piece in parser.push(delta.text, is_over=delta.finish_reason is not None):
+            for event in writer.take(piece):
+                yield _written(event)
+        if delta.finish_reason is not None:
+            ended = Ended(answers.finish_reason(delta.finish_reason, parser), delta.stop_reason, delta.error)
+    (output,) = service.outputs(job)
+    for event in writer.end(ended, output):
+        yield _written(event)
+
+
+async def whole(service: Service, job: Job, writer: Writer) -> dict[str, Any]:
+    """The answer, once all of it is there; the job is ended."""
+    parser = _parser(service, job)
+    (output,) = await service.complete(job)
+    choice: CompletionOutput = output.outputs[0]
+    writer.begin(len(output.prompt_token_ids))
+    for piece in parser.push(choice.text, is_over=True):
+        writer.take(piece)
+    writer.end(Ended(answers.finish_reason(choice.finish_reason, parser), choice.stop_reason), output)
+    return writer.whole()
+
+
+def _parser(service: Service, job: Job) -> Parser:
+    return service.parser(job) or Parser(Syntax("", None, None), None)
+
+
+def _written(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event[0].encode(), to_json(event[1]))
+
+
+def failure(ended: Ended) -> RefusalError | None:
+    """What a stream tells its client that came to no proper end."""
+    if ended.finish_reason == "error":
+        return RefusalError(500, ended.error or "unknown", code="engine_error")
+    if ended.finish_reason in ("abort", None):
+        return RefusalError(503, "the server is shutting down; ask another", code="unavailable")
+    return None

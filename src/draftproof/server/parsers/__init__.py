@@ -1,0 +1,118 @@
+"""Tools and reasoning in what models write. A family's syntax is a file here, with a row below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from draftproof.schema import did_you_mean
+from draftproof.server.parsers import deepseek, gemma, glm, hermes, llama3, mistral, reasoning
+from draftproof.server.parsers.forms import Form
+from draftproof.server.parsers.reader import SPACE, CallArguments, CallStart, Content, Piece, Reader, Steps
+
+NONE = "none"
+Reads = Callable[[Reader, Mapping[str, Any]], Steps[None]]
+# What reads a family's calls, its markers, and its forms, where calls can be asked for by a grammar.
+TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingProxyType(
+    {
+        "hermes": (hermes.read, hermes.MARKERS, hermes.FORMS),
+        "llama3": (llama3.read, llama3.MARKERS, llama3.FORMS),
+        "mistral": (mistral.read, mistral.MARKERS, mistral.FORMS),
+        "deepseek": (deepseek.read, deepseek.MARKERS, deepseek.FORMS),
+        "gemma": (gemma.read, gemma.MARKERS, ()),
+        "glm": (glm.read, glm.MARKERS, ()),
+    }
+)
+# What a chat template says where a family's calls are to be read; the first that is found counts.
+TOOL_SIGNS = {
+    "<arg_key>": "glm",
+    "<|tool_call>": "gemma",
+    "<start_function_call>": "gemma",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<｜tool▁call▁begin｜>": "deepseek",
+    "<|python_tag|>": "llama3",
+    "Environment: ipython": "llama3",
+}
+
+
+class Syntax:
+    """How a model writes calls and reasoning: by name, or (None) by its chat template. `form`: None where calls cannot
+    be asked for by a grammar."""
+
+    def __init__(self, template: str, tool_name: str | None, reasoning_name: str | None) -> None:
+        """`template`: empty where there is none. ValueError for a name that there is not."""
+        _check("tool_call_parser", tool_name, TOOLS)
+        _check("reasoning_parser", reasoning_name, reasoning.PAIRS)
+        found = next((name for sign, name in TOOL_SIGNS.items() if sign in template), NONE)
+        self.tools = tool_name or found
+        found = next((name for name, pair in reasoning.PAIRS.items() if pair[1] in template), NONE)
+        self.reasoning = reasoning_name or found
+        forms = () if self.tools == NONE else TOOLS[self.tools][2]
+        self.form = next((form for form in forms if form.sign in template), None)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that must not be left out, though a tokenizer calls them special."""
+        own = () if self.tools == NONE else TOOLS[self.tools][1]
+        return (*own, *reasoning.PAIRS.get(self.reasoning, ()))
+
+
+def _check(field: str, name: str | None, known: Mapping[str, Any]) -> None:
+    if name not in (None, NONE, *known):
+        hint = did_you_mean(str(name), [*known, NONE]) or "leave it out for the model's own"
+        raise ValueError(f"{field}={name!r}: must be one of {', '.join([*known, NONE])}; {hint}")
+
+
+class Parser:
+    """Pieces of one answer, as its text comes."""
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        schemas: Mapping[str, Any] | None,
+        *,
+        begins_inside: bool = False,
+        most_calls: int | None = None,
+    ) -> None:
+        """`schemas`: of the arguments of the tools that may be called; None: calls are text. `begins_inside`: the
+        answer begins with reasoning, unmarked. `most_calls`: those beyond are left out."""
+        self._reader = Reader()
+        self._steps = self._read(syntax, schemas, begins_inside)
+        self._most_calls = most_calls
+        self._space = ""
+        self.num_calls = 0
+
+    def _read(self, syntax: Syntax, schemas: Mapping[str, Any] | None, begins_inside: bool) -> Steps[None]:
+        if syntax.reasoning != NONE:
+            yield from reasoning.read(self._reader, reasoning.PAIRS[syntax.reasoning], begins_inside)
+        if schemas is not None and syntax.tools != NONE:
+            yield from TOOLS[syntax.tools][0](self._reader, schemas)
+        yield from self._reader.until(Content)
+
+    def push(self, text: str, *, is_over: bool = False) -> list[Piece]:
+        """Pieces that are certain now. White space before a call is none."""
+        self._reader.push(text)
+        self._reader.is_over |= is_over
+        pieces: list[Piece] = []
+        for piece in self._steps:
+            if piece is None:
+                break
+            pieces += self._checked(piece)
+        if is_over and self._space:
+            pieces.append(Content(self._space))
+        return pieces
+
+    def _checked(self, piece: Piece) -> list[Piece]:
+        if isinstance(piece, Content):
+            text = self._space + piece.text
+            kept = text.rstrip(SPACE)
+            self._space = text[len(kept) :]
+            return [Content(kept)] if kept else []
+        if isinstance(piece, CallStart):
+            self.num_calls += 1
+            self._space = ""
+        is_call = isinstance(piece, (CallStart, CallArguments))
+        is_too_many = self._most_calls is not None and self.num_calls > self._most_calls
+        return [] if is_call and is_too_many else [piece]
