@@ -128,6 +128,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
     num_target_bytes = base.planner.weight_bytes
+    num_target_packed = base.planner.num_packed
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
@@ -144,8 +145,11 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     )
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
+    saved = base.planner.saved_bytes(0, num_target_packed)
+    draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
-        weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
+        weights=num_target_bytes - saved,
+        draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
