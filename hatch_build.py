@@ -16,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGED = "draftproof/kernels/prebuilt"
+PACKAGED = "draftproof/runtime/prebuilt"
 
 
 class PrebuiltLibraries(BuildHookInterface[Any]):
@@ -26,7 +26,7 @@ class PrebuiltLibraries(BuildHookInterface[Any]):
         if version == "editable":
             return
         # by its path: importing the package would ask for torch
-        compiling = runpy.run_path(str(Path(self.root) / "src/draftproof/kernels/compiling.py"))
+        compiling = runpy.run_path(str(Path(self.root) / "src/draftproof/runtime/compiling.py"))
         compiler = os.environ.get("CXX") or compiling["find_compiler"]()
         if not compiler:
             raise RuntimeError("no C++ compiler on the path; install g++, or name one: CXX=/path/to/c++")

@@ -15,20 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.attention.triton.paged import LaunchConfig, Tiling, TritonAttention
 from draftproof.bench.passes import host_seconds
 from draftproof.bench.rooflines import H200
-from draftproof.kernels import ops, quantized
-from draftproof.kernels.certify import Shape
-from draftproof.kernels.gpu import linear, planner
-from draftproof.kernels.gpu import quantized as gpu_quantized
-from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
-from draftproof.kernels.gpu.launch import num_processors
-from draftproof.kernels.gpu.linear import Tile
-from draftproof.kernels.gpu.planner import TimedGraph
-from draftproof.kernels.gpu.quantized import Fp8Tile
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.kernels import ops
 from draftproof.kernels.row_params import RowParams
+from draftproof.matmul import gpu_planner as planner
+from draftproof.matmul import quantized
+from draftproof.matmul.gpu_planner import TimedGraph
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.spec import Candidate, LinearFn, Shape
+from draftproof.matmul.triton import linear
+from draftproof.matmul.triton import quantized as gpu_quantized
+from draftproof.matmul.triton.linear import Tile
+from draftproof.matmul.triton.quantized import Fp8Tile
+from draftproof.runtime.triton.launch import num_processors
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = H200.bytes / 1e6  # a microsecond, by the datasheet

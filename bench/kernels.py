@@ -16,8 +16,9 @@ import torch
 from draftproof.attention import registry
 from draftproof.bench.figures import percentile
 from draftproof.bench.passes import host_seconds
-from draftproof.kernels import native, ops
-from draftproof.kernels.linear import LinearPlanner, PackedLinear
+from draftproof.kernels import ops
+from draftproof.matmul.linear import LinearPlanner, PackedLinear
+from draftproof.runtime import native
 
 H, WIDE, HEADS, KV_HEADS, D, LAYERS, VOCAB, CONTEXT = 512, 1536, 8, 4, 64, 8, 8192, 300
 ROWS = (1, 2, 8)

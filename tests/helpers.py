@@ -17,12 +17,12 @@ from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pool import PagedKV, allocate
 from draftproof.kernels.exactness import Check, prove_power, rows_agree
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.native import Library
 from draftproof.kernels.ops import select
+from draftproof.matmul.linear import LinearPlanner
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder, TargetOutput
 from draftproof.models.weights import WeightSource
+from draftproof.runtime.native import Library
 
 CPU = torch.device("cpu")
 

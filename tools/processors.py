@@ -47,7 +47,15 @@ SETTINGS = {
     "all-avx2": Setting({**MKL, **ONEDNN, **ATEN}, narrow=True),
     "openblas-haswell": Setting({"OPENBLAS_CORETYPE": "Haswell"}),
 }
-TESTS = ("tests/conformance", "tests/attention", "tests/kernels", "tests/models", "tests/drafters")
+TESTS = (
+    "tests/conformance",
+    "tests/attention",
+    "tests/runtime",
+    "tests/kernels",
+    "tests/matmul",
+    "tests/models",
+    "tests/drafters",
+)
 # Triton's interpreter computes with numpy, and its sums are made without BLAS: no library has a say in them.
 LEFT_OUT = ("--deselect=tests/kernels/test_triton_interpreter.py",)
 QUICK = ("mkl-avx2", "all-avx2")

@@ -33,7 +33,7 @@ MEASURE = """
 import json, sys, time
 from pathlib import Path
 from draftproof import LLM, SamplingParams
-from draftproof.kernels import native
+from draftproof.runtime import native
 prebuilt, order, rounds, sizes = json.loads(sys.argv[1])
 engines = {}
 for name in order:
@@ -120,7 +120,7 @@ def demo(folder: Path, environment: dict[str, str]) -> str:
 
 def compare(folder: Path, num_rounds: int) -> list[float]:
     """Speed of the wheel's library over that of the compiled one, for each size of batch."""
-    (prebuilt,) = (folder / "venv").rglob("draftproof/kernels/prebuilt")
+    (prebuilt,) = (folder / "venv").rglob("draftproof/runtime/prebuilt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
     names = ["wheel", "compiled", "compiled again"]
     rounds = []

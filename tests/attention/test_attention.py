@@ -18,7 +18,7 @@ from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.attention.exactness import AttentionShape, scores_check, values_check
 from draftproof.attention.reference import REFERENCE, reference_attention
 from draftproof.attention.sdpa import SDPA
-from draftproof.kernels import native
+from draftproof.runtime import native
 from tests.helpers import is_exact
 from tests.slow import few
 

@@ -17,8 +17,8 @@ from draftproof.attention.reference import REFERENCE
 from draftproof.attention.torch_sdpa import TorchSdpa
 from draftproof.bench.compare import compare
 from draftproof.cache.pool import KVShape
-from draftproof.kernels import gpu
 from draftproof.models.rope import RopeConfig, cos_sin_table
+from draftproof.runtime import gpu
 from tests.helpers import CPU, Paged
 
 DIM, KV_HEADS, HEADS, LENGTH = 16, 2, 6, 40

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from draftproof import LLM, RequestOutput, SamplingParams
-from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.bench.compare import compare
 from draftproof.drafters import registry
 from draftproof.drafters.chain import Record
 from draftproof.engine.policy import AutoPolicy
 from draftproof.engine.progress import Progress
-from draftproof.kernels import native
-from draftproof.kernels.graphs import OFTEN, Recorded
+from draftproof.runtime import native
+from draftproof.runtime.graphs import OFTEN, Recorded
 from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
 from tests.slow import few, slow
 

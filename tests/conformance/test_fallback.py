@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from draftproof import SamplingParams
-from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.bench.compare import compare
-from draftproof.kernels import linear, ops, products
-from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.products import Candidate
+from draftproof.kernels import ops
+from draftproof.matmul import linear, products
+from draftproof.matmul.spec import Candidate
+from draftproof.runtime.graphs import EAGER
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run
 from tests.slow import slow
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.attention.base import FunctionBackend
 from draftproof.bench.compare import Difference, compare
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul.linear import PackedLinear
 from draftproof.sampling import verifier
 from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result
 from tests.conformance.cases import EAGLE3, REPEATS, Requests, prompts, run

@@ -23,13 +23,13 @@ from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadDrafter
 from draftproof.drafters.modules import ModulesDrafter
 from draftproof.kernels import ops
-from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.native import Library
+from draftproof.matmul.linear import LinearPlanner
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.weights import Weights
+from draftproof.runtime.graphs import EAGER
+from draftproof.runtime.native import Library
 from tests.helpers import CPU, Paged, run_rows
 
 ORACLE = Path(__file__).parent.parent / "data" / "oracle"

@@ -14,8 +14,8 @@ from torch import Tensor
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionSpec, BlockRows, Rows
 from draftproof.cache.pool import PagedKV
-from draftproof.kernels import native
 from draftproof.models.rope import RopeConfig, cos_sin_table
+from draftproof.runtime import native
 from tests.helpers import CPU, Paged
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 5

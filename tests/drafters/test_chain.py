@@ -12,8 +12,8 @@ from draftproof.cache.pool import KVShape, PagedCache
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, Verified, no_proposal
 from draftproof.drafters.chain import EXPECTED, ChainDrafter, Record
 from draftproof.drafters.sandbox import DrafterSandbox
-from draftproof.kernels.graphs import EAGER, Recorded
 from draftproof.kernels.ops import TORCH
+from draftproof.runtime.graphs import EAGER, Recorded
 
 PROMPTS = ["def add(a, b):", "import os\n" * 6, "class A"]
 

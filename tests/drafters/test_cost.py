@@ -13,8 +13,8 @@ from draftproof import LLM, assets
 from draftproof.bench.internals import drafter_of, model_of
 from draftproof.drafters.base import Drafter, RoundSize
 from draftproof.drafters.registry import METHODS
-from draftproof.kernels import quantized
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul import quantized
+from draftproof.matmul.linear import PackedLinear
 from draftproof.models import cost
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import parse

@@ -15,9 +15,9 @@ from torch import Tensor
 from draftproof import LLM, SamplingParams
 from draftproof.attention.base import PagedAttention, Rows
 from draftproof.drafters.base import DraftRuntime, Proposal, Verified
-from draftproof.kernels import native
-from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.native import Library
+from draftproof.runtime import native
+from draftproof.runtime.graphs import EAGER
+from draftproof.runtime.native import Library
 from tests.drafters.heads import ORACLE, Pair, close
 from tests.exact import Double, Exact, doubled, settle
 from tests.helpers import Paged, run_rows

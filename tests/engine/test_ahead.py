@@ -13,7 +13,7 @@ from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftRuntime
 from draftproof.engine.runner import ModelRunner
-from draftproof.kernels.transfer import IntegerRows
+from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 
 # a user's sees no rows but its own

@@ -14,7 +14,7 @@ from draftproof.bench.compare import compare
 from draftproof.engine.interface import PendingStep, StepInput
 from draftproof.engine.runner import LaunchedStep
 from draftproof.engine.state import State
-from draftproof.kernels.transfer import ArrivingRows
+from draftproof.runtime.transfer import ArrivingRows
 from tests.engine.poison import poison
 
 SETTINGS: dict[str, Any] = {

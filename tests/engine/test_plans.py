@@ -15,8 +15,8 @@ from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec
 from draftproof.drafters.chain import ChainDrafter, Record
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
-from draftproof.kernels.graphs import EAGER
 from draftproof.kernels.ops import TORCH
+from draftproof.runtime.graphs import EAGER
 from tests.conformance.cases import CASES, REPEATS
 from tests.made.shared import DRAFT, EAGLE3
 

@@ -11,7 +11,7 @@ import pytest
 from draftproof.engine import profile
 from draftproof.engine.costs import GUESSED_DRAFT, StepCosts, levels_of
 from draftproof.engine.interface import StepSize
-from draftproof.kernels.graphs import OFTEN
+from draftproof.runtime.graphs import OFTEN
 
 LEVELS = (0, 1, 3, 5)
 

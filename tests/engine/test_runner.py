@@ -12,8 +12,8 @@ from draftproof.engine import step_vector
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
-from draftproof.kernels import native
-from draftproof.kernels.native import Program
+from draftproof.runtime import native
+from draftproof.runtime.native import Program
 from tests.engine.test_policy import ROUNDED
 
 EAGLE3: dict[str, Any] = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}

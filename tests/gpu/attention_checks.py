@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
+from draftproof.attention.triton.paged import LaunchConfig, Tiling, TritonAttention
 from tests.attention import test_attention as attention
 
 

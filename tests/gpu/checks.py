@@ -16,22 +16,31 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.reference import reference_attention
-from draftproof.kernels import activation, grouped, logits, lookup, norm, process, rope, rows, sample
-from draftproof.kernels.certify import Shape
-from draftproof.kernels.experts import TORCH_EXPERTS, Routing
-from draftproof.kernels.gpu import activation as gpu_activation
-from draftproof.kernels.gpu import experts as gpu_experts
-from draftproof.kernels.gpu import grouped as gpu_grouped
-from draftproof.kernels.gpu import logits as gpu_logits
-from draftproof.kernels.gpu import lookup as gpu_lookup
-from draftproof.kernels.gpu import norm as gpu_norm
-from draftproof.kernels.gpu import process as gpu_process
-from draftproof.kernels.gpu import rope as gpu_rope
-from draftproof.kernels.gpu import rows as gpu_rows
-from draftproof.kernels.gpu import sample as gpu_sample
-from draftproof.kernels.gpu.attention import TritonAttention
-from draftproof.kernels.gpu.step import TritonStep
+from draftproof.attention.triton.paged import TritonAttention
+from draftproof.kernels.activation import reference as activation
+from draftproof.kernels.activation import triton as gpu_activation
+from draftproof.kernels.experts import triton as gpu_experts
+from draftproof.kernels.experts.reference import TORCH_EXPERTS
+from draftproof.kernels.experts.spec import Routing
+from draftproof.kernels.logits import reference as logits
+from draftproof.kernels.logits import triton as gpu_logits
+from draftproof.kernels.lookup import reference as lookup
+from draftproof.kernels.lookup import triton as gpu_lookup
+from draftproof.kernels.norm import reference as norm
+from draftproof.kernels.norm import triton as gpu_norm
+from draftproof.kernels.process import reference as process
+from draftproof.kernels.process import triton as gpu_process
+from draftproof.kernels.rope import reference as rope
+from draftproof.kernels.rope import triton as gpu_rope
 from draftproof.kernels.row_params import RowParams, pack_row
+from draftproof.kernels.rows import reference as rows
+from draftproof.kernels.rows import triton as gpu_rows
+from draftproof.kernels.sample import reference as sample
+from draftproof.kernels.sample import triton as gpu_sample
+from draftproof.kernels.step.triton import TritonStep
+from draftproof.matmul import grouped
+from draftproof.matmul.spec import Shape
+from draftproof.matmul.triton import grouped as gpu_grouped
 from tests.gpu import process_cases, step_cases
 from tests.gpu.attention_checks import (
     check_attention,

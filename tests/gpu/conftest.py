@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftproof.kernels import gpu
+from draftproof.runtime import gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ NUM_SLOTS, LENGTH, NUM_ROWS = 9, 60, 48
 
 
 def case(width: int, device: torch.device) -> tuple[Tensor, RowParams, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `ops.Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
+    """The arguments of `Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
     rng = random.Random(width)
     few = [rng.randrange(width) for _ in range(6)]  # texts are made of these, so that they repeat
     tokens = [[rng.choice(few) for _ in range(LENGTH)] for _ in range(NUM_SLOTS)]

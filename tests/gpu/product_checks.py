@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.kernels import norm, products
-from draftproof.kernels.certify import Shape, cancelling
-from draftproof.kernels.gpu import linear as gpu_linear
+from draftproof.kernels.norm import reference as norm
+from draftproof.matmul import products
+from draftproof.matmul.certify import cancelling
+from draftproof.matmul.spec import Shape, partial_sums
+from draftproof.matmul.triton import linear as gpu_linear
 
 
 def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -32,7 +34,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             assert any(isinstance(f, gpu_linear.SplitKLinear) for f in linear_fns) == (inputs >= 4096)
             for linear_fn in linear_fns:  # what is left in parts is what is added up
                 if not bias and out_dtype == dtype:
-                    found, whole = products.partial_sums(linear_fn)(x[:17]), linear_fn(x[:17])
+                    found, whole = partial_sums(linear_fn)(x[:17]), linear_fn(x[:17])
                     assert (found.dim() == 3) == isinstance(linear_fn, gpu_linear.SplitKLinear)
                     found = norm.add_parts_torch(found, dtype) if found.dim() == 3 else found
                     assert torch.equal(found, whole)

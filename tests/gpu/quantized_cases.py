@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.kernels import quantized
-from draftproof.kernels.gpu import quantized as gpu_quantized
-from draftproof.kernels.gpu.launch import num_processors
-from draftproof.kernels.gpu.linear import Tile
-from draftproof.kernels.gpu.quantized import Fp8Tile
+from draftproof.matmul import quantized
+from draftproof.matmul.triton import quantized as gpu_quantized
+from draftproof.matmul.triton.linear import Tile
+from draftproof.matmul.triton.quantized import Fp8Tile
+from draftproof.runtime.triton.launch import num_processors
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

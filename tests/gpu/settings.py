@@ -15,7 +15,7 @@ from typing import Any
 from bench.models import NUM_DRAFTS, SHAPES_OF, Shape
 from draftproof import LLM, assets
 from draftproof.bench import internals, workload
-from draftproof.kernels.graphs import Eager
+from draftproof.runtime.graphs import Eager
 from tests.conformance.cases import CASES, TARGETS
 from tests.drafters import golden
 

@@ -1,6 +1,6 @@
 """Random steps for an implementation of `StepOps`, each compared in every bit with the torch one.
 
-Shapes as in kernels/step.py.
+Shapes as in kernels/step/spec.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.kernels.step import TORCH_STEP, Layout, SlotState, StepOps
+from draftproof.kernels.step.reference import TORCH_STEP
+from draftproof.kernels.step.spec import Layout, SlotState, StepOps
 
 VOCAB, MASK = 50, 99
 LAYOUTS = (

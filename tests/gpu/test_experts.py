@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import gpu, grouped, ops
-from draftproof.kernels.experts import Routing
-from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels import ops
+from draftproof.kernels.experts.spec import Routing
+from draftproof.matmul import grouped
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.runtime import gpu
 
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu.grouped import Groups
+    from draftproof.matmul.triton.grouped import Groups
 
 BF16 = torch.bfloat16
 

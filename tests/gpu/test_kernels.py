@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from draftproof.attention import registry
-from draftproof.kernels import gpu, ops
+from draftproof.kernels import ops
+from draftproof.runtime import gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu.attention import LaunchConfig, Tiling, TritonAttention
+    from draftproof.attention.triton.paged import LaunchConfig, Tiling, TritonAttention
     from tests.attention import test_attention as attention
     from tests.gpu import attention_checks, checks
 

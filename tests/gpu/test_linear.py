@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.kernels import certify, gpu, products
-from draftproof.kernels.certify import Shape
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.plan_cache import BucketLinear
-from draftproof.kernels.products import Candidate, LinearFn
+from draftproof.matmul import certify, products
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.plan_cache import BucketLinear
+from draftproof.matmul.spec import Candidate, LinearFn, Shape
+from draftproof.runtime import gpu
 
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu import linear as gpu_linear
-    from draftproof.kernels.gpu.norm import add_rms_norm
+    from draftproof.kernels.norm.triton import add_rms_norm
+    from draftproof.matmul.triton import linear as gpu_linear
 
 COUNTS = (*range(1, 98), 129, 257, 513, 600, 1025, 2100)
 BF16 = torch.bfloat16

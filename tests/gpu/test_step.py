@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import gpu
-from draftproof.kernels.step import TORCH_STEP
+from draftproof.kernels.step.reference import TORCH_STEP
+from draftproof.runtime import gpu
 from tests.gpu import step_cases
 from tests.gpu.step_cases import LAYOUTS, Case
 
 if torch.cuda.is_available() and gpu.available(torch.device("cuda")):
-    from draftproof.kernels.gpu import step_kernels
-    from draftproof.kernels.gpu.step import TritonStep
+    from draftproof.kernels.step import triton_kernels as step_kernels
+    from draftproof.kernels.step.triton import TritonStep
 
 BIG = (
     Case(0, 64, 5, prompt=300),

@@ -19,11 +19,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.attention.exactness import scores_check, values_check
-from draftproof.kernels import certify, native, ops, products
-from draftproof.kernels.certify import Shape
+from draftproof.kernels import ops
 from draftproof.kernels.exactness import Check
+from draftproof.matmul import certify, products
+from draftproof.matmul.spec import Shape
+from draftproof.runtime import native
 from tests.kernels.cases import ATTENTION, MADE
 
 FILE = Path(__file__).parents[1] / "data" / "bits.json"

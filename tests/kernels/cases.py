@@ -9,7 +9,7 @@ import torch
 from draftproof.attention.exactness import AttentionShape
 from draftproof.kernels import operator_checks as checks
 from draftproof.kernels.exactness import Check
-from draftproof.kernels.experts import Routing
+from draftproof.kernels.experts.spec import Routing
 from draftproof.kernels.operator_checks import RopeShape
 
 FP32 = torch.float32

@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import certify, grouped, native, ops
-from draftproof.kernels.certify import Shape
-from draftproof.kernels.experts import TORCH_EXPERTS, CompiledExperts, Routing
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.norm import row_sum
+from draftproof.kernels import ops
+from draftproof.kernels.experts.compiled import CompiledExperts
+from draftproof.kernels.experts.reference import TORCH_EXPERTS
+from draftproof.kernels.experts.spec import Routing
+from draftproof.kernels.sums import row_sum
+from draftproof.matmul import certify, grouped
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.spec import Shape
+from draftproof.runtime import native
 from tests.slow import few
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]

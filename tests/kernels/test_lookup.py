@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from draftproof import LLM
-from draftproof.kernels import native
-from draftproof.kernels.lookup import LookupCompiled, lookup_torch
-from draftproof.kernels.ops import Lookup
+from draftproof.kernels.lookup import Lookup
+from draftproof.kernels.lookup.compiled import LookupCompiled
+from draftproof.kernels.lookup.reference import lookup_torch
+from draftproof.runtime import native
 
 LIBRARY = native.load()
 VERSIONS = [pytest.param(lookup_torch, id="torch")]

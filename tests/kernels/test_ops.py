@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native, ops
+from draftproof.kernels import ops
+from draftproof.runtime import native
 from tests.slow import few
 
 Threads = Callable[[int], contextlib.AbstractContextManager[None]]

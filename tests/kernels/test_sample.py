@@ -13,11 +13,21 @@ import scipy  # its stats are imported when they are named
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native
-from draftproof.kernels.noise import LANE_A, LANE_B, MASK, MULTIPLIERS, derive, gumbel, token_bits, uniform
-from draftproof.kernels.ops import Sample
 from draftproof.kernels.row_params import RowParams, pack_row
-from draftproof.kernels.sample import SampleCompiled, probabilities_torch, sample_torch
+from draftproof.kernels.sample import Sample
+from draftproof.kernels.sample.compiled import SampleCompiled
+from draftproof.kernels.sample.noise import (
+    LANE_A,
+    LANE_B,
+    MASK,
+    MULTIPLIERS,
+    derive,
+    gumbel,
+    token_bits,
+    uniform,
+)
+from draftproof.kernels.sample.reference import probabilities_torch, sample_torch
+from draftproof.runtime import native
 
 FILTERS = [
     {},

@@ -9,8 +9,9 @@ from draftproof.attention import registry
 from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import reference_attention
 from draftproof.cache.pool import PagedKV, allocate
-from draftproof.kernels import gpu, native, ops
-from draftproof.kernels.grouped import EqualGroups
+from draftproof.kernels import ops
+from draftproof.matmul.grouped import EqualGroups
+from draftproof.runtime import gpu, native
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native
-from draftproof.kernels.step import TORCH_STEP, DraftRows, Layout, SlotState, StepOps
-from draftproof.kernels.step_compiled import CompiledStep
+from draftproof.kernels.step.compiled import CompiledStep
+from draftproof.kernels.step.reference import TORCH_STEP
+from draftproof.kernels.step.spec import DraftRows, Layout, SlotState, StepOps
+from draftproof.runtime import native
 
 MASK = 99
 LIBRARY = native.load()

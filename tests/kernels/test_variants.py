@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.attention.exactness import scores_check, values_check
-from draftproof.kernels import certify, compiling, grouped, native, ops, products
-from draftproof.kernels.certify import Shape
-from draftproof.kernels.compiling import Variant
+from draftproof.kernels import ops
 from draftproof.kernels.exactness import Check
+from draftproof.matmul import certify, grouped, products
+from draftproof.matmul.spec import Shape
+from draftproof.runtime import compiling, native
+from draftproof.runtime.compiling import Variant
 from tests.kernels import bits
 from tests.kernels.bits import CPU, DTYPES, outputs
 from tests.kernels.cases import ATTENTION, MADE

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftproof.kernels import native
-from draftproof.kernels.native import Library
 from draftproof.models.decoder import Decoder
+from draftproof.runtime import native
+from draftproof.runtime.native import Library
 from tests.helpers import Paged, greedy, load_decoder, run_rows
 from tests.models.reference import MODEL_CASES, States, exact, save
 from tests.slow import slow

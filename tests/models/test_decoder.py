@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof import assets
-from draftproof.kernels import native
-from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import TORCH
-from draftproof.kernels.products import Candidate
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.spec import Candidate
 from draftproof.models.config import ModelConfig, parse, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.weights import RandomWeights, Weights
+from draftproof.runtime import native
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import MODEL_CASES, save
 

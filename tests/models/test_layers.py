@@ -1,15 +1,12 @@
-"""Layers as data: a kind of mixer or feed-forward part is one file and one row, and rooms of models import one way."""
+"""Layers as data: a kind of mixer or feed-forward part is one file and one row."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftproof import models
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.families import FAMILIES, Family
@@ -71,28 +68,3 @@ def test_every_part_of_every_family_has_a_row() -> None:
             ffns.add(type(layer.ffn))
     assert mixers == {kind.config for kind in MIXERS.values()}
     assert ffns == {kind.config for kind in FFNS.values()}
-
-
-def imports_of(path: Path) -> set[str]:
-    """The modules that a file names, those for type checkers alone too."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
-
-
-def test_no_two_files_of_models_need_each_other() -> None:
-    root = Path(next(iter(models.__path__)))
-    files = {
-        "draftproof.models." + ".".join(path.relative_to(root).with_suffix("").parts): path
-        for path in root.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    needs = {name: imports_of(path) & files.keys() - {name} for name, path in files.items()}
-    assert sum(map(len, needs.values())) > 40, "imports were found"
-    while free := [name for name, others in needs.items() if not others]:
-        needs = {name: others - set(free) for name, others in needs.items() if name not in free}
-    assert not needs, "these import each other"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from draftproof.kernels import native
 from draftproof.models import cost
 from draftproof.models.config import parse
 from draftproof.models.rope import score_factor
 from draftproof.models.weights import RandomWeights
+from draftproof.runtime import native
 from tests.helpers import Paged, load_decoder, logits_in_parts, run_rows
 
 TEXT = [(i * 37 + 5) % 199 for i in range(90)]

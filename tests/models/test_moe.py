@@ -13,14 +13,17 @@ from safetensors.torch import load_file, save_file
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters import recordings
-from draftproof.kernels import graphs, native, ops, products
-from draftproof.kernels.certify import threads
-from draftproof.kernels.linear import LinearPlanner
+from draftproof.kernels import ops
+from draftproof.matmul import products
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.spec import Candidate
 from draftproof.models import cost
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder
 from draftproof.models.ffns.dense import DenseConfig
 from draftproof.models.weights import RandomWeights
+from draftproof.runtime import graphs, native
+from draftproof.runtime.threads import threads
 from tests.helpers import CPU, Paged, load_decoder, logits_in_parts, run_rows
 from tests.models.reference import MODEL_CASES, save
 from tests.slow import few
@@ -118,7 +121,7 @@ def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> No
 def test_a_pass_with_experts_can_be_recorded(library: native.Library, tmp_path: Path) -> None:
     """With compiled products only: on sizes as small as these the planner may find others faster."""
 
-    def first_candidate(*given: Any) -> list[products.Candidate]:
+    def first_candidate(*given: Any) -> list[Candidate]:
         return products.candidates(*given)[:1]
 
     if first_candidate(CPU, torch.float32, torch.float32, library)[0].name != "compiled":

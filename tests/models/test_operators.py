@@ -15,7 +15,7 @@ from draftproof.attention.base import FunctionBackend, PagedAttention, Rows
 from draftproof.attention.chunked import TREES, ChunkedAttention
 from draftproof.cache.pool import allocate
 from draftproof.kernels import ops as operators
-from draftproof.kernels.linear import LinearPlanner
+from draftproof.matmul.linear import LinearPlanner
 from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig, parse
 from draftproof.models.decoder import Decoder

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native
 from draftproof.kernels.ops import TORCH, versions
-from draftproof.kernels.process import HEADER, NO_NUMBER, NONE_LEFT
+from draftproof.kernels.process.spec import HEADER, NO_NUMBER, NONE_LEFT
+from draftproof.runtime import native
 from draftproof.sampling.params import SamplingTable
 from draftproof.types import SamplingParams
 from tests.gpu import process_cases

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.kernels.ops import TORCH
 from draftproof.kernels.row_params import RowParams, pack_row
-from draftproof.kernels.sample import probabilities_torch
+from draftproof.kernels.sample.reference import probabilities_torch
 from draftproof.sampling.lossy import Domains, LossyVerifier
 from draftproof.sampling.noise import row_seed
 from draftproof.sampling.params import SamplingTable

@@ -1,4 +1,4 @@
-"""The shape of the code: where a method's name may appear, what importing costs, that every file says what it owns."""
+"""The shape of the code: where a method's name may appear, who imports whom and what that costs, words of files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -116,6 +116,52 @@ def test_a_methods_name_appears_in_its_own_file_only() -> None:
 )
 def test_a_misplaced_name_is_found(path: str, source: str, count: int) -> None:
     assert len(misplaced(source, path)) == count
+
+
+def modules() -> dict[str, Path]:
+    """The package's modules by name; a folder's name is that of its `__init__.py`."""
+    paths = {path.relative_to(PACKAGE.parent).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for parts, path in paths.items()}
+
+
+def imports_of(source: str, known: Collection[str]) -> set[str]:
+    """The modules among `known` that a source names, inside functions and for type checkers alone too."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full if full in known else node.module for full in whole.values()}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(known)
+
+
+def circles(needs: dict[str, set[str]]) -> set[str]:
+    """What is left of modules when those that need no other are taken away again and again."""
+    while free := {name for name, others in needs.items() if not others}:
+        needs = {name: others - free for name, others in needs.items() if name not in free}
+    return set(needs)
+
+
+def test_no_modules_need_each_other() -> None:
+    files = modules()
+    del files["draftproof"]  # it only offers names of others, imported when they are asked for
+    needs = {name: imports_of(path.read_text("utf-8"), files) - {name} for name, path in files.items()}
+    assert sum(map(len, needs.values())) > 500, "imports were found"
+    assert not circles(needs), "these import each other, or what does"
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "p": "",
+        "p.a": "import p.b",
+        "p.b": "def f():\n    from p.c import g",
+        "p.c": "from p import a",
+        "p.d": "from p.e import x",
+        "p.e": "from p import y",
+    }
+    needs = {name: imports_of(source, sources) - {name} for name, source in sources.items()}
+    assert circles(needs) == {"p.a", "p.b", "p.c"}
 
 
 def header(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftproof.kernels import compiling
+from draftproof.runtime import compiling
 from tests.slow import slow
 from tools import wheel, wheel_proof
 

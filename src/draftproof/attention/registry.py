@@ -9,13 +9,13 @@ import torch
 
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.chunked import PRODUCTS, TREES, ChunkedAttention
-from draftproof.attention.compiled import CompiledAttention
+from draftproof.attention.compiled.backend import CompiledAttention
 from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.reference import REFERENCE
 from draftproof.attention.sdpa import SDPA
 from draftproof.attention.torch_sdpa import TorchSdpa
-from draftproof.kernels import gpu
-from draftproof.kernels.native import Library
+from draftproof.runtime import gpu
+from draftproof.runtime.native import Library
 from draftproof.schema import did_you_mean
 
 MOST_TRITON_DIM = 512  # head size
@@ -44,7 +44,7 @@ def _compiled(library: Library | None) -> AttentionBackend:
 
 
 def _triton(library: Library | None) -> AttentionBackend:
-    from draftproof.attention.triton import TritonBackend
+    from draftproof.attention.triton.backend import TritonBackend
 
     return TritonBackend()
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, AttentionSpec, QueryRows, Rows
 from draftproof.cache.pool import KVShape, LayerKV
-from draftproof.kernels.norm import normalize
+from draftproof.kernels.norm.reference import normalize
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.rope import norm_rotate
+from draftproof.kernels.rope.reference import norm_rotate
 
 MAX_ROWS = 64  # rows that share one call, which bounds the gathered copy of the cache
 

@@ -24,8 +24,8 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.state import BatchShape
 from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
-from draftproof.kernels.graphs import Recorded
 from draftproof.models.config import ModelConfig
+from draftproof.runtime.graphs import Recorded
 from draftproof.types import Delta, RequestOutput, SamplingParams
 
 Call = Callable[[], object]

@@ -92,7 +92,7 @@ def _device_seconds(call: Call) -> float:
 def seconds_alone(call: Call, device: str, repeats: int = 3) -> float:
     """Least time of a call: on a GPU inside a CUDA graph, by events."""
     if device.startswith("cuda"):
-        from draftproof.kernels.gpu.planner import TimedGraph
+        from draftproof.matmul.gpu_planner import TimedGraph
 
         return TimedGraph([call]).microseconds() / 1e6
     return min(host_seconds(call, 1) for _ in range(repeats))

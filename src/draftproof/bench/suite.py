@@ -13,7 +13,7 @@ from draftproof.bench.harness import PLAIN, Benchmark, Record, Variant
 from draftproof.bench.rooflines import Peaks, peaks_of
 from draftproof.drafters.recordings import save
 from draftproof.frontend.llm import LLM
-from draftproof.kernels.room import free_bytes
+from draftproof.runtime.room import free_bytes
 from draftproof.types import SamplingParams
 
 Kind = Literal["latency", "throughput", "serve-like"]

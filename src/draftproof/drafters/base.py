@@ -17,9 +17,9 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedCache, PagedKV
-from draftproof.kernels.graphs import Graphs
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
+from draftproof.runtime.graphs import Graphs
 from draftproof.sampling.sampler import Draw as Draw
 
 

@@ -19,7 +19,7 @@ from draftproof.drafters.head import HeadDrafter, HeadLayout, PassSize
 from draftproof.drafters.parallel import BlockHead, Decode, Parallel
 from draftproof.drafters.validation import check_leftovers, check_num_drafts, check_target, checked_mask_token
 from draftproof.drafters.vocabulary import embedding, output_head
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul.linear import PackedLinear
 from draftproof.models import cost
 from draftproof.models.builder import Norm
 from draftproof.models.config import ModelConfig

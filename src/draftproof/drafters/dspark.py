@@ -18,7 +18,7 @@ from draftproof.drafters.block import BlockNetwork, BlockSettings, drafter
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.parallel import Block, Decode, DrawSlot
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul.linear import PackedLinear
 from draftproof.models import cost
 from draftproof.models.cost import Cost
 

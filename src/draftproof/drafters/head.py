@@ -23,9 +23,9 @@ from draftproof.drafters.base import (
     Verified,
     no_proposal,
 )
-from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.step import DraftRows, Layout
+from draftproof.kernels.step.spec import DraftRows, Layout
 from draftproof.models.cost import Cost
+from draftproof.runtime.graphs import EAGER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

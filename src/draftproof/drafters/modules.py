@@ -19,10 +19,10 @@ from draftproof.cache.recent import PassOfRows, RecentRows, SlotRows
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
 from draftproof.drafters.head import PassSize
-from draftproof.kernels.graphs import EAGER
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul.linear import PackedLinear
 from draftproof.models import cost
 from draftproof.models.cost import Cost
+from draftproof.runtime.graphs import EAGER
 
 
 class _Inputs(NamedTuple):

@@ -15,8 +15,8 @@ from torch import Tensor
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
 from draftproof.drafters.base import DraftRuntime, Draw, RoundSize, Verified
 from draftproof.drafters.head import DraftHead, HeadLayout, PassSize, Unroll, draft_rows
-from draftproof.kernels.ops import Gather
-from draftproof.kernels.step import DraftRows
+from draftproof.kernels.rows import Gather
+from draftproof.kernels.step.spec import DraftRows
 from draftproof.models.cost import Cost
 
 DrawSlot = Callable[[int, Tensor], Tensor]  # k, logits_RV -> tokens_R: the k-th draft of each request

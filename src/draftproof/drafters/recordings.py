@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels import noise
+from draftproof.kernels.sample import noise
 from draftproof.schema import is_whole
 from draftproof.types import RequestOutput
 

@@ -17,8 +17,8 @@ from draftproof.config import parse_options
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Proposal, RoundSize, Verified
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.recordings import Recording, RecordingIndex, load, padded, token_noise
-from draftproof.kernels.transfer import upload
 from draftproof.models.cost import Cost
+from draftproof.runtime.transfer import upload
 from draftproof.schema import is_number, is_whole
 
 

@@ -25,8 +25,8 @@ from draftproof.drafters.base import (
     no_proposal,
 )
 from draftproof.drafters.contained import describe
-from draftproof.kernels.graphs import Graphs
 from draftproof.models.cost import Cost
+from draftproof.runtime.graphs import Graphs
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters.context import DraftContext
-from draftproof.kernels.linear import PackedLinear
-from draftproof.kernels.products import DENSE
+from draftproof.matmul.linear import PackedLinear
+from draftproof.matmul.spec import DENSE
 from draftproof.models.config import ModelConfig
 
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -39,19 +39,19 @@ from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
-from draftproof.kernels import environment, graphs, native
-from draftproof.kernels.certify import own_precision
-from draftproof.kernels.graphs import Graphs
-from draftproof.kernels.linear import LinearPlanner
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.products import DENSE
-from draftproof.kernels.room import free_bytes, keep_freed_memory
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.spec import DENSE
 from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import resolve
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
+from draftproof.runtime import environment, graphs, native
+from draftproof.runtime.graphs import Graphs
+from draftproof.runtime.room import free_bytes, keep_freed_memory
+from draftproof.runtime.threads import own_precision
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.sampler import Sampler

@@ -14,17 +14,17 @@ from draftproof.attention import registry
 from draftproof.config import EngineConfig
 from draftproof.engine import operators
 from draftproof.engine.build import locate
-from draftproof.kernels import native
 from draftproof.kernels import ops as operator_tables
-from draftproof.kernels.certify import own_precision
 from draftproof.kernels.exactness import Check, OperatorCertifier
-from draftproof.kernels.linear import LinearPlanner
-from draftproof.kernels.plan_cache import Choice
+from draftproof.matmul.linear import LinearPlanner
+from draftproof.matmul.plan_cache import Choice
 from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
 from draftproof.models.operators import target_cases
 from draftproof.models.weights import RandomWeights
+from draftproof.runtime import native
+from draftproof.runtime.threads import own_precision
 
 TIMED_ROWS = 8
 GROUPED = "grouped product"

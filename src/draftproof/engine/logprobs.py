@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from draftproof.engine.interface import LogprobRow, ScheduledRequest
-from draftproof.kernels.transfer import Arrivals, download, upload
 from draftproof.models.decoder import Decoder
+from draftproof.runtime.transfer import Arrivals, download, upload
 from draftproof.sampling.sampler import Sampler
 
 

@@ -13,10 +13,10 @@ import torch
 from draftproof.cache.pool import PagedKV
 from draftproof.cache.windows import MARGIN
 from draftproof.config import EngineConfig
-from draftproof.kernels import native
-from draftproof.kernels.room import free_bytes
 from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig
+from draftproof.runtime import native
+from draftproof.runtime.room import free_bytes
 
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 

@@ -12,14 +12,13 @@ from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend
 from draftproof.config import EngineConfig
 from draftproof.engine import memory
-from draftproof.kernels import native
 from draftproof.kernels import ops as operators
-from draftproof.kernels.certify import NoPowerError
-from draftproof.kernels.exactness import Case, OperatorCertifier
+from draftproof.kernels.exactness import Case, NoPowerError, OperatorCertifier
 from draftproof.kernels.ops import Ops
 from draftproof.models.cases import Where
 from draftproof.models.config import ModelConfig
 from draftproof.models.operators import target_cases
+from draftproof.runtime import native
 
 ATTENTION = "attention"
 

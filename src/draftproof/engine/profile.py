@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from draftproof.engine.costs import Curve, StepCosts, levels_of, rounded_rows
 from draftproof.engine.interface import StepSize
-from draftproof.kernels.graphs import OFTEN
-from draftproof.kernels.plan_cache import Store
+from draftproof.runtime.graphs import OFTEN
+from draftproof.runtime.store import Store
 
 SECONDS = 2.0  # time that a profile may take, beyond one run of the sizes without which nothing is known
 RUNS = 7  # of each size at most, after those that prepare it

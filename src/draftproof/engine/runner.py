@@ -35,11 +35,11 @@ from draftproof.engine.interface import (
 )
 from draftproof.engine.logprobs import LogprobScorer, Scores
 from draftproof.engine.state import BatchShape, State
-from draftproof.kernels.certify import is_undisturbed, own_precision, threads
-from draftproof.kernels.graphs import EAGER, Graphs, Key
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.transfer import ArrivingRows, IntegerRows, device_seconds, upload
 from draftproof.models.decoder import Decoder
+from draftproof.runtime.graphs import EAGER, Graphs, Key
+from draftproof.runtime.threads import is_undisturbed, own_precision, threads
+from draftproof.runtime.transfer import ArrivingRows, IntegerRows, device_seconds, upload
 from draftproof.sampling import sampler
 from draftproof.sampling.params import SamplingTable
 from draftproof.sampling.verifier import Verifier, VerifyResult

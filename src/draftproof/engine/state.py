@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
-from draftproof.kernels.step import PassRows, SlotState, StepOps
-from draftproof.kernels.transfer import Integers, upload
+from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
+from draftproof.runtime.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels.activation import gelu_mul_torch, silu_mul_torch, soft_cap_torch
+from draftproof.kernels.activation.reference import gelu_mul_torch, silu_mul_torch, soft_cap_torch
 from draftproof.kernels.exactness import Bits, Check, num_test_rows
-from draftproof.kernels.experts import Routing, TorchExperts
-from draftproof.kernels.norm import add_rms_norm_torch
-from draftproof.kernels.process import pack_list, process_torch
-from draftproof.kernels.rope import rope_store_torch
+from draftproof.kernels.experts.reference import TorchExperts
+from draftproof.kernels.experts.spec import Routing
+from draftproof.kernels.norm.reference import add_rms_norm_torch
+from draftproof.kernels.process.reference import process_torch
+from draftproof.kernels.process.spec import pack_list
+from draftproof.kernels.rope.reference import rope_store_torch
 from draftproof.kernels.row_params import CONSTRAINED, PENALISED, RowParams, pack_row
-from draftproof.kernels.sample import sample_torch
+from draftproof.kernels.sample.reference import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
 SAMPLED_ROWS = 10  # two for each kind of parameters

@@ -1,164 +1,23 @@
-"""The operators a target pass is made of, chosen once per process and handed on as an argument.
+"""The operators that passes and steps are made of: the table of their tables, and the choice for a device.
 
 Every operator is row-safe (law 2): a row's output depends in every bit on that row's inputs only, not on how many
-rows share the call, nor on the number of threads. Each has a torch twin and a compiled version (csrc/) with one
-signature in a file of this folder, and a Triton version in gpu/; `select` picks.
-
-Shapes: T rows, H width, I intermediate, V vocabulary, S slots or parts of a sum, B blocks per slot, D head size, M
-logits rows.
+rows share the call, nor on the number of threads. Each has a folder, whose `__init__.py` says what it computes and
+registers its versions; here is the list of them. One choice is made per process and handed on as an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from draftproof.kernels import (
-    activation,
-    experts,
-    gpu,
-    logits,
-    lookup,
-    native,
-    norm,
-    process,
-    rope,
-    rows,
-    sample,
-    step,
-)
-from draftproof.kernels.experts import ExpertOps
-from draftproof.kernels.row_params import RowParams
-from draftproof.kernels.step import StepOps
-from draftproof.kernels.step_compiled import CompiledStep
-
-
-class RMSNorm(Protocol):
-    def __call__(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """x * rsqrt(mean(x^2) + eps) * weight, computed in fp32, returned in x's dtype."""
-        ...
-
-
-class AddRMSNorm(Protocol):
-    def __call__(
-        self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new.
-
-        x_TH may be what `PackedLinear.partial_sums` gives: fp32 parts [S, T, H], which are added first to last and
-        rounded to the residual's dtype. weight_H is a model's: on a GPU it may be read before the kernel ahead is
-        through.
-        """
-        ...
-
-
-class RopeStore(Protocol):
-    def __call__(
-        self,
-        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous; no v where there is no v_cache
-        positions_T: Tensor,  # int64; -1 = padding: nothing is stored, q is zero
-        slots_T: Tensor,  # int64: row of the block table
-        cos_sin_PD: Tensor,  # fp32 [max_position, rotary_dim]: cos of each pair, then sin of each pair
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        eps: float,
-        k_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, D], the pool's dtype
-        v_cache: Tensor | None,
-        block_table_SB: Tensor,  # int32
-        v_norm_D: Tensor | None = None,
-    ) -> Tensor:
-        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D].
-
-        A cache of no heads: qkv_TX is q alone, and nothing is stored.
-        """
-        ...
-
-
-class GateMul(Protocol):
-    def __call__(self, gate_up_TI2: Tensor) -> Tensor:
-        """act(x[:, :I]) * x[:, I:] in fp32, returned in x's dtype: [T, I]. act: silu, or gelu by its tanh formula."""
-        ...
-
-
-class SoftCap(Protocol):
-    def __call__(self, logits_MV: Tensor, cap: float) -> Tensor:
-        """cap * tanh(logits / cap): fp32 [M, V], new."""
-        ...
-
-
-class Gather(Protocol):
-    def __call__(self, table_VH: Tensor, index_T: Tensor) -> Tensor:
-        """table[index]: [T, H]; index int64, a negative one (no token) reads row 0."""
-        ...
-
-
-class Concat(Protocol):
-    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Matrices of equally many rows side by side."""
-        ...
-
-
-class Swap(Protocol):
-    def __call__(self, x_AX: Tensor, num: int) -> Tensor:
-        """[A, num * W] -> [num * A, W]: the first part of every row, then the second of every row, and so on."""
-        ...
-
-
-class Sample(Protocol):
-    def __call__(
-        self,
-        logits_MV: Tensor,  # fp32, processed except for temperature and filters
-        params: RowParams,
-        positions_M: Tensor,  # int64: position of the token that is sampled
-        ids_V: Tensor | None,  # int64: target id of each column (reduced draft vocabulary), None = identity
-        failures_M: Tensor | None = None,  # int64: in place of a token where a row has no number; None: -1
-    ) -> Tensor:
-        """Law 1: the token is a function of its row. Returns int64 [M] target ids."""
-        ...
-
-
-class Process(Protocol):
-    def __call__(
-        self,
-        logits_MV: Tensor,  # fp32, left as it is
-        params: RowParams,
-        slots_M: Tensor,  # int64
-        positions_M: Tensor,  # int64: the position that each row samples
-        tokens_SL: Tensor,  # int32: known tokens, then the drafts being verified
-        lists_SN: Tensor,  # int32: see kernels/process.py
-    ) -> tuple[Tensor, Tensor]:
-        """(the logits after everything but temperature and filters, new; why a row will have no token, int64 [M]: its
-        logits were no numbers, or were and the request rules every token out)."""
-        ...
-
-
-class Lookup(Protocol):
-    def __call__(
-        self,
-        tokens_SL: Tensor,  # int32, of every slot
-        length_S: Tensor,  # int64: how many of them are known
-        slots_R: Tensor,  # int64
-        k_R: Tensor,  # int64: drafts wanted
-        num_drafts: int,
-        shortest: int,
-        longest: int,
-    ) -> tuple[Tensor, Tensor]:
-        """What followed the longest suffix, of `shortest` to `longest` tokens, where it occurred last before: int64
-        tokens_RK, 0 beyond count_R, which is at most k_R and 0 where there was no match.
-
-        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, what followed is c a b.
-        """
-        ...
-
-
-class LogNormalizer(Protocol):
-    def __call__(self, logits_MV: Tensor) -> Tensor:
-        """log(sum(exp(logits))) per row, fp32 [M]."""
-        ...
+from draftproof.kernels import activation, experts, logits, lookup, norm, process, rope, rows, sample, step
+from draftproof.kernels.experts.spec import ExpertOps
+from draftproof.kernels.step.spec import StepOps
+from draftproof.kernels.versions import Versions
+from draftproof.runtime import gpu
+from draftproof.runtime.native import Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,49 +25,49 @@ class Ops:
     """One implementation of each operator."""
 
     name: str
-    rms_norm: RMSNorm
-    add_rms_norm: AddRMSNorm
-    rope_store: RopeStore
-    silu_mul: GateMul
-    gelu_mul: GateMul
-    gather: Gather
-    concat: Concat
-    swap: Swap
-    sample: Sample
-    process: Process
-    log_normalizer: LogNormalizer
-    soft_cap: SoftCap
-    lookup: Lookup
+    rms_norm: norm.RMSNorm
+    add_rms_norm: norm.AddRMSNorm
+    rope_store: rope.RopeStore
+    silu_mul: activation.GateMul
+    gelu_mul: activation.GateMul
+    gather: rows.Gather
+    concat: rows.Concat
+    swap: rows.Swap
+    sample: sample.Sample
+    process: process.Process
+    log_normalizer: logits.LogNormalizer
+    soft_cap: activation.SoftCap
+    lookup: lookup.Lookup
     step: StepOps
     experts: ExpertOps
 
 
-TORCH = Ops(
-    name="torch",
-    rms_norm=norm.rms_norm_torch,
-    add_rms_norm=norm.add_rms_norm_torch,
-    rope_store=rope.rope_store_torch,
-    silu_mul=activation.silu_mul_torch,
-    gelu_mul=activation.gelu_mul_torch,
-    gather=rows.gather_torch,
-    concat=rows.concat_torch,
-    swap=rows.swap_torch,
-    sample=sample.sample_torch,
-    process=process.process_torch,
-    log_normalizer=logits.log_normalizer_torch,
-    soft_cap=activation.soft_cap_torch,
-    lookup=lookup.lookup_torch,
-    step=step.TORCH_STEP,
-    experts=experts.TORCH_EXPERTS,
-)
+OPERATORS: dict[str, Versions[Any]] = {
+    "rms_norm": norm.RMS_NORM,
+    "add_rms_norm": norm.ADD_RMS_NORM,
+    "rope_store": rope.ROPE_STORE,
+    "silu_mul": activation.SILU_MUL,
+    "gelu_mul": activation.GELU_MUL,
+    "gather": rows.GATHER,
+    "concat": rows.CONCAT,
+    "swap": rows.SWAP,
+    "sample": sample.SAMPLE,
+    "process": process.PROCESS,
+    "log_normalizer": logits.LOG_NORMALIZER,
+    "soft_cap": activation.SOFT_CAP,
+    "lookup": lookup.LOOKUP,
+    "step": step.STEP,
+    "experts": experts.EXPERTS,
+}
+TORCH = Ops("torch", **{name: operator.reference for name, operator in OPERATORS.items()})
 
 
-def select(device: torch.device, library: native.Library | None) -> Ops:
+def select(device: torch.device, library: Library | None) -> Ops:
     """The fastest operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
     return next(iter(versions(device, library).values()))
 
 
-def versions(device: torch.device, library: native.Library | None) -> dict[str, Ops]:
+def versions(device: torch.device, library: Library | None) -> dict[str, Ops]:
     """The operators that run on `device`, by name, in order of speed. A GPU has none to fall back to: torch's
     reductions and sorts choose their layout from the number of rows there."""
     if gpu.available(device):
@@ -218,59 +77,15 @@ def versions(device: torch.device, library: native.Library | None) -> dict[str, 
     return {"compiled": compiled_ops(library), TORCH.name: TORCH}
 
 
-def compiled_ops(library: native.Library) -> Ops:
+def compiled_ops(library: Library) -> Ops:
     """The operators in C++."""
-    norms = norm.NormsCompiled(library)
-    return Ops(
-        name="compiled",
-        rms_norm=norms.rms_norm,
-        add_rms_norm=norms.add_rms_norm,
-        rope_store=rope.RopeStoreCompiled(library),
-        silu_mul=activation.GateMulCompiled(library, gelu=False),
-        gelu_mul=activation.GateMulCompiled(library, gelu=True),
-        gather=rows.GatherCompiled(library),
-        concat=rows.ConcatCompiled(library),
-        swap=rows.SwapCompiled(library),
-        sample=sample.SampleCompiled(library),
-        process=process.ProcessCompiled(library),
-        log_normalizer=logits.LogNormalizerCompiled(library),
-        soft_cap=activation.SoftCapCompiled(library),
-        lookup=lookup.LookupCompiled(library),
-        step=CompiledStep(library),
-        experts=experts.CompiledExperts(library),
-    )
+    return Ops("compiled", **{name: operator.compiled(library) for name, operator in OPERATORS.items()})
 
 
 def triton_ops() -> Ops:
-    """The operators in Triton; needs triton. `swap`, which only copies and is rare, keeps to torch."""
-    from draftproof.kernels.gpu import (
-        activation,
-        experts,
-        logits,
-        lookup,
-        norm,
-        process,
-        rope,
-        rows,
-        sample,
-        step,
-    )
-
-    return replace(
-        TORCH,
-        name="triton",
-        rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm,
-        rope_store=rope.rope_store,
-        silu_mul=activation.silu_mul,
-        gelu_mul=activation.gelu_mul,
-        gather=rows.gather,
-        concat=rows.concat,
-        sample=sample.sample,
-        process=process.process,
-        log_normalizer=logits.log_normalizer,
-        soft_cap=activation.soft_cap,
-        lookup=lookup.lookup,
-        step=step.TritonStep(),
-        experts=experts.TritonExperts(),
-    )
+    """The operators in Triton, torch's where there is none in Triton; needs triton."""
+    made = {
+        name: operator.triton() if operator.triton else operator.reference
+        for name, operator in OPERATORS.items()
+    }
+    return Ops("triton", **made)

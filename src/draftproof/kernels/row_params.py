@@ -1,7 +1,7 @@
 """The sampling parameters of rows as one packed record, which every operator that samples is handed whole.
 
 A row is 64 bytes: int64 seed and top-k; fp32 temperature, top-p, min-p, repetition, presence and frequency penalty;
-int64 prompt length, `PENALISED | CONSTRAINED`, and the position below which stop ids are held back. csrc/row_params.h
+int64 prompt length, `PENALISED | CONSTRAINED`, and the position below which stop ids are held back. row_params.h
 is the same record in C++, and gpu/ reads it by column. Shapes: M rows, or S slots.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NUM_COLUMNS = 8  # int64; twice as many of fp32
-PENALISED, CONSTRAINED = 1, 2  # a penalty holds; the slot has a list of ids (see kernels/process.py)
+PENALISED, CONSTRAINED = 1, 2  # a penalty holds; the slot has a list of ids (see kernels/process/spec.py)
 _ROW = struct.Struct("<2q6f3q")
 
 

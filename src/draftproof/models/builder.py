@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.products import DENSE
-from draftproof.kernels.weights import KINDS
+from draftproof.matmul.linear import LinearPlanner, PackedLinear
+from draftproof.matmul.spec import DENSE
+from draftproof.matmul.weights import KINDS
 from draftproof.models.weights import WeightSource
 
 Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]

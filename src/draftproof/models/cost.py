@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftproof.kernels.linear import PackedLinear
+from draftproof.matmul.linear import PackedLinear
 from draftproof.models.config import ModelConfig
 
 

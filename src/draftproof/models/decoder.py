@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.kernels.linear import LinearPlanner, PackedLinear
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.products import DENSE
+from draftproof.matmul.linear import LinearPlanner, PackedLinear
+from draftproof.matmul.spec import DENSE
 from draftproof.models.builder import LayerBuilder, Norm, rounded
 from draftproof.models.config import ModelConfig
 from draftproof.models.layer_inputs import LayerInputs

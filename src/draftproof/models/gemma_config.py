@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from draftproof import schema
-from draftproof.kernels.experts import Routing
+from draftproof.kernels.experts.spec import Routing
 from draftproof.models.families import Family
 from draftproof.models.ffns.beside import BesideConfig
 from draftproof.models.ffns.dense import DenseConfig

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.kernels.room import free_bytes
+from draftproof.runtime.room import free_bytes
 from draftproof.schema import check_choice, flag, number, section, shown, text, unknown_key, whole
 
 _EVERY_TYPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})

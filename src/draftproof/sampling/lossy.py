@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.row_params import RowParams
-from draftproof.kernels.sample import probabilities_torch
+from draftproof.kernels.sample.reference import probabilities_torch
 from draftproof.sampling.noise import Domain, derive, exponential, token_bits, uniform
 from draftproof.sampling.sampler import NO_NUMBER, Draw, Sampler
 from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, row_index, verify_result

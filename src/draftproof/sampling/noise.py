@@ -1,6 +1,6 @@
 """Seeds of noise: a row's, and those of independent streams for the lossy verification modes.
 
-The hash itself and the Gumbel transform are kernels/noise.py's, because the compiled operators share them.
+The hash itself and the Gumbel transform are kernels/sample/noise.py's, because the compiled operators share them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from enum import IntEnum
 
-from draftproof.kernels.noise import derive, exponential, gumbel, token_bits, uniform
+from draftproof.kernels.sample.noise import derive, exponential, gumbel, token_bits, uniform
 
 __all__ = ["Domain", "derive", "exponential", "gumbel", "row_seed", "token_bits", "uniform"]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import torch
 
-from draftproof.kernels.process import HEADER, pack_list
+from draftproof.kernels.process.spec import HEADER, pack_list
 from draftproof.kernels.row_params import CONSTRAINED, NUM_COLUMNS, PENALISED, RowParams, pack_row
-from draftproof.kernels.transfer import upload
+from draftproof.runtime.transfer import upload
 from draftproof.types import SamplingParams
 
 

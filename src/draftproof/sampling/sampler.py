@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.process import NO_NUMBER as NO_NUMBER
-from draftproof.kernels.process import NONE_LEFT as NONE_LEFT
+from draftproof.kernels.process.spec import NO_NUMBER as NO_NUMBER
+from draftproof.kernels.process.spec import NONE_LEFT as NONE_LEFT
 from draftproof.kernels.row_params import RowParams
 from draftproof.sampling.params import SamplingTable
 
@@ -31,7 +31,7 @@ class Sampler:
     def process(
         self, logits_MV: Tensor, params: RowParams, slots_M: Tensor, positions_M: Tensor, tokens_SL: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `ops.Process`."""
+        """See `kernels.process.Process`."""
         lists_SN = self.table.lists_SN
         return self.ops.process(logits_MV, params, slots_M, positions_M, tokens_SL, lists_SN)
 

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftproof.kernels.step import TORCH_STEP, StepOps
+from draftproof.kernels.step.reference import TORCH_STEP
+from draftproof.kernels.step.spec import StepOps
 from draftproof.sampling.sampler import Draw, Sampler
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.exactness import Case
-from draftproof.kernels.products import DENSE
+from draftproof.matmul.spec import DENSE
 from draftproof.models.builder import LayerBuilder, Norm
 from draftproof.models.cases import Where, norm_case
 from draftproof.models.ffns.dense import DenseConfig

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftproof.kernels import operator_checks as checks
 from draftproof.kernels.exactness import Case
-from draftproof.kernels.experts import Routing
-from draftproof.kernels.grouped import GroupedLinear
-from draftproof.kernels.products import DENSE
+from draftproof.kernels.experts.spec import Routing
+from draftproof.matmul.grouped import GroupedLinear
+from draftproof.matmul.spec import DENSE
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.cases import Where, gate_case, name_of
 from draftproof.models.families import SIGMOID_ONLY

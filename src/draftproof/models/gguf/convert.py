@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.kernels import native
 from draftproof.models.config import ModelConfig, language_model, reading
 from draftproof.models.gguf import config as metadata
 from draftproof.models.gguf import layout, tokenizer
 from draftproof.models.gguf.file import GgufFile
+from draftproof.runtime import native
 
 VERSION = 1  # raised with every change to what is written: older folders are not used then
 SUFFIX = ".gguf"

@@ -1,0 +1,42 @@
+"""What followed the newest tokens where they occurred before: what it is, and its versions.
+
+Shapes: S slots, L positions, R requests, K drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from draftproof.kernels.lookup.compiled import LookupCompiled
+from draftproof.kernels.lookup.reference import lookup_torch
+from draftproof.kernels.versions import Versions
+
+
+class Lookup(Protocol):
+    def __call__(
+        self,
+        tokens_SL: Tensor,  # int32, of every slot
+        length_S: Tensor,  # int64: how many of them are known
+        slots_R: Tensor,  # int64
+        k_R: Tensor,  # int64: drafts wanted
+        num_drafts: int,
+        shortest: int,
+        longest: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What followed the longest suffix, of `shortest` to `longest` tokens, where it occurred last before: int64
+        tokens_RK, 0 beyond count_R, which is at most k_R and 0 where there was no match.
+
+        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, what followed is c a b.
+        """
+        ...
+
+
+def _triton() -> Lookup:
+    from draftproof.kernels.lookup.triton import lookup
+
+    return lookup
+
+
+LOOKUP: Versions[Lookup] = Versions(lookup_torch, compiled=LookupCompiled, triton=_triton)

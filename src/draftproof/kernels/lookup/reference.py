@@ -1,0 +1,40 @@
+"""What followed the newest tokens where they occurred before: n-gram drafting as one operator.
+
+Integers only, so every version gives the same numbers.
+Shapes: S slots, L positions, R requests, K drafts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lookup_torch(
+    tokens_SL: Tensor,
+    length_S: Tensor,
+    slots_R: Tensor,
+    k_R: Tensor,
+    num_drafts: int,
+    shortest: int,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """`Lookup`; its memory grows with R * L."""
+    text_RL = tokens_SL.index_select(0, slots_R)
+    length_R = length_S.index_select(0, slots_R)
+    at_L = torch.arange(text_RL.shape[1], device=text_RL.device)
+    alive_RL = at_L < length_R[:, None] - 1
+    matched_RL = torch.zeros_like(text_RL, dtype=torch.int64)
+    for back in range(longest):  # whether the token so far before each place is the one so far before the end
+        newest_R1 = (length_R - 1 - back).clamp(min=0)[:, None]
+        before_RL = text_RL.roll(back, dims=1)
+        alive_RL = alive_RL & (at_L >= back) & (before_RL == text_RL.gather(1, newest_R1))
+        matched_RL = matched_RL + alive_RL
+    best_R, where_R = (matched_RL * len(at_L) + at_L).max(dim=1)
+    follows_R = where_R + 1
+    found_R = best_R // len(at_L) >= shortest
+    count_R = torch.minimum(k_R.clamp(0, num_drafts), length_R - follows_R) * found_R
+    draft_RK = torch.arange(num_drafts, device=text_RL.device).expand(len(slots_R), -1)
+    source_RK = (follows_R[:, None] + draft_RK).clamp(max=len(at_L) - 1)
+    tokens_RK = text_RL.gather(1, source_RK).long()
+    return tokens_RK * (draft_RK < count_R[:, None]), count_R

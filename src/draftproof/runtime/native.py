@@ -1,0 +1,219 @@
+"""The compiled operators: one plain C library, loaded with ctypes.
+
+A wheel brings it for several kinds of processor, and the fastest that this one can run is loaded; from a source tree it
+is compiled for this machine on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import struct
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof.runtime import compiling
+
+Progress = compiling.Progress
+PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so in a wheel; a source tree has none
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
+_CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+class Library:
+    """The loaded library. Functions release the GIL and take the number of threads as an argument.
+
+    `build_key`: hash of sources, compiler and processor, or the variant and the hash of the file that a wheel brought.
+    """
+
+    def __init__(self, path: Path, build_key: str, origin: str = "compiled here") -> None:
+        self.path = path
+        self.build_key = build_key
+        self.description = f"{build_key}, {origin}"
+        self._dll = ctypes.CDLL(str(path))
+        self._recorder: Recorder | None = None
+
+    @property
+    def bf16_arithmetic(self) -> str:
+        """What a bf16 result's bits depend on: "widened" to fp32, "dot product" of pairs, or "AMX" tiles. fp32 has one
+        arithmetic on every processor with fused multiply-adds."""
+        name = self._dll.dp_bf16_arithmetic
+        name.restype = ctypes.c_char_p
+        return bytes(name()).decode()
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorder is not None
+
+    def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
+        """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
+
+        Such calls cannot be recorded.
+        """
+        function = getattr(self._dll, name)
+        function.argtypes = [_CTYPES[letter] for letter in arguments]
+        function.restype = _CTYPES[returns] if returns else None
+
+        def run(*values: Any) -> int:
+            if self._recorder is not None:
+                self._recorder.incomplete = True
+            return function(*values)
+
+        return run
+
+    def packed(self, name: str, fields: str) -> tuple[Callable[..., None], Callable[..., bytes]]:
+        """(run, pack) of the C function `name`, whose one argument is a struct: run(pack(*values), *outputs).
+
+        One letter a field: P address (int, 0 = null), q int64, d double. Four times quicker than many arguments,
+        which counts where a pass makes forty calls. `outputs` are the tensors that the call writes and a recording
+        must keep alive.
+        """
+        function = getattr(self._dll, name)
+        function.argtypes = [ctypes.c_char_p]
+        function.restype = None
+        address = ctypes.cast(function, ctypes.c_void_p).value
+
+        def run(args: bytes, *outputs: Any) -> None:
+            function(args)
+            if self._recorder is not None:
+                self._recorder.calls.append((name, address or 0, args))
+                self._recorder.outputs += outputs
+
+        return run, struct.Struct(fields).pack
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Write down the packed calls made meanwhile. Recordings do not nest."""
+        assert self._recorder is None
+        self._recorder = recorder = Recorder(self._dll)
+        try:
+            yield recorder
+        finally:
+            self._recorder = None
+
+
+class Recorder:
+    """Packed calls, written down as they are made. `incomplete`: calls of another kind were made too."""
+
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        self.calls: list[tuple[str, int, bytes]] = []
+        self.outputs: list[Any] = []
+        self.incomplete = False
+        self._dll = dll
+
+    def program(self) -> Program:
+        return Program(self._dll, self.calls, self.outputs)
+
+
+class Program:
+    """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
+
+    def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
+        self._dll = dll
+        self._calls = calls
+        self._outputs = outputs
+        self._replay = dll.dp_replay
+        self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._replay.restype = None
+        # c_char_p keeps a pointer into the bytes object itself, which `_calls` keeps alive
+        at = [ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value for _, _, args in calls]
+        pairs = [x for (_, address, _), where in zip(calls, at, strict=True) for x in (address, where)]
+        self._table = (ctypes.c_void_p * len(pairs))(*pairs)
+
+    def __call__(self) -> None:
+        self._replay(self._table, len(self._calls))
+
+    def part(self, names: Sequence[str]) -> Program:
+        """Only the calls of some C functions, for measuring."""
+        return Program(self._dll, [call for call in self._calls if call[0] in names], self._outputs)
+
+
+def default_cache_dir() -> Path:
+    """Where built code and certificates are kept: $XDG_CACHE_HOME/draftproof, else ~/.cache/draftproof."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "draftproof"
+
+
+def load(
+    progress: Progress | None = None, cache_dir: Path | None = None, *, widened: bool = False
+) -> Library | None:
+    """The library, compiled first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0.
+
+    `widened`: the one that computes bf16 as fp32, whatever instructions there are.
+    """
+    if os.environ.get("DRAFTPROOF_NATIVE") == "0":
+        return None
+    found = load_prebuilt(widened=widened)
+    if found is not None:
+        return found
+    compiler = compiling.find_compiler()
+    if compiler is None:
+        warnings.warn(
+            f"no C++ compiler found ({', '.join(compiling.COMPILERS)}): running on torch operators, which are slower; "
+            "install g++ for the compiled ones",
+            stacklevel=2,
+        )
+        return None
+    try:
+        extra = (compiling.WIDENED,) if widened else ()
+        key = compiling.build_key(compiler, extra)
+        path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
+        if path.exists():
+            with contextlib.suppress(OSError):  # spoilt: build it anew
+                return Library(path, key)
+        _build(compiler, path, progress, extra)
+        return Library(path, key)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"the compiled operators could not be built, running on torch operators: {detail.strip()[-500:]}",
+            stacklevel=2,
+        )
+        return None
+
+
+def load_prebuilt(*, widened: bool = False) -> Library | None:
+    """The fastest library of a wheel that this processor can run, and this system load."""
+    for variant in reversed(compiling.runnable()):
+        path = PREBUILT / f"{variant.name}.so"
+        if path.exists() and (variant.widened or not widened):
+            with contextlib.suppress(OSError):  # made for a newer C library
+                return Library(path, f"{variant.name}-{_hash(path)}", "from the wheel")
+    return None
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _folder(path: Path) -> Path:
+    """`path`, created; a temporary folder where that may not be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK):
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="draftproof-"))
+
+
+def _build(compiler: str, path: Path, progress: Progress | None, extra: Sequence[str]) -> None:
+    """Compile and link into `path`. Atomic: two processes may build at once, the later rename wins."""
+    choices = compiling.THIS_MACHINE
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        for number, flags in enumerate(choices):
+            try:
+                built = compiling.compile_library(compiler, (*flags, *extra), Path(folder), progress)
+                break
+            except subprocess.SubprocessError:
+                if number == len(choices) - 1:
+                    raise
+        os.replace(built, path)

@@ -1,0 +1,137 @@
+"""Recorded programs: the same bits as the function, nothing recorded that cannot be, and no end of memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftproof.kernels.ops import Ops, select
+from draftproof.runtime import graphs, native
+from draftproof.runtime.graphs import OFTEN, Recorded
+
+
+def rows(seed: int, count: int = 3) -> Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_program_computes_what_was_recorded_on_what_it_is_given(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def function(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(ops.concat((x_TH, x_TH))),)
+
+    for seed in range(3):
+        (out,) = recorded.run(("key",), function, (rows(seed),))
+        assert torch.equal(out, function(rows(seed))[0])
+    assert recorded.program(("key",)) is not None
+
+
+def test_a_function_that_computes_by_other_means_runs_as_it_is(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def function(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(x_TH) + x_TH.sum(),)
+
+    for seed in range(3):
+        assert torch.equal(recorded.run(("key",), function, (rows(seed),))[0], function(rows(seed))[0])
+    assert recorded.program(("key",)) is None
+
+
+def often(recorded: Recorded, ops: Ops, count: int, times: int = OFTEN) -> None:
+    """Run one function of so many rows until it is recorded."""
+    given = rows(0, count)
+    for _ in range(times):
+        (out,) = recorded.run(("rows", count), lambda x_TH: (ops.silu_mul(x_TH),), (given,))
+        assert torch.equal(out, ops.silu_mul(given))
+
+
+def test_the_least_recently_used_program_gives_way_and_may_come_again(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    for count in (1, 2):
+        often(recorded, ops, count)
+    number = recorded.holds(("rows", 2))
+    often(recorded, ops, 1, times=1)  # used again, so the other one is the older
+    often(recorded, ops, 3)
+    assert recorded.recorded_keys() == [("rows", 1), ("rows", 3)]
+    often(recorded, ops, 2, times=OFTEN - 1)
+    assert not recorded.holds(("rows", 2)), "it is counted from the start"
+    often(recorded, ops, 2, times=1)
+    assert recorded.recorded_keys() == [("rows", 3), ("rows", 2)]
+    assert recorded.holds(("rows", 2)) not in (0, number), "what was recorded over the first one is stale"
+
+
+def test_memory_is_counted_and_bounded(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given, 64 columns a row, and what comes out, 32; and of two programs the older one goes."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    often(recorded, ops, 2)
+    assert recorded.num_bytes == 2 * (64 + 32) * 4
+    monkeypatch.setattr(graphs, "MOST_BYTES", 4 * (64 + 32) * 4)
+    often(recorded, ops, 3)
+    assert recorded.recorded_keys() == [("rows", 3)] and recorded.num_bytes == 3 * (64 + 32) * 4
+    often(recorded, ops, 5, times=2 * OFTEN)
+    assert recorded.recorded_keys() == [("rows", 3)], "larger than all may be together"
+
+
+def test_what_cannot_be_recorded_takes_nobodys_place(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it tried again and again, nor are keys kept without end."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    often(recorded, ops, 1)
+    tried = []
+
+    def function(x_TH: Tensor) -> Tensor:
+        tried.append(library.is_recording)
+        return x_TH + 1
+
+    for number in range(20):
+        for _ in range(2 * OFTEN):
+            recorded.run(("sum", number), function, (rows(0),))
+    assert recorded.recorded_keys() == [("rows", 1)] and sum(tried) == 20
+    monkeypatch.setattr(graphs, "MOST_MET", 5)
+    for number in range(50):
+        recorded.run(("once", number), function, (rows(0),))
+    assert len(recorded._table._num_met) <= 20 + 5 and sum(tried) == 20
+
+
+def test_a_function_s_own_runs_become_part_of_its_program(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    total_H = torch.zeros(2, 64)
+
+    def inner(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.concat((x_TH, x_TH)),)
+
+    def outer(x_TH: Tensor) -> dict[str, Tensor]:
+        (wide,) = recorded.run(("inner",), inner, (x_TH,))
+        return {"out": ops.silu_mul(wide), "constant": total_H}
+
+    for _ in range(OFTEN):
+        assert not recorded.holds(("outer",)), "what is run once is not worth recording"
+        first = recorded.run(("outer",), outer, (rows(0),))
+    assert recorded.holds(("outer",)) and not recorded.holds(("inner",))
+    again = recorded.run(("outer",), outer, (rows(1),))
+    assert again is first
+    assert torch.equal(again["out"], ops.silu_mul(ops.concat((rows(1), rows(1)))))
+
+
+def test_nothing_is_held_of_a_function_that_cannot_be_recorded(library: native.Library) -> None:
+    recorded = Recorded(library)
+    found = [recorded.run(("key",), lambda x_TH: x_TH + 1, (rows(seed),)) for seed in range(2)]
+    assert not recorded.holds(("key",)) and torch.equal(found[1], rows(1) + 1)
+
+
+def test_a_first_prompt_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+    code = (
+        "import sys; from draftproof import LLM, SamplingParams\n"
+        "with LLM() as llm: llm.generate('def', SamplingParams(max_tokens=3), use_tqdm=False)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
