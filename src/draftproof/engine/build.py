@@ -50,7 +50,7 @@ from draftproof.models.loading import resolve
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
-from draftproof.runtime.room import free_bytes, keep_freed_memory
+from draftproof.runtime.room import free_bytes, give_back_freed_memory, keep_freed_memory
 from draftproof.runtime.threads import own_precision
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
@@ -159,6 +159,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         ),
     )  # fmt: skip
     if base.device.type == "cpu":  # after loading, whose memory may go
+        give_back_freed_memory()
         keep_freed_memory()
     return Loaded(
         engine=engine,

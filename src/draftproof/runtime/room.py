@@ -29,6 +29,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES, LARGEST_BYTES = 1 << 28, 1 << 25
 
 
+def give_back_freed_memory() -> bool:
+    """Give the system what was freed and lies between what stays, such as weights as they were read; whether it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
+
+
 def keep_freed_memory() -> bool:
     """Let this process keep up to `KEPT_BYTES` that were freed, in blocks of up to `LARGEST_BYTES`; whether it can.
 
