@@ -108,8 +108,15 @@ def test_blocks_of_both_kinds_come_back_beside_one_another(built: native.Library
         assert torch.equal(found_NK.view(torch.int16), part_NK.view(torch.int16))
 
 
-@pytest.mark.parametrize("given", [torch.zeros(40, 70), torch.full((40, 70), -0.0), torch.ones(40, 70)])
-def test_a_block_of_one_number_is_compressed(built: native.Library, given: Tensor) -> None:
+SMALLEST = (
+    (torch.arange(40 * 70) % 256).to(torch.int16).view(BF16).view(40, 70)
+)  # subnormal: the high byte is zero
+
+
+@pytest.mark.parametrize(
+    "given", [SMALLEST, torch.zeros(40, 70), torch.full((40, 70), -0.0), torch.ones(40, 70)]
+)
+def test_a_block_of_one_high_byte_is_compressed(built: native.Library, given: Tensor) -> None:
     weight_NK = given.to(BF16)
     packed, starts = compressed(built, weight_NK)
     assert packed.nbytes == 2 * (64 + 3 * BLOCK * BLOCK * 3 // 2)
