@@ -51,7 +51,7 @@ from draftproof.models.loading import resolve
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
-from draftproof.runtime.room import free_bytes, keep_freed_memory
+from draftproof.runtime.room import free_bytes, give_back_freed_memory, keep_freed_memory
 from draftproof.runtime.threads import own_precision
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
@@ -132,6 +132,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
     num_target_bytes = base.planner.weight_bytes
+    num_target_packed = base.planner.num_packed
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
@@ -140,8 +141,11 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     drafting = _drafting(base, plans, members)
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
+    saved = base.planner.saved_bytes(0, num_target_packed)
+    draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
-        weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
+        weights=num_target_bytes - saved,
+        draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
@@ -151,6 +155,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         ),
     )  # fmt: skip
     if base.device.type == "cpu":  # after loading, whose memory may go
+        give_back_freed_memory()
         keep_freed_memory()
     return Loaded(
         engine=engine,
