@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftproof.frontend.images import is_image
 from draftproof.frontend.input_processor import Prompt
 from draftproof.frontend.llm import LLM
 from draftproof.schema import words
@@ -198,11 +199,11 @@ class ChatBody(GenerationBody):
 
     @property
     def num_chars(self) -> int:
-        return sum(len(str(message)) for message in self.messages)
+        return sum(len(str(part)) for message in self.messages for part in _texts(message))
 
     def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
-        return [llm.tokenizer.chat(self.messages, **self._template())]
+        return [llm.chat_prompt(self.messages, **self._template())]
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -214,6 +215,14 @@ class ChatBody(GenerationBody):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
         return told
+
+
+def _texts(message: Mapping[str, Any]) -> list[Any]:
+    """What counts as text of a message; images count as bytes of the body."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return [message]
+    return [{**message, "content": None}, *(part for part in content if not is_image(part))]
 
 
 class CompletionBody(GenerationBody):
