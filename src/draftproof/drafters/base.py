@@ -16,6 +16,8 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.given import GivenRows
+from draftproof.attention.turns import Turns
 from draftproof.cache.pool import PagedCache, PagedKV
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
@@ -45,6 +47,7 @@ class DraftSpec:
     reads_ahead: int = 0  # K/V at position p depend on tokens up to p + reads_ahead
     lookahead: int = 0  # positions past the verified rows that a pass writes to, where they are more than K
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
+    takes_embeddings: bool = False  # its rows carry embeddings where the target's do; else those rows' tokens
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
     )
@@ -74,6 +77,7 @@ class Verified:
     # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
     history: Callable[[int], Tensor]
     repeats: bool = False  # passes of this many rows come again: worth running as graphs
+    given: GivenRows | None = None  # embeddings that some of the positions carry in place of tokens
 
     @property
     def num_requests(self) -> int:
@@ -134,7 +138,8 @@ class DraftRuntime:
     layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
     device to wait for. `known`: every slot's tokens, only to be read; None for a user's class, and outside an engine.
     `price`: fp32 [1], the tokens that a row of the next pass must bring, so that verifying a draft that is less likely
-    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use."""
+    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use.
+    `turns`: where rows stand on the target's axes, for layers that turn by several."""
 
     ops: Ops
     backend: AttentionBackend
@@ -143,8 +148,16 @@ class DraftRuntime:
     host_looks: bool = False
     known: KnownTokens | None = None
     price: Tensor | None = None
+    turns: Turns | None = None
+
+    @property
+    def has_window(self) -> bool:
+        """Whether rows of this step turn by more than what slots hold."""
+        return self.turns is not None and self.turns.window is not None
 
     def attention(self, rows: Rows) -> PagedAttention:
+        if self.turns is not None:
+            rows.turns = self.turns
         return PagedAttention(self.ops, self.backend, self.cache, rows)
 
 

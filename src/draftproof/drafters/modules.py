@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import Rows
+from draftproof.attention.given import GivenRows
 from draftproof.cache.recent import PassOfRows, RecentRows, SlotRows
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
@@ -80,15 +81,15 @@ class ModulesDrafter(Drafter):
         table = self._recent.table(rows, v.taps[0])
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
+        given = v.given if self.spec.takes_embeddings else None
 
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
+        def run(*buffers: Tensor) -> tuple[Tensor, ...]:
             split = len(own)
-            return self._draft(
-                runtime, _Inputs(*given[:split]), given[split], draw.over(given[split + 1 :]), num
-            )
+            drawn = draw.over(buffers[split + 1 :])
+            return self._draft(runtime, _Inputs(*buffers[:split]), buffers[split], drawn, num, given)
 
         key = ("draft", self, len(v.tokens_T), num_requests, num)
-        drawn = (runtime.graphs if draw.inputs else EAGER).run(key, run, inputs)
+        drawn = (runtime.graphs if draw.inputs and given is None else EAGER).run(key, run, inputs)
         self._recent.commit(rows, table)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
@@ -142,7 +143,13 @@ class ModulesDrafter(Drafter):
         )
 
     def _draft(
-        self, runtime: DraftRuntime, i: _Inputs, table: Tensor, draw: Draw, num: int
+        self,
+        runtime: DraftRuntime,
+        i: _Inputs,
+        table: Tensor,
+        draw: Draw,
+        num: int,
+        given: GivenRows | None = None,
     ) -> tuple[Tensor, ...]:
         gather = runtime.ops.gather
         drawn = list[Tensor]()
@@ -152,7 +159,11 @@ class ModulesDrafter(Drafter):
             tokens_N = i.tokens_MN[m]
             for number, tokens_R in enumerate(drawn, 1):
                 tokens_N = torch.where(i.draft_MN[m] == number, tokens_R[i.owner_N], tokens_N)
-            state_NH = module(gather(self._embed_VH, tokens_N), state_NH, runtime.attention(rows))
+            embedded_NH = gather(self._embed_VH, tokens_N)
+            if given is not None:
+                tokens_at_N = torch.where(i.positions_N >= 0, i.positions_N + 1 + m, -1)
+                embedded_NH = given.at(i.slots_N, tokens_at_N).over(embedded_NH)
+            state_NH = module(embedded_NH, state_NH, runtime.attention(rows))
             if m < num:
                 logits_RV = self._head(gather(state_NH, i.read_R))
                 drawn.append(draw(logits_RV, None, i.drawn_MR[m], None))

@@ -89,6 +89,7 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
         kv=s.layers.caches * num,
         attention=s.layers.attention_shapes,
         reads_ahead=num,
+        takes_embeddings=ctx.takes_embeddings(s.layers.hidden_size),
     )
     embed_VH = embedding(ctx, s.layers)
     _, lm_head = output_head(ctx, s.layers, s.layers.vocab_size)

@@ -17,6 +17,7 @@ from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.turns import Turns
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
 from draftproof.cache.windows import WindowPages
@@ -33,6 +34,7 @@ from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.items import ItemStore, SlotItems
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -45,9 +47,10 @@ from draftproof.matmul.linear import LinearPlanner
 from draftproof.matmul.spec import DENSE
 from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
-from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.config import ModelConfig, read_config, read_vision
 from draftproof.models.decoder import Decoder
 from draftproof.models.loading import resolve
+from draftproof.models.vision import ImageEncoder, Vision
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
@@ -74,6 +77,7 @@ BATCHES = (
     192,
     256,
 )  # numbers of requests that speed-ups are predicted for
+MOST_ITEM_BYTES = 256 << 20  # embeddings of items that are kept for the next request with the same
 # rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
 # launches take
 LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
@@ -85,6 +89,8 @@ class Loaded:
     """An engine and what its front needs to know of it."""
 
     engine: EngineCore
+    items: ItemStore
+    vision: Vision | None
     directory: Path
     model: ModelConfig
     max_model_len: int
@@ -111,6 +117,8 @@ class _Base:
     planner: LinearPlanner
     graphs: Graphs
     new_graphs: Callable[[], Graphs]
+    items: ItemStore
+    vision: Vision | None
     max_model_len: int
 
 
@@ -127,6 +135,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     num_drafts = max((plan.num_drafts for plan in plans), default=0)
     dummy = config.load_format == "dummy"
     target_weights = RandomWeights(0, base.device, base.dtype) if dummy else Weights.open(directory)
+    num_encoder_bytes = _load_encoder(base, target_weights)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
@@ -145,6 +154,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
         weights=num_target_bytes - saved,
+        encoder=num_encoder_bytes,
+        items=MOST_ITEM_BYTES if base.vision else 0,
         draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
@@ -159,6 +170,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         keep_freed_memory()
     return Loaded(
         engine=engine,
+        items=base.items,
+        vision=base.vision,
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
@@ -168,6 +181,27 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),
     )
+
+
+def _vision(config: EngineConfig, directory: Path) -> Vision | None:
+    """What reads images; None for a model without such a part, or of whose part the files hold nothing."""
+    vision = read_vision(directory, config.hf_overrides)
+    if vision is None or config.load_format == "dummy":
+        return vision
+    names = Weights.open(directory).names()
+    if any("vision_tower." in name or "visual." in name for name in names):
+        return vision
+    log.info("%s: holds no tensors of an image encoder: the model reads text alone", directory)
+    return None
+
+
+def _load_encoder(base: _Base, weights: WeightSource) -> int:
+    """Bytes of the weights of what reads images; 0 where the model reads none."""
+    if base.vision is None:
+        return 0
+    encoder = ImageEncoder(base.vision, weights, base.device, base.dtype)
+    base.items.encoders["image"] = encoder
+    return encoder.num_bytes
 
 
 def _check_fit(base: _Base, target: Decoder, members: Seq[DrafterSandbox]) -> None:
@@ -221,6 +255,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
     where, library = operators.where_to_run(config, model, progress)
     log.info("%s", memory.forecast(directory, config, model, where, max_model_len))
     ops, backend = operators.select(config, model, where, library, progress)
+    vision = _vision(config, directory)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
         config=config,
@@ -235,12 +270,14 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         planner=LinearPlanner(
             device,
             exact=config.exact,
-            max_rows=config.max_num_batched_tokens,
+            max_rows=config.max_num_batched_tokens + (0 if vision is None else vision.most_whole_rows),
             library=library,
             progress=progress,
         ),
         graphs=new_graphs(),
         new_graphs=new_graphs,
+        items=ItemStore(model.hidden_size, device, where.dtype, MOST_ITEM_BYTES),
+        vision=vision,
         max_model_len=max_model_len,
     )
 
@@ -406,6 +443,7 @@ def _engine(
         num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
         num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
+        num_spare += MOST_ITEM_BYTES if base.vision else 0
     full = [*_full(target.kv, groups), *drafting.spec.kv]
     per_token = memory.bytes_per_token(full, base.dtype)
     num_blocks = memory.num_blocks(per_token, groups, config, base.max_model_len, base.device, num_spare)
@@ -471,6 +509,7 @@ def _runner(
     size, layout = config.block_size, base.backend.layout
     draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
     target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
+    items = _slot_items(base, spec, num_drafts)
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
@@ -480,10 +519,10 @@ def _runner(
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
         # where steps are filled up to captured sizes, a proposal that ends early saves nothing
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
+        turns=items.turns,
     )
     _bind(drafting.drafter, memory_lent)
-    most_rows = config.max_num_seqs * (1 + num_drafts)
-    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device, max_rows=most_rows)
+    table = _sampling_table(base, num_drafts)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
@@ -500,6 +539,7 @@ def _runner(
         sandboxes=drafting.members,
         spec=spec,
         scorer=LogprobScorer(target, sampler),
+        items=items,
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
@@ -514,6 +554,21 @@ def _runner(
         price=memory_lent.price,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _sampling_table(base: _Base, num_drafts: int) -> SamplingTable:
+    num_seqs = base.config.max_num_seqs
+    max_rows = num_seqs * (1 + num_drafts)
+    return SamplingTable(num_seqs + 1, base.model.vocab_size, base.device, max_rows=max_rows)
+
+
+def _slot_items(base: _Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
+    """What slots hold beside tokens, and where their rows stand if the target has several axes."""
+    num_slots, turns = base.config.max_num_seqs + 1, None
+    if any(rope.axes for rope in base.model.ropes):
+        turns = Turns(torch.zeros(num_slots, dtype=torch.int64, device=base.device))
+    beyond = max(num_drafts, spec.lookahead)
+    return SlotItems(base.items, num_slots, spec.reads_ahead, base.device, turns, beyond)
 
 
 def _target_cache(
@@ -553,6 +608,7 @@ def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> St
         max_blocks=-(-base.max_model_len // block_size) + 1 + lookahead // block_size,
         num_drafts=num_drafts,
         device=base.device,
+        placeholder=-1 if base.vision is None else base.vision.placeholder,
         num_tables=1 + num_windows,
     )
 

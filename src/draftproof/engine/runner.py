@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.attention.given import GivenEmbeddings, WholeRows
 from draftproof.cache.pool import PagedCache
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
@@ -34,6 +35,7 @@ from draftproof.engine.interface import (
     StepInput,
     StepSize,
 )
+from draftproof.engine.items import SlotItems, StepItems
 from draftproof.engine.logprobs import LogprobScorer, Scores
 from draftproof.engine.state import BatchShape, State
 from draftproof.kernels.ops import Ops
@@ -156,6 +158,7 @@ class ModelRunner:
     sandboxes: tuple[DrafterSandbox, ...]
     spec: DraftSpec
     scorer: LogprobScorer
+    items: SlotItems
     graphs: Graphs
     on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
@@ -233,6 +236,7 @@ class ModelRunner:
             self.table.release(slot)
             if self.drafter is not None:
                 self.drafter.release(slot)
+            self.items.release(slot)
         for a in step.admitted:
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
             self.table.admit(
@@ -242,12 +246,17 @@ class ModelRunner:
                 self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
                 if a.members:
                     self.drafter.restrict(a.slot, a.members)
+            if a.items:
+                self.items.admit(a.slot, a.items)
         for slot, position, drafts in step.forced:
             self.state.force(slot, position, drafts)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
     def _launch(self, step: StepInput) -> LaunchedStep:
+        items = self.items.begin(step.scheduled)
+        if items is not None:  # these rows are not a function of the slots' memory alone
+            step = replace(step, all_decode=False)
         scheduled, shape = step.scheduled, self._padded(step)
         if self.price is not None:
             self.price.fill_(step.price)
@@ -256,10 +265,14 @@ class ModelRunner:
         full_graph = shape is not None and self._capture(shape, processing)
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
+            repeats = repeats and items is None
             if step.all_decode and repeats and self.graphs is not EAGER:
                 scheduled = self._rounded(scheduled)
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
-            shape = self._widened(shape) if step.all_decode else self._filled_up(shape)
+            if step.all_decode:
+                shape = self._widened(shape)
+            elif items is None:
+                shape = self._filled_up(shape)
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
@@ -275,7 +288,7 @@ class ModelRunner:
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
             recorded = step.all_decode and shape.repeats and self.graphs.calls_once
-            tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+            tensors = self._run_parts(launched, shape, scheduled_4R, items, recorded=recorded)
         launched.is_warming = self.graphs.num_warming > num_warming
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
@@ -339,7 +352,13 @@ class ModelRunner:
         )
 
     def _run_parts(
-        self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
+        self,
+        launched: LaunchedStep,
+        shape: BatchShape,
+        scheduled_4R: Tensor,
+        items: StepItems | None = None,
+        *,
+        recorded: bool,
     ) -> PassOutputs:
         """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host.
 
@@ -348,11 +367,11 @@ class ModelRunner:
         drafter, graphs = self.drafter, self.graphs if recorded else EAGER
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
-            function = partial(self.step_tensors, shape, scheduled_4R)
+            function = partial(self.step_tensors, shape, scheduled_4R, items)
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
             return closed
-        checked = self._checked(shape, scheduled_4R, graphs)
+        checked = self._checked(shape, scheduled_4R, graphs, items)
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
@@ -363,9 +382,11 @@ class ModelRunner:
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
-    def _checked(self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs) -> VerifiedPass:
+    def _checked(
+        self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs, items: StepItems | None = None
+    ) -> VerifiedPass:
         """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
-        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R), ())
+        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R, items), ())
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
@@ -385,12 +406,14 @@ class ModelRunner:
             slot for slot in slots if not any(s.drafts_for(slot) for s in self.sandboxes)
         )
 
-    def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> PassOutputs:
-        """A whole pass, a function of device memory alone: (result_RX, logits_MV, hidden_TH).
+    def step_tensors(
+        self, shape: BatchShape, scheduled_4R: Tensor, items: StepItems | None = None
+    ) -> PassOutputs:
+        """A whole pass, without `items` a function of device memory alone: (result_RX, logits_MV, hidden_TH).
 
         The drafter is trusted. A pass in which it fails cannot be captured, so that raises here.
         """
-        checked, drafter = self.verify_rows(shape, scheduled_4R), self.drafter
+        checked, drafter = self.verify_rows(shape, scheduled_4R, items), self.drafter
         if drafter is None or not shape.with_drafter:
             return self._close(checked, self.state.no_drafts(shape.num_requests))
         closed, faults = self._draft(drafter, checked, shape.num_drafts)
@@ -400,13 +423,17 @@ class ModelRunner:
             raise error
         return closed
 
-    def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor) -> VerifiedPass:
-        """Compute the rows, accept drafts, move the slots on."""
+    def verify_rows(
+        self, shape: BatchShape, scheduled_4R: Tensor, items: StepItems | None = None
+    ) -> VerifiedPass:
+        """Compute the rows, accept drafts, move the slots on. items: with these it is never recorded."""
         rows, verify = self.state.fill(shape, scheduled_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T)
         graphs = self.graphs if shape.repeats else EAGER
         key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
-        target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
+        given, whole = (None, None) if items is None else (items.given, items.whole)
+        carried = None if given is None else given.at(rows.slots_T, rows.positions_T)
+        target = partial(self.target_pass, shape.most_rows, shape.with_drafter, carried, whole)
         hidden_TH, *taps = graphs.run(key, target, inputs)
         logits_MV = self.target.logits(self.ops.gather(hidden_TH, rows.sampled_M))
         result = self.verifier.verify(
@@ -417,23 +444,35 @@ class ModelRunner:
             verify,
             has_processing=shape.processing > 0,
         )
-        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), self.verifier.drawer)
+        drawer = self.verifier.drawer
+        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), drawer, given)
         return VerifiedPass(verified, result, rows.draft_count_R, logits_MV, hidden_TH)
 
     def target_pass(
         self,
         most_rows: int,
         with_taps: bool,
+        given: GivenEmbeddings | None,
+        whole: WholeRows | None,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
         """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
-        rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
+        if whole is not None:
+            context_lens_T = context_lens_T + whole.more_T
+        rows = Rows(
+            positions_T,
+            slots_T,
+            context_lens_T,
+            max_query_len=most_rows,
+            whole=whole,
+            turns=self.items.turns,
+        )
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         taps = self.spec.taps if with_taps else Taps()
-        out = self.target(tokens_T, attn, taps.layers, taps.final)
+        out = self.target(tokens_T, attn, taps.layers, taps.final, given)
         return (out.hidden_TH, *out.taps)
 
     def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:

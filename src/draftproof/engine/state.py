@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftproof.attention.given import GivenRows
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
 from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
@@ -73,15 +74,18 @@ class State:
         max_blocks: int,
         num_drafts: int,
         device: torch.device,
+        placeholder: int = -1,
         num_tables: int = 1,
     ) -> None:
-        """num_tables: one for layers that see all positions, and one for each window."""
+        """placeholder: an id that stands for no token, and is never drafted.
+        num_tables: one for layers that see all positions, and one for each window."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.device = device
         self.max_len = max_len
+        self.placeholder = placeholder
         self.scratch_slot = num_slots
         self.slots = SlotState(
             tokens_SL=zeros(num_slots + 1, max_len + num_drafts + 1, dtype=torch.int32),
@@ -188,6 +192,7 @@ class State:
         result: VerifyResult,
         taps: tuple[Tensor, ...],
         drawer: Drawer,
+        given: GivenRows | None = None,
     ) -> Verified:
         """Take over what was verified, and say what the drafter may build on."""
         slots_R, _, _, wanted_R = scheduled_4R.unbind()
@@ -206,6 +211,7 @@ class State:
             draw=drawer(slots_R, done.length_R),
             history=lambda r: self.history(int(slots_R[r])),
             repeats=shape.repeats,
+            given=given,
         )
 
     def history(self, slot: int) -> Tensor:
@@ -221,5 +227,11 @@ class State:
     def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""
         return self._ops.store_drafts(
-            self.slots, verified.slots_R, proposal.tokens_RK, proposal.count_R, verified.k_R, vocab_size
+            self.slots,
+            verified.slots_R,
+            proposal.tokens_RK,
+            proposal.count_R,
+            verified.k_R,
+            vocab_size,
+            self.placeholder,
         )

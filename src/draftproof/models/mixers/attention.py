@@ -123,6 +123,7 @@ class Attention:
             q_norm_D=q_norm_D,
             k_norm_D=k_norm_D,
             v_norm_D=v_norm_D,
+            axes=config.rope.axes,
         )
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:

@@ -93,6 +93,7 @@ class SharedKV:
             window=config.window,
             eps=norms.eps,
             cos_sin_PD=place.tables[config.rope],
+            axes=config.rope.axes,
             q_norm_D=builder.norm_weight(f"{prefix}.q_norm", dim, norms.offset),
         )
 
