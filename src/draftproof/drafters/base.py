@@ -17,6 +17,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedCache, PagedKV
+from draftproof.cache.states import StateSpec
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import Graphs
@@ -38,6 +39,9 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
+    states: tuple[
+        StateSpec, ...
+    ] = ()  # of slots, kept by own layers; not for a user's class that is not trusted
     attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...
@@ -152,7 +156,7 @@ class Drafter:
     spec: DraftSpec
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """Called at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare."""
+        """Called at start, on a GPU twice, with the caches that `spec.kv`, `spec.states` and `spec.borrow` declare."""
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""

@@ -13,16 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
 from draftproof.cache.windows import WindowPages
-from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
-from draftproof.drafters import registry, vllm_names
+from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
@@ -33,6 +31,7 @@ from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.locate import locate
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -46,7 +45,6 @@ from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import resolve
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
@@ -140,7 +138,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         num_drafts,
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
-        names=_names(plans),
+        methods=tuple(plan.method for plan in plans),
     )
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
@@ -162,7 +160,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         model=base.model,
         max_model_len=base.max_model_len,
         num_drafts=num_drafts,
-        methods=tuple(plan.method for plan in plans),
+        methods=drafting.methods,
         memory=used,
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),
@@ -174,42 +172,16 @@ def _check_fit(base: _Base, target: Decoder, members: Seq[DrafterSandbox]) -> No
     for member in members:
         spec = member.spec
         target.check_taps(spec.taps.layers)
+        if spec.states and not member.is_trusted:
+            raise ValueError(
+                f"drafter {member.name}: spec.states={spec.states}: their code would run in the engine's steps; set "
+                "speculative_config['trusted']=True, or keep them in the drafter"
+            )
         shapes = spec.attention or [
             AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
         ]
         whose = f"drafter {member.name}"
         registry_of_attention.check_sizes(base.device, base.config.attention_backend, shapes, whose)
-
-
-def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:
-    """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
-    if config.model is None:
-        return config, resolve(assets.default_model().where, progress=progress)
-    directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
-    given = vllm_names.named(config.speculative_config or SpeculativeConfig())
-    is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
-    if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):
-        return config, directory
-    weights = Files(directory, RandomWeights(), config.load_format).weights(given)
-    head = detect.read(directory, weights, given.hf_overrides)
-    target = detect.target_of(head)
-    if target is None:
-        raise ValueError(
-            f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
-            "this folder as speculative_config['model']"
-        )
-    if not vllm_names.accepts(given.method, head.method):
-        raise ValueError(
-            f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
-            f"{given.method!r}: leave the method out, or give the target as model"
-        )
-    if given.model is not None and Path(given.model) != directory:
-        raise ValueError(
-            f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
-            "give the target as model"
-        )
-    config = dataclasses.replace(config, speculative_config=dataclasses.replace(given, model=str(directory)))
-    return config, resolve(target)
 
 
 def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | None) -> _Base:
@@ -324,9 +296,8 @@ def _one_drafter(
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
-def _names(plans: Seq[DraftPlan]) -> tuple[str, ...]:
+def _names(methods: Seq[str]) -> tuple[str, ...]:
     """The drafters' methods; one that stands before it in a chain already gets a number."""
-    methods = [plan.method for plan in plans]
     number = [methods[: i + 1].count(method) for i, method in enumerate(methods)]
     return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(methods, number, strict=True))
 
@@ -348,7 +319,7 @@ class _Drafting:
     num_drafts: int
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
-    names: tuple[str, ...] = ()  # one a drafter, each another
+    methods: tuple[str, ...] = ()  # one a drafter
 
     @property
     def is_auto(self) -> bool:
@@ -389,7 +360,9 @@ def _engine(
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
-    scheduler = _scheduler(config, drafting, groups, num_blocks)
+    # pages do not hold what a state was at their end
+    sharing = config.enable_prefix_caching and not target.states
+    scheduler = _scheduler(config, drafting, groups, num_blocks, sharing=sharing)
     policy = _policy(base, drafting, runner)
     stats = EngineStats()
     if isinstance(policy, AutoPolicy):
@@ -412,13 +385,18 @@ def _full(shapes: Seq[PagedKV], groups: Seq[memory.WindowGroup]) -> list[PagedKV
 
 
 def _scheduler(
-    config: EngineConfig, drafting: _Drafting, groups: Seq[memory.WindowGroup], num_blocks: int
+    config: EngineConfig,
+    drafting: _Drafting,
+    groups: Seq[memory.WindowGroup],
+    num_blocks: int,
+    *,
+    sharing: bool,
 ) -> Scheduler:
     spec, num_drafts = drafting.spec, drafting.num_drafts
     pages = PageAllocator(
         num_blocks,
         config.block_size,
-        sharing=config.enable_prefix_caching,
+        sharing=sharing,
         lookahead=spec.reads_ahead if spec.kv else 0,
     )
     return Scheduler(
@@ -446,6 +424,9 @@ def _runner(
     size, layout = config.block_size, base.backend.layout
     draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
     target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
+    num_slots = config.max_num_seqs + 1
+    for cache, states in ((target_cache, target.states), (draft_cache, spec.states)):
+        cache.states += [kept.allocate(num_slots, base.dtype, device) for kept in states]
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
@@ -477,7 +458,7 @@ def _runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
-        drafter_names=drafting.names,
+        drafter_names=_names(drafting.methods),
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,

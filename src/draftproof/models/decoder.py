@@ -53,6 +53,7 @@ class Decoder:
         "head",
         "kv",
         "rope_tables",
+        "states",
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class Decoder:
         self._cap = config.logit_cap
         self.rope_tables = tables
         self.kv = config.caches
+        self.states = config.states
         self.embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
