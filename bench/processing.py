@@ -1,8 +1,9 @@
-"""What one request with penalties costs the requests beside it: a decoding step with it and without it, by turns.
+"""What a request with penalties, lists or a grammar costs: a decoding step with it and without it, by turns.
 
     python bench/processing.py [--device cuda] [--model MODEL] [--batch 16] [--drafter '{"model": "..."}']
 
-Prints the median time of a step for each batch: nobody asks for processing of logits, one request does, all do.
+Prints the median time of a step for each batch: nobody asks for processing of logits, one request does, all do. And
+tokens a second, which with a drafter depend on the text, too: answers that follow a grammar are others.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from typing import Any
 
 from draftproof import LLM, SamplingParams
 
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "is_open": {"type": "boolean"}},
+    "required": ["name", "age", "is_open"],
+    "additionalProperties": False,
+}
+ENDLESS = {"type": "array", "items": ITEM, "minItems": 500}  # an answer of any length
 ONE_THAT_ASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.05},
     "lists": {"logit_bias": {5: -1.0}, "bad_words": [" never said"], "min_tokens": 8},
+    "grammar": {"structured_outputs": {"json": ENDLESS}},
 }
 
 
@@ -33,11 +42,12 @@ def arms(batch: int, num_tokens: int) -> dict[str, list[SamplingParams]]:
     return found
 
 
-def step_ms(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> float:
-    """Milliseconds of a step, the prompts' own included: they are short."""
+def speed(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> tuple[float, float]:
+    """(milliseconds of a step, tokens a second); the prompts' own time is included: they are short."""
     steps, start = llm.stats.num_steps, time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return 1e3 * (time.perf_counter() - start) / (llm.stats.num_steps - steps)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds, num_steps = time.perf_counter() - start, llm.stats.num_steps - steps
+    return 1e3 * seconds / num_steps, sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
 
 
 def main() -> None:
@@ -49,6 +59,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--arm", default="", help="only arms of this name, and nobody")
     parser.add_argument("--drafter", type=json.loads, help="a speculative_config as JSON")
     given = parser.parse_args()
     drafting = {"policy": "fixed", **given.drafter} if given.drafter else None
@@ -64,17 +75,21 @@ def main() -> None:
     ) as llm:
         prompts = [{"prompt_token_ids": [7 + i, 9, 11 + i, 13]} for i in range(given.batch)]
         asked = arms(given.batch, given.tokens)
-        found: dict[str, list[float]] = {name: [] for name in asked}
+        found: dict[str, list[tuple[float, float]]] = {
+            name: [] for name in asked if name == "nobody" or given.arm in name
+        }
         for number in range(given.repeats + 2):
-            for name, params in asked.items():
-                ms = step_ms(llm, prompts, params)
+            for name in found:
+                measured = speed(llm, prompts, asked[name])
                 if number >= 2:  # graphs are made in the first
-                    found[name].append(ms)
-    nobody = statistics.median(found["nobody"])
-    for name, times in found.items():
-        median = statistics.median(times)
+                    found[name].append(measured)
+    nobody_ms, nobody_speed = map(statistics.median, zip(*found["nobody"], strict=True))
+    for name, measurements in found.items():
+        times, speeds = zip(*measurements, strict=True)
+        median, tokens = statistics.median(times), statistics.median(speeds)
         print(
-            f"{name:16} {median:8.3f} ms a step ({min(times):.3f} to {max(times):.3f}), {median / nobody:.2f}"
+            f"{name:16} {median:8.3f} ms a step ({min(times):.3f} to {max(times):.3f}), {median / nobody_ms:.2f}; "
+            f"{tokens:7.0f} tokens/s, {tokens / nobody_speed:.2f}"
         )
 
 

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from draftproof.engine.core import EngineCore, TokenDelta
     from draftproof.engine.interface import RequestSpec
     from draftproof.frontend.llm import LLM
-    from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput, SamplingParams
+    from draftproof.types import (
+        CompletionOutput,
+        Delta,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",
@@ -29,6 +36,7 @@ __all__ = [
     "RequestSpec",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "Taps",
     "TokenDelta",
     "Verified",
@@ -41,7 +49,14 @@ _MODULES = {
     "engine.core": ("EngineCore", "TokenDelta"),
     "engine.interface": ("RequestSpec",),
     "frontend.llm": ("LLM",),
-    "types": ("CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"),
+    "types": (
+        "CompletionOutput",
+        "Delta",
+        "Logprob",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    ),
 }
 _HOME = {name: f"draftproof.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from draftproof.metrics import DrafterStats, SpeculationStats
-from draftproof.schema import check_flag, documented, reject_unknown_keys, shown
+from draftproof.schema import check_flag, check_whole, documented, reject_unknown_keys, shown
 
 INT32_MAX = 2**31 - 1
 MOST_LOGPROBS = 1024  # alternatives beside a token
@@ -34,6 +35,70 @@ def _names_known(cls: type[T]) -> type[T]:
 
 @_names_known
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an output must be, by one rule of: `json`, a schema as a dict or as text; `regex`; `choice`, one of several
+    texts; `grammar`, Lark or GBNF; `json_object`, any object; `structural_tag`, texts of which parts begin with a
+    trigger and then follow a schema. Names are vLLM's.
+
+    Between the parts of a JSON text one space may stand after a comma or a colon, and nothing else;
+    `whitespace_pattern` is a regex for what may, and `disable_any_whitespace` allows none.
+    `disable_additional_properties`: where a schema does not say, objects have the named properties only.
+    `after_token_id`: the rule holds for what follows this token's first occurrence in the output, such as the end of a
+    reasoning block. ValueError for none of these rules, and for several.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    after_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json", "structural_tag"):
+            object.__setattr__(self, name, _json_text(name, getattr(self, name)))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name}={shown(value)}: must be text that is not empty")
+        if self.choice is not None:
+            listed = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
+            if not listed or not all(isinstance(text, str) and text for text in listed):
+                raise ValueError(f"choice={shown(self.choice)}: must be a list of texts, none of them empty")
+            object.__setattr__(self, "choice", listed)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_flag(name, getattr(self, name))
+        if self.json_object is not None:
+            check_flag("json_object", self.json_object)
+        if self.after_token_id is not None:
+            check_whole("after_token_id", self.after_token_id, 0)
+        rules = [name for name in RULES if getattr(self, name) not in (None, False)]
+        if len(rules) != 1:
+            given = f"{', '.join(rules)} are given" if rules else "no rule is given"
+            raise ValueError(f"structured_outputs: {given}; give one of {', '.join(RULES)}")
+
+
+RULES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _json_text(name: str, value: Any) -> str | None:
+    """A schema as text, which nobody changes later."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={shown(value)}: must be a JSON object, or its text")
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: cannot be written as JSON: {error}") from None
+
+
+@_names_known
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Settings of sampling for one request. Field names and defaults are vLLM's.
 
@@ -41,7 +106,8 @@ class SamplingParams:
     1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes from the
     engine's seed and the arrival number. Logprobs are those of the model before any processing, natural logarithm.
     Biases are cut to -100..100, as in vLLM; their ids may be texts of digits, as JSON has them. ValueError for values
-    that are none of these.
+    that are none of these. With `structured_outputs` the end-of-text token ends the output whatever `ignore_eos` says,
+    and a text that is complete and cannot go on ends it before `min_tokens`.
     """
 
     n: int = documented(1, "Number of outputs for each prompt.")
@@ -76,6 +142,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = documented(
         None, "Added to logits before sampling, from -100 to 100, as JSON: '{\"42\": -5}'."
     )
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _read_numbers(self)
@@ -89,6 +156,13 @@ class SamplingParams:
             object.__setattr__(self, name, None if value is None else list(value))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        rule: Any = self.structured_outputs
+        if isinstance(rule, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**rule))
+        elif rule is not None and not isinstance(rule, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs={shown(rule)}: must be a StructuredOutputsParams, or a dict"
+            )
 
     def clone(self) -> SamplingParams:
         """A copy."""

@@ -86,6 +86,8 @@ CASES: dict[str, Case] = {
     "dflash2": Case({"model": shared.dflash2}, max_drafts=7),
     "xpress": Case({"model": shared.xpress}, max_drafts=7),
     "suffix": Case({"method": "suffix"}, forgets=False),
+    # beside a head, since by itself it drafts for requests with a grammar alone: test_grammar.py
+    "ff": Case({"method": "chain", "drafters": [{"method": "ff"}, {"model": EAGLE3}]}),
     "replay": Case(
         {
             "method": "replay",

@@ -52,6 +52,7 @@ class FakeRunner:
     vocab_size = max_model_len = 1000
     drafter_has_kv = drafter_may_rest = True
     drafter_estimates = False
+    most_forced = 0
     drafter_names = ("first", "second")
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0) -> None:

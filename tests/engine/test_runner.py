@@ -143,7 +143,7 @@ def test_a_step_is_what_its_vector_says() -> None:
     )
     admission = Admission(
         slot=2, token_ids=[1, 2, 3], num_computed=1, num_prompt=2, limit=9, row_seed=-(2**63), params=params,
-        stop_ids=frozenset({7, 4}), bad_words_ids=[[3], [5, 6]],
+        stop_ids=frozenset({7, 4}), bad_words_ids=[[3], [5, 6]], is_masked=True,
     )  # fmt: skip
     step = StepInput(
         released=[1],
@@ -153,9 +153,11 @@ def test_a_step_is_what_its_vector_says() -> None:
         scheduled=[ScheduledRequest(2, 1, 2, 1, 3, 0, (0, 1), 2), ScheduledRequest(0, 7, 4, 4)],
         all_decode=False,
         price=0.25,
+        masks=[b"\x01\x00\x00\xff" * 2, b""],
+        forced=[(2, 5, [7, 8])],
     )
     assert step_vector.unpack(step_vector.pack(step)) == step
-    assert step_vector.pack(StepInput(released=[3])) == [1, 3, 0, 0, 0, 0, 0, 0, 0]
+    assert step_vector.pack(StepInput(released=[3])) == [1, 3, *[0] * 9]
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")

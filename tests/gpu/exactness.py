@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,11 @@ def mixture(scale: Scale, *, text: bool) -> list[SamplingParams]:
         kinds += [
             {"temperature": 0, "stop": ["\n\n", "):"], "logprobs": 1},
             {"temperature": 0, "bad_words": ["self", "import"], "logprobs": 1},
+        ]
+    if text and find_spec("llguidance"):
+        kinds += [
+            {"temperature": 0.8, "structured_outputs": {"json_object": True}, "logprobs": 1},
+            {"temperature": 0, "structured_outputs": {"regex": "([a-z]{1,5} ){3,}[0-9]+"}, "logprobs": 1},
         ]
     found = []
     for i in range(scale.prompts):

@@ -44,7 +44,8 @@ def processed(
 ) -> Tensor:
     """By every version, with the same bits."""
     slots_M = torch.tensor(slots)
-    given = (table.params_S[slots_M], slots_M, torch.tensor(positions), tokens_SL, table.lists_SN)
+    lists = table.lists_SN, table.masks_MW
+    given = (table.params_S[slots_M], slots_M, torch.tensor(positions), tokens_SL, *lists)
     found = [
         ops.process(logits_MV, *given)[0] for ops in versions(torch.device("cpu"), native.load()).values()
     ]
@@ -209,9 +210,31 @@ def test_why_a_row_has_no_token() -> None:
     logits_MV[3, 1:] = -INF
     table = SamplingTable(1, V)
     rows = torch.zeros(5, dtype=torch.int64)
-    given = (table.params_S[rows], rows, rows, torch.zeros(1, 2, dtype=torch.int32), table.lists_SN)
+    lists = table.lists_SN, table.masks_MW
+    given = (table.params_S[rows], rows, rows, torch.zeros(1, 2, dtype=torch.int32), *lists)
     for ops in versions(torch.device("cpu"), native.load()).values():
         assert ops.process(logits_MV, *given)[1].tolist() == [NO_NUMBER] * 3 + [NONE_LEFT] * 2
+
+
+def test_masks_rule_out_what_they_do_not_name_in_the_rows_of_their_request_alone() -> None:
+    table, size = SamplingTable(3, 70, max_rows=5), 70
+    table.admit(0, SamplingParams(logit_bias={5: 2.0, 6: 3.0}), 1, 1, is_masked=True)
+    table.admit(1, SamplingParams(), 1, 1)
+    assert table.generation == 2 and table.has_processing([0]) and not table.has_processing([1])
+
+    def mask(*ids: int) -> bytes:
+        return sum(1 << i for i in ids).to_bytes(12, "little")
+
+    table.load_masks([(0, mask(0, 31, 32, 69)), (3, mask(5) + mask())])
+    table.load_masks([(0, mask(2, 64))])  # the next pass has fewer rows
+    table.load_masks([(0, mask(0, 31, 32, 69)), (3, mask(5) + mask())])
+    tokens_SL = torch.zeros(3, 4, dtype=torch.int32)
+    out_MV = processed(table, torch.zeros(5, size), [0, 1, 1, 0, 0], [2] * 5, tokens_SL)
+    allowed = [row_V.isfinite().nonzero().flatten().tolist() for row_V in out_MV]
+    assert allowed == [[0, 31, 32, 69], list(range(size)), list(range(size)), [5], []]
+    assert out_MV[3, 5] == 2, "a bias holds beside a mask"
+    table.release(0)
+    assert not table.has_processing([0]), "its next owner has no masks"
 
 
 @pytest.mark.parametrize("width", [37, 3000])

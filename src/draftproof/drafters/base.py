@@ -39,9 +39,7 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
-    states: tuple[
-        StateSpec, ...
-    ] = ()  # of slots, kept by own layers; not for a user's class that is not trusted
+    states: tuple[StateSpec, ...] = ()  # what own layers keep of slots; a user's class must be trusted
     attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...
@@ -51,6 +49,9 @@ class DraftSpec:
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
+    )
+    forced: bool = (
+        False  # proposes nothing itself: the engine does, what a request's grammar leaves no choice about
     )
 
 

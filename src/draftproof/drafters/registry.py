@@ -16,6 +16,7 @@ from draftproof.drafters import (
     dspark,
     eagle1,
     eagle3,
+    forced,
     gemma4,
     mtp,
     ngram,
@@ -69,6 +70,7 @@ METHODS: dict[str, Method] = {
     "dspark": Method(build=dspark.build, options=dspark.DSparkOptions, parallel=True),
     "dflash2": Method(build=dflash2.build, parallel=True),
     "xpress": Method(build=xpress.build, parallel=True),
+    "ff": Method(build=forced.build, needs_model=False, default_drafts=8),
     "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
 CUSTOM_DRAFTS = 5  # default K of a user's class

@@ -18,6 +18,7 @@ from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
+from draftproof.cache.states import LayerState, StateSpec
 from draftproof.cache.windows import WindowPages
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
@@ -131,15 +132,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     ]
     _check_fit(base, target, members)
     base.planner.certify()
-    is_auto = speculative is not None and speculative.is_auto
-    drafting = _Drafting(
-        _joined(members, [plan.num_drafts for plan in plans], base.model.vocab_size),
-        tuple(members),
-        num_drafts,
-        levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
-        identity=repr([plan.identity for plan in plans]),
-        methods=tuple(plan.method for plan in plans),
-    )
+    drafting = _drafting(base, plans, members)
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
     used = memory.Memory(
@@ -159,7 +152,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
-        num_drafts=num_drafts,
+        num_drafts=drafting.num_drafts,
         methods=drafting.methods,
         memory=used,
         arithmetic=base.arithmetic,
@@ -240,10 +233,31 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return min(wanted, room)
 
 
+def _drafting(base: _Base, plans: Seq[DraftPlan], members: Seq[DrafterSandbox]) -> _Drafting:
+    """All drafters together. Whoever stands for forced text comes last, behind those who draft on the device, whose
+    numbers count from 0, and makes no pass wider than their drafts do."""
+    order = sorted(range(len(plans)), key=lambda i: members[i].spec.forced)
+    plans, members = [plans[i] for i in order], [members[i] for i in order]
+    most = [plan.num_drafts for plan in plans]
+    num_own = sum(not member.spec.forced for member in members)
+    num_drafts = max(most[:num_own] or most, default=0)
+    speculative = base.config.speculative_config
+    is_auto = speculative is not None and speculative.is_auto
+    return _Drafting(
+        _joined(members[:num_own] or members, most, base.model.vocab_size),
+        tuple(members),
+        num_drafts,
+        levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
+        identity=repr([plan.identity for plan in plans]),
+        methods=tuple(plan.method for plan in plans),
+        most_forced=min(num_drafts, sum(most[num_own:])),
+    )
+
+
 def _joined(members: Seq[DrafterSandbox], most: Seq[int], vocab_size: int) -> Drafter | None:
     """The members as one drafter. `most`: drafts that each proposes."""
     if len(members) > 1:
-        return ChainDrafter(members, most, vocab_size)
+        return ChainDrafter(members, most[: len(members)], vocab_size)
     return members[0] if members else None
 
 
@@ -320,6 +334,7 @@ class _Drafting:
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
     methods: tuple[str, ...] = ()  # one a drafter
+    most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
 
     @property
     def is_auto(self) -> bool:
@@ -421,12 +436,8 @@ def _runner(
     num_drafts = drafting.num_drafts
     state = _state(base, num_drafts, max(num_drafts, spec.lookahead), len(groups))
     tables_GSB = state.block_tables_GSB
-    size, layout = config.block_size, base.backend.layout
-    draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
+    draft_cache = _draft_cache(base, spec, num_blocks, tables_GSB[0])
     target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
-    num_slots = config.max_num_seqs + 1
-    for cache, states in ((target_cache, target.states), (draft_cache, spec.states)):
-        cache.states += [kept.allocate(num_slots, base.dtype, device) for kept in states]
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
@@ -438,7 +449,12 @@ def _runner(
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
     )
     _bind(drafting.drafter, memory_lent)
-    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device)
+    table = SamplingTable(
+        config.max_num_seqs + 1,
+        base.model.vocab_size,
+        device,
+        max_rows=config.max_num_seqs * (1 + num_drafts),
+    )
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
@@ -459,6 +475,7 @@ def _runner(
         graphs=base.graphs,
         num_drafts=num_drafts,
         drafter_names=_names(drafting.methods),
+        most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
         on_device=on_device,
@@ -472,7 +489,8 @@ def _runner(
 def _target_cache(
     base: _Base, target: Decoder, groups: Seq[memory.WindowGroup], num_blocks: int, tables_GSB: Tensor
 ) -> PagedCache:
-    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that."""
+    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that; and their
+    states."""
     numbers = {group.window: number for number, group in enumerate(groups, 1)}
     size, layout = base.config.block_size, base.backend.layout
     layers = list[LayerKV]()
@@ -480,7 +498,20 @@ def _target_cache(
         number = numbers.get(shape.window, 0)
         held = groups[number - 1].num_blocks(num_blocks) if number else num_blocks
         layers += allocate([shape], tables_GSB[number], held, size, base.dtype, base.device, layout).layers
-    return PagedCache(layers, tables_GSB[0])
+    return PagedCache(layers, tables_GSB[0], _states(base, target.states))
+
+
+def _draft_cache(base: _Base, spec: DraftSpec, num_blocks: int, table_SB: Tensor) -> PagedCache:
+    """Memory for a drafter's own layers, all on one table, and their states."""
+    size, layout = base.config.block_size, base.backend.layout
+    cache = allocate(spec.kv, table_SB, num_blocks, size, base.dtype, base.device, layout)
+    cache.states = _states(base, spec.states)
+    return cache
+
+
+def _states(base: _Base, specs: Seq[StateSpec]) -> list[LayerState]:
+    """Memory for states of all slots, the one of nobody included."""
+    return [spec.allocate(base.config.max_num_seqs + 1, base.dtype, base.device) for spec in specs]
 
 
 def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:

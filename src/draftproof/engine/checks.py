@@ -26,6 +26,10 @@ def check_request(spec: RequestSpec, vocab_size: int, max_model_len: int) -> Non
     if spec.most_drafts is not None:
         check_whole("num_speculative_tokens", spec.most_drafts, 0)
     check_whole("priority", spec.priority, -MOST, MOST)
+    if (params.structured_outputs is None) != (spec.grammar is None):
+        raise ValueError(
+            "structured_outputs: goes with a grammar, compiled from it (GrammarCompiler); give both or none"
+        )
     if spec.prompt_logprobs is not None:
         check_whole("prompt_logprobs", spec.prompt_logprobs, 0, MOST_LOGPROBS)
         if spec.reads_prefix_cache:

@@ -92,6 +92,7 @@ class EngineCore:
         self._is_result_lost = False  # a step's pages may be in the prefix cache, and its result never came
         self._is_shut_down = False
         self._num_arrived = 0
+        self._num_matched = 0  # requests whose output follows a grammar
         scheduler.will_draft = self._will_draft
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
@@ -103,9 +104,11 @@ class EngineCore:
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: is running already; give another")
         check_request(spec, self.runner.vocab_size, self.runner.max_model_len)
-        self._queue(
-            Progress(id=request_id, spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
-        )
+        request = Progress(id=request_id, spec=spec, arrival=self._num_arrived, tokens=list(spec.token_ids))
+        if spec.grammar is not None:
+            request.matcher = spec.grammar.matcher()
+            self._num_matched += 1
+        self._queue(request)
         self.stats.num_prompt_tokens += len(spec.token_ids)
 
     def abort(self, request_id: str) -> None:
@@ -201,6 +204,9 @@ class EngineCore:
         start = time.perf_counter()
         self._step_requests = []
         self._choose_trial()
+        if self._num_matched:  # what may follow depends on the tokens and drafts that are under way
+            self._take_in(0)
+            self._force()
         output = self._schedule()
         wanted = self._wanted_drafts(output)
         self.stats.planning_seconds += time.perf_counter() - start
@@ -278,9 +284,40 @@ class EngineCore:
             all_decode=all(r.num_rows == r.num_sampled == 1 + r.request.num_drafts for r in output.rows),
             without_drafter=without_drafter,
             price=self.policy.price() if self.runner.drafter_estimates and any(wanted) else 0.0,
+            masks=[self._masks(rows) for rows in output.rows] if self._num_matched else (),
+            forced=_forced(output.rows) if self._num_matched else (),
         )
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
+
+    def _force(self) -> None:
+        """What grammars leave no choice about takes the place of other drafts, where there is a drafter for it."""
+        most, drafter = self.runner.most_forced, len(self.runner.drafter_names) - 1
+        for request in self.scheduler.running if most else ():
+            spec, request.forced = request.spec, []
+            is_open = request.matcher is not None and request.num_outputs > 0 and request.num_to_compute == 1
+            if not is_open or (spec.members and drafter not in spec.members):
+                continue
+            assert request.matcher is not None
+            room = request.at_most(min(most, spec.limit - len(request.tokens) - 1))
+            forced = request.matcher.forced(room) if room > 0 else []
+            if forced and self._drafts(request, request.num_drafts)[: len(forced)] != forced:
+                request.forced, request.num_drafts, request.drafter = forced, len(forced), drafter
+
+    def _drafts(self, request: Progress, number: int) -> list[int]:
+        """The first of the drafts that the next pass verifies; no pass is in flight."""
+        if request.forced or not number:
+            return request.forced[:number]
+        return self.runner.known_drafts(request.slot, len(request.tokens), number)
+
+    def _masks(self, rows: PlannedRows) -> bytes:
+        """What the request's grammar lets each sampled row have. The matcher stays where it is: it follows the tokens
+        that stand, and drafts are none yet."""
+        request = rows.request
+        if request.matcher is None or not rows.num_sampled:
+            return b""
+        drafts = self._drafts(request, min(request.num_drafts, rows.num_sampled - 1))
+        return request.matcher.masks(drafts, rows.num_sampled)
 
     def _can_do_without_drafter(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
         """Whether the drafter has nothing to do: nobody has drafts or wants any, and prompts do without it."""
@@ -361,17 +398,25 @@ class EngineCore:
             delta.drafter_faults, request.drafter_faults = request.drafter_faults, []
             delta.queue_seconds = request.queue_seconds or 0.0
             self._deltas.append(delta)
-        if delta.finish_reason is not None:
-            self._finish(request, delta.finish_reason)
+        reason = delta.finish_reason
+        if reason is None and result.failure:  # with no token of its own, which would be left out of the text
+            reason = "stop"
+            self._deltas.append(
+                TokenDelta(request.id, finish_reason=reason, num_preemptions=request.num_preemptions)
+            )
+        if reason is not None:
+            self._finish(request, reason)
 
     def _emit(self, request: Progress, result: RowResult, delta: TokenDelta) -> None:
         """Take over the tokens up to the one that ends the output, and count the round."""
         num_kept, delta.finish_reason, delta.stop_reason = stopping_point(
             request.spec, len(request.tokens), result.token_ids
         )
+        if request.matcher is not None:
+            request.matcher.advance(result.token_ids[:num_kept])
         if result.failure and delta.finish_reason is None:
-            delta.finish_reason = "error"
             delta.error = _why_no_token(request, num_kept, result.failure)
+            delta.finish_reason = None if delta.error is None else "error"
         num_accepted = len(result.token_ids) - (not result.failure)
         delta.is_round = request.num_outputs > 0
         delta.token_ids = result.token_ids[:num_kept]
@@ -388,7 +433,7 @@ class EngineCore:
         # what lies behind the end of the output was neither hit nor miss
         is_whole = num_kept == len(result.token_ids) and not result.failure
         num_observed = delta.num_drafted if is_whole else delta.num_accepted
-        if num_observed:
+        if num_observed and not request.forced:  # which says nothing of other drafts
             self.policy.verified(request, num_observed, delta.num_accepted)
 
     def _tell_policy(self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool) -> None:
@@ -440,6 +485,7 @@ class EngineCore:
 
     def _finish(self, request: Progress, reason: FinishReason) -> None:
         request.finish_reason = reason
+        self._num_matched -= request.matcher is not None
         self.scheduler.finish(request)
         self._requests.pop(request.id, None)
 
@@ -540,6 +586,15 @@ class EngineCore:
             self._fail(request, self.error)
 
 
+def _forced(rows: Sequence[PlannedRows]) -> list[tuple[int, int, list[int]]]:
+    """Drafts of ours, as `StepInput.forced` has them, where there are rows for them."""
+    return [
+        (r.request.slot, len(r.request.tokens), r.request.forced[: r.num_sampled - 1])
+        for r in rows
+        if r.request.forced and r.num_sampled > 1
+    ]
+
+
 def _scheduled(rows: PlannedRows, num_drafts: int) -> ScheduledRequest:
     request = rows.request
     return ScheduledRequest(
@@ -571,11 +626,18 @@ def stopping_point(
     return len(token_ids), None, None
 
 
-def _why_no_token(request: Progress, num_kept: int, failure: str) -> str:
+def _why_no_token(request: Progress, num_kept: int, failure: str) -> str | None:
+    """What is wrong where a row has no token. None: nothing, since the output's grammar is complete and left the
+    end-of-text token alone, which something else, such as min_tokens, ruled out."""
     if failure != NONE_LEFT:
         return "the target's logits held no number"
+    if request.matcher is not None and request.matcher.is_complete:
+        return None
     params = request.spec.params
-    names = [name for name in ("allowed_token_ids", "bad_words", "stop_token_ids") if getattr(params, name)]
+    if request.matcher is not None and request.matcher.error:
+        return f"structured_outputs: the grammar cannot be followed any further: {request.matcher.error}"
+    fields = ("structured_outputs", "allowed_token_ids", "bad_words", "stop_token_ids")
+    names = [name for name in fields if getattr(params, name)]
     if params.min_tokens:
         names.append(f"min_tokens={params.min_tokens}")
     num_outputs = request.num_outputs + num_kept

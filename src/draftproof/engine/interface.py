@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from draftproof.types import SamplingParams
+
+if TYPE_CHECKING:
+    from draftproof.grammar.matcher import Grammar
 
 
 class StepSize(NamedTuple):
@@ -35,6 +38,7 @@ class RequestSpec:
     stop reason; `params.stop_token_ids` end it with one. `stop_ids`: both, which min_tokens holds back.
     `most_drafts`: the most drafts a round; `members`: the members of a chain that may draft for it, none named: all.
     `priority`: among requests that wait, those with the least come first. These three change speed only.
+    `grammar`: what the output must follow; its matcher is the core's.
     """
 
     token_ids: list[int]
@@ -48,6 +52,7 @@ class RequestSpec:
     most_drafts: int | None = None  # None: as many as the policy wants
     members: tuple[int, ...] = ()
     priority: int = 0
+    grammar: Grammar | None = None
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
 
 
@@ -64,7 +69,7 @@ class LogprobRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A request takes a slot. `token_ids` are known (prompt and, after a preemption, output); the first `num_computed`
-    of them are in the cache. `members`: as in `RequestSpec`."""
+    of them are in the cache. `members`: as in `RequestSpec`; `is_masked`: its sampled rows come with masks."""
 
     slot: int
     token_ids: list[int]
@@ -76,6 +81,7 @@ class Admission:
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     members: tuple[int, ...] = ()
+    is_masked: bool = False
 
 
 class ScheduledRequest(NamedTuple):
@@ -110,7 +116,10 @@ class StepInput:
     `table_entries` are new in the block tables. `fresh_blocks`: handed out since the last
     step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
     dropped, so the pass may be padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the
-    rows. `price`: tokens that one more row of the next pass must bring (`DraftRuntime.price`).
+    rows. `price`: tokens that one more row of the next pass must bring (`DraftRuntime.price`). `masks`: for each
+    scheduled request what its sampled rows may have, a bit an id in words of 32, row after row; empty where it has no
+    grammar, and for everybody where nobody has one. `forced`: (slot, position of the first, ids) of drafts that take
+    the place of those that lie there.
     """
 
     released: Sequence[int] = ()
@@ -121,6 +130,8 @@ class StepInput:
     all_decode: bool = False
     without_drafter: bool = False
     price: float = 0.0
+    masks: Sequence[bytes] = ()
+    forced: Sequence[tuple[int, int, Sequence[int]]] = ()
 
 
 @dataclass(slots=True)
@@ -188,10 +199,12 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """The device half of an engine. `num_drafts`: the most that are drafted, 0 without a drafter; `async_depth`: steps
     that may be in flight when `run` is called again; `drafter_names`: one a drafter, by its index; `max_model_len`: the
-    most tokens of a request."""
+    most tokens of a request; `most_forced`: the most drafts of a request that the host may put in the place of others,
+    which count for the last drafter."""
 
     num_drafts: int
     async_depth: int
+    most_forced: int
     drafter_names: tuple[str, ...]
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from draftproof.cache.pages import ROOT
 from draftproof.engine.acceptance import AcceptanceRecord
 from draftproof.engine.interface import Admission, RequestSpec, TableEntry
+from draftproof.grammar.matcher import Matcher
 from draftproof.types import FinishReason
 
 
@@ -80,6 +81,8 @@ class Progress:
     num_cached: int = 0
     queued: float = 0.0  # when it was asked for: seconds of `time.perf_counter`
     queue_seconds: float | None = None  # until it was first admitted
+    matcher: Matcher | None = None  # where its output must follow a grammar
+    forced: list[int] = field(default_factory=list)  # drafts of ours, in place of those on the device
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
 
@@ -131,6 +134,7 @@ class Progress:
             stop_ids=self.spec.stop_ids,
             bad_words_ids=self.spec.bad_words_ids,
             members=self.spec.members,
+            is_masked=self.matcher is not None,
         )
 
     def new_entries(self) -> list[TableEntry]:
@@ -158,6 +162,7 @@ class Progress:
         self.num_sent_blocks = self.num_computed = self.num_pending = self.num_drafts = (
             self.num_registered
         ) = 0
+        self.forced = []
         self.num_scored = self.num_scores_out
         self.draft_hole = None
         self.is_hole_partial = False

@@ -8,6 +8,7 @@ Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,7 @@ class ModelRunner:
     max_num_batched_tokens: int
     num_drafts: int  # the most that are asked for; 0 without a drafter
     drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
+    most_forced: int = 0  # drafts that the host may put in the place of others; counted for the last drafter
     levels: tuple[
         int, ...
     ] = ()  # numbers of drafts that captured steps are made for, ascending; 0: without drafter
@@ -236,11 +238,15 @@ class ModelRunner:
             for state in states:
                 state.admit(a.slot)
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
-            self.table.admit(a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids)
+            self.table.admit(
+                a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids, is_masked=a.is_masked
+            )
             if self.drafter is not None:
                 self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
                 if a.members:
                     self.drafter.restrict(a.slot, a.members)
+        for slot, position, drafts in step.forced:
+            self.state.force(slot, position, drafts)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
@@ -262,6 +268,9 @@ class ModelRunner:
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
         shape = replace(shape, processing=processing)
         scheduled_4R = self.state.load(scheduled, shape.num_requests, step.table_entries)
+        if step.masks:
+            firsts = itertools.accumulate((s.num_sampled for s in scheduled), initial=0)
+            self.table.load_masks([(at, mask) for at, mask in zip(firsts, step.masks, strict=False) if mask])
         launched = LaunchedStep(runner=self, scheduled=scheduled)
         num_warming = self.graphs.num_warming
         if full_graph:

@@ -112,6 +112,11 @@ class State:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_tables_GSB[:, slot] = 0
 
+    def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
+        """These drafts, the first for `position`, are what the slot's next rows verify."""
+        self.slots.tokens_SL[slot, position : position + len(drafts)] = upload(drafts, self.device)
+        self.slots.draft_count_S[slot] = len(drafts)
+
     def load(
         self, scheduled: Seq[ScheduledRequest], num_requests: int, entries: Seq[TableEntry] = ()
     ) -> Tensor:

@@ -1,12 +1,13 @@
 """A `StepInput` as one flat list of 64-bit integers: to be recorded, or sent to another process without pickling.
 
-Layout: each list is its length and its items; a floating-point number is its 64 bits; an absent list has length -1.
-Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0].
+Layout: each list is its length and its items; a floating-point number is its 64 bits; an absent list has length -1; a
+mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0].
 """
 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 
 from draftproof.engine.interface import Admission, ScheduledRequest, StepInput, TableEntry
@@ -37,7 +38,13 @@ def pack(step: StepInput) -> list[int]:
         num_logprobs = ABSENT if s.num_logprobs is None else s.num_logprobs
         out += (s.slot, s.start, s.num_rows, s.num_sampled, s.num_drafts, num_logprobs)
         out += (*s.scored, s.num_prompt_logprobs)
-    out += (int(step.all_decode), int(step.without_drafter), _bits(step.price))
+    out += (int(step.all_decode), int(step.without_drafter), _bits(step.price), len(step.masks))
+    for mask in step.masks:
+        _pack_list(out, memoryview(mask).cast("i").tolist())
+    out.append(len(step.forced))
+    for slot, position, drafts in step.forced:
+        out += (slot, position)
+        _pack_list(out, drafts)
     return out
 
 
@@ -58,6 +65,8 @@ def unpack(vector: Sequence[int]) -> StepInput:
         all_decode=bool(reader.integer()),
         without_drafter=bool(reader.integer()),
         price=reader.number(),
+        masks=[array("i", reader.integers()).tobytes() for _ in range(reader.integer())],
+        forced=[(reader.integer(), reader.integer(), reader.integers()) for _ in range(reader.integer())],
     )
     assert reader.at == len(vector), (reader.at, len(vector))
     return step
@@ -71,6 +80,7 @@ def _pack_admission(out: list[int], a: Admission) -> None:
     for word in a.bad_words_ids:
         _pack_list(out, word)
     _pack_list(out, a.members)
+    out.append(int(a.is_masked))
     out += [_bits(getattr(a.params, name)) for name in FLOATS]
     out += [getattr(a.params, name) for name in INTEGERS]
     _pack_list(out, a.params.allowed_token_ids)
@@ -83,7 +93,7 @@ def _unpack_admission(reader: _Reader) -> Admission:
     slot, num_computed, num_prompt, limit, row_seed = (reader.integer() for _ in range(5))
     token_ids, stop_ids = reader.integers(), reader.integers()
     bad_words_ids = [reader.integers() for _ in range(reader.integer())]
-    members = tuple(reader.integers())
+    members, is_masked = tuple(reader.integers()), bool(reader.integer())
     floats = {name: reader.number() for name in FLOATS}
     integers = {name: reader.integer() for name in INTEGERS}
     allowed, biased = reader.optional(), reader.optional()
@@ -100,6 +110,7 @@ def _unpack_admission(reader: _Reader) -> Admission:
         stop_ids=frozenset(stop_ids),
         bad_words_ids=bad_words_ids,
         members=members,
+        is_masked=is_masked,
     )
 
 

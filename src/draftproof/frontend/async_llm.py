@@ -134,6 +134,7 @@ class AsyncLLM:
         self._gate = threading.Lock()  # between the last look at `_actions` and whoever adds one
         self._is_closing = self._is_stopped = self._is_ended = self._is_paused = False
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
+        self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
 
@@ -179,6 +180,20 @@ class AsyncLLM:
             raise
         return stream
 
+    async def compile(self, params: SamplingParams, seconds: float) -> None:
+        """Have what `params.structured_outputs` asks for compiled, by a thread of its own, so that `prepare` finds it
+        done and nobody else's prompts wait for it. ValueError where it cannot be, and where it takes longer."""
+        if params.structured_outputs is None:
+            return
+        work = partial(self._requests.inputs.grammar, params)
+        compiled = asyncio.get_running_loop().run_in_executor(self._compiler, work)
+        try:
+            await asyncio.wait_for(compiled, seconds)
+        except TimeoutError:
+            raise ValueError(
+                f"structured_outputs: took longer than grammar_timeout={seconds:g} seconds to compile; ask for less"
+            ) from None
+
     async def encode(self, work: Callable[[], T]) -> T:
         """The result of `work`, done by the thread that encodes prompts."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
@@ -217,6 +232,7 @@ class AsyncLLM:
         self._soon_if_open(self._stop)
         await asyncio.to_thread(self._thread.join)
         self._encoder.shutdown()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     async def drained(self) -> None:
         """Wait until no request is open. For the loop whose tasks ask."""

@@ -9,10 +9,11 @@ from typing import Any
 from draftproof.engine.checks import check_request
 from draftproof.engine.interface import RequestSpec
 from draftproof.frontend.text import Tokenizer
+from draftproof.grammar.matcher import Grammar, GrammarCompiler
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import GenerationDefaults
 from draftproof.sampling.noise import row_seed
-from draftproof.schema import check_choice, shown
+from draftproof.schema import check_choice, check_whole, shown
 from draftproof.types import RequestHints, SamplingParams
 
 DictPrompt = dict[str, str] | dict[str, list[int]]
@@ -24,7 +25,7 @@ NO_HINTS = RequestHints()
 class PreparedRequest:
     """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
 
-    `members` and `bad_words_ids`: as in `RequestSpec`.
+    `members`, `bad_words_ids` and `grammar`: as in `RequestSpec`.
     """
 
     prompt: str | None
@@ -33,6 +34,7 @@ class PreparedRequest:
     hints: RequestHints = NO_HINTS
     members: tuple[int, ...] = ()
     bad_words_ids: list[list[int]] = field(default_factory=list)
+    grammar: Grammar | None = None
 
 
 class InputProcessor:
@@ -54,6 +56,11 @@ class InputProcessor:
         self._defaults = defaults
         self._engine_seed = engine_seed
         self._methods = tuple(methods)
+        self._compiler: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._compiler = GrammarCompiler(
+                tokenizer.to_json, model.vocab_size, self.eos_ids, tokenizer.special_texts
+            )
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
@@ -64,7 +71,8 @@ class InputProcessor:
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
             raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
         members = self._members(hints.method)
-        prepared = PreparedRequest(text, token_ids, params, hints, members, self._bad_words(params))
+        bad_words, grammar = self._bad_words(params), self.grammar(params)
+        prepared = PreparedRequest(text, token_ids, params, hints, members, bad_words, grammar)
         check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
         return prepared
 
@@ -78,13 +86,14 @@ class InputProcessor:
             params=params,
             row_seed=row_seed(params.seed, self._engine_seed, arrival, index),
             limit=len(token_ids) + min(room, params.max_tokens or room),
-            eos_ids=frozenset() if params.ignore_eos else frozenset(self.eos_ids),
+            eos_ids=self._ends(params),
             stop_ids=self._stop_ids(params),
             bad_words_ids=given.bad_words_ids,
             prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             most_drafts=given.hints.num_speculative_tokens,
             members=given.members,
             priority=given.hints.priority,
+            grammar=given.grammar,
             reads_prefix_cache=not scores_prompt,
         )
 
@@ -127,7 +136,26 @@ class InputProcessor:
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Those that end an output, and that min_tokens holds back."""
-        return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else self.eos_ids)
+        return frozenset(params.stop_token_ids or ()) | self._ends(params)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """End-of-text ids that end an output. A grammar's end is one, and nothing can follow it."""
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        return frozenset(() if goes_on else self.eos_ids)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """What an output must follow, compiled; compiled before, where it is met again. ValueError where it cannot
+        be."""
+        rule = params.structured_outputs
+        if rule is None:
+            return None
+        if self._compiler is None:
+            raise ValueError("structured_outputs: need a tokenizer; this model has none, give tokenizer=...")
+        if rule.after_token_id is not None:
+            check_whole(
+                "structured_outputs: after_token_id", rule.after_token_id, 0, self._model.vocab_size - 1
+            )
+        return self._compiler.compile(rule)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -102,6 +102,15 @@ class Tokenizer:
         """Whether decoding leaves this token out when special tokens are skipped."""
         return token_id in self._special_ids
 
+    def special_texts(self) -> frozenset[str]:
+        """The special tokens, as prompts name them."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token.content for token in added.values() if token.special)
+
+    def to_json(self) -> str:
+        """All of it, as in a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def holds_back(self, token_id: int) -> bool:
         """Whether text up to this token may still change: a run of raw bytes is decoded as a whole."""
         return token_id in self._fallback_ids

@@ -21,7 +21,7 @@ from draftproof.kernels.norm.reference import add_rms_norm_torch
 from draftproof.kernels.process.reference import process_torch
 from draftproof.kernels.process.spec import pack_list
 from draftproof.kernels.rope.reference import rope_store_torch
-from draftproof.kernels.row_params import CONSTRAINED, PENALISED, RowParams, pack_row
+from draftproof.kernels.row_params import CONSTRAINED, MASKED, PENALISED, RowParams, pack_row
 from draftproof.kernels.sample.reference import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
@@ -311,7 +311,7 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
 
 
 def process_check(vocab_size: int, device: torch.device) -> Check:
-    """Rows of two slots by turns: one with penalties, one with a list of every kind."""
+    """Rows of two slots by turns: one with penalties, one with a list of every kind, and a mask for each row."""
     num_rows, length, half = SAMPLED_ROWS, 40, vocab_size // 2
     generator = _generator(13)
     logits_MV = (2 * torch.randn(num_rows, vocab_size, generator=generator)).to(device)
@@ -322,16 +322,18 @@ def process_check(vocab_size: int, device: torch.device) -> Check:
     lists_SN = torch.tensor([[0] * len(numbers), numbers], dtype=torch.int32)
     rows = [
         pack_row(prompt_len=9, flags=PENALISED, repetition=1.3, presence=0.4, frequency=0.1),
-        pack_row(prompt_len=9, flags=CONSTRAINED, held_until=15),
+        pack_row(prompt_len=9, flags=CONSTRAINED | MASKED, held_until=15),
     ]
     slots_M = (torch.arange(num_rows) % 2).to(device)
     positions_M = (torch.arange(num_rows) // 2 % (length - 10) + 10).to(device)
     params = RowParams(torch.tensor(rows).to(device)[slots_M])
     tokens_SL, lists_SN = tokens_SL.to(device), lists_SN.to(device)
+    masks_MW = torch.randint(-(1 << 31), 1 << 31, (num_rows, -(-vocab_size // 32)), generator=generator)
+    masks_MW = masks_MW.to(device, torch.int32)
 
     def run(version: Any, rows_T: Tensor) -> Bits:
         given = (params[rows_T], slots_M[rows_T], positions_M[rows_T])
-        found: Bits = version(logits_MV[rows_T], *given, tokens_SL, lists_SN)
+        found: Bits = version(logits_MV[rows_T], *given, tokens_SL, lists_SN, masks_MW[rows_T])
         return found
 
     def wrong(logits_MV: Tensor, params: RowParams, slots_M: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@
 
 namespace dp {
 
-constexpr int64_t PENALISED = 1, CONSTRAINED = 2;
+constexpr int64_t PENALISED = 1, CONSTRAINED = 2, MASKED = 4;
 
 struct RowParams {
     int64_t seed, top_k;

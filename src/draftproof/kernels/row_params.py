@@ -1,8 +1,8 @@
 """The sampling parameters of rows as one packed record, which every operator that samples is handed whole.
 
 A row is 64 bytes: int64 seed and top-k; fp32 temperature, top-p, min-p, repetition, presence and frequency penalty;
-int64 prompt length, `PENALISED | CONSTRAINED`, and the position below which stop ids are held back. row_params.h
-is the same record in C++, and gpu/ reads it by column. Shapes: M rows, or S slots.
+int64 prompt length, `PENALISED | CONSTRAINED | MASKED`, and the position below which stop ids are held back.
+row_params.h is the same record in C++, and gpu/ reads it by column. Shapes: M rows, or S slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 NUM_COLUMNS = 8  # int64; twice as many of fp32
-PENALISED, CONSTRAINED = 1, 2  # a penalty holds; the slot has a list of ids (see kernels/process/spec.py)
+# a penalty holds; the slot has a list of ids, and its rows have masks (see kernels/process/spec.py)
+PENALISED, CONSTRAINED, MASKED = 1, 2, 4
 _ROW = struct.Struct("<2q6f3q")
 
 

@@ -1,16 +1,17 @@
 """The sampling parameters of every slot, on the device, and the host's knowledge of which slots need processing.
 
-Shapes: S slots, V vocabulary, N numbers of the longest list.
+Shapes: S slots, V vocabulary, N numbers of the longest list, M rows of a pass, W words of 32 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from draftproof.kernels.process.spec import HEADER, pack_list
-from draftproof.kernels.row_params import CONSTRAINED, NUM_COLUMNS, PENALISED, RowParams, pack_row
+from draftproof.kernels.row_params import CONSTRAINED, MASKED, NUM_COLUMNS, PENALISED, RowParams, pack_row
 from draftproof.runtime.transfer import upload
 from draftproof.types import SamplingParams
 
@@ -20,11 +21,18 @@ class SamplingTable:
 
     `lists_SN`: what each slot rules out and weighs, as `kernels.process` reads it. A longer list than any before moves
     all to a larger table, and `generation`, from 1, counts these: what was recorded with an earlier one is stale.
+    `masks_MW`: which ids each row of the pass may have, where the host decides it; made when that is first asked for.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu", *, max_rows: int = 1
+    ) -> None:
+        """max_rows: the most that a pass samples."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.max_rows = max_rows
+        self.masks_MW = torch.zeros((0, -(-vocab_size // 32)), dtype=torch.int32, device=self.device)
+        self._masks_on_host = self.masks_MW
         free = torch.tensor(pack_row(), dtype=torch.int64, device=self.device)
         self.params_S = RowParams(free.expand(num_slots, NUM_COLUMNS).clone())
         self.lists_SN = torch.zeros((num_slots, 16 * HEADER), dtype=torch.int32, device=self.device)
@@ -44,10 +52,12 @@ class SamplingTable:
         prompt_len: int,
         stop_ids: frozenset[int] = frozenset(),
         bad_words_ids: list[list[int]] | None = None,
+        *,
+        is_masked: bool = False,
     ) -> None:
         """Fill `slot`. `prompt_len`: tokens of the user's prompt, also after a preemption; `stop_ids`: EOS and stop
-        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`. All ids have been
-        checked against the vocabulary.
+        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`; `is_masked`: the
+        host gives each of its rows a mask. All ids have been checked against the vocabulary.
         """
         self.release(slot)
         held_back = [i for i in sorted(stop_ids) if 0 <= i < self.vocab_size] if params.min_tokens else []
@@ -59,6 +69,9 @@ class SamplingTable:
             self._store_list(slot, pack_list(held_back, bias, words, allowed, self.vocab_size))
         if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
             flags |= PENALISED
+        if is_masked:
+            flags |= MASKED
+            self._make_room_for_masks()
         if flags:
             self._processed.add(slot)
         row = pack_row(
@@ -84,6 +97,29 @@ class SamplingTable:
     def has_processing(self, slots: Iterable[int]) -> bool:
         """Whether any of these slots' requests asks for more than temperature and filters."""
         return bool(self._processed) and not self._processed.isdisjoint(slots)
+
+    def load_masks(self, masks: Sequence[tuple[int, bytes]]) -> None:
+        """Masks of the next pass: (the first row, a mask for it and for each of those after it). What they were in an
+        earlier pass has been read."""
+        host_MW = self._masks_on_host
+        max_rows, num_words = host_MW.shape
+        first_byte, row_bytes = host_MW.data_ptr(), 4 * num_words
+        num_rows = 0
+        for first, rows in masks:
+            num_rows = max(num_rows, first + len(rows) // row_bytes)
+            assert len(rows) % row_bytes == 0 and num_rows <= max_rows, (first, len(rows), max_rows)
+            ctypes.memmove(first_byte + first * row_bytes, rows, len(rows))
+        if host_MW is not self.masks_MW:
+            self.masks_MW[:num_rows].copy_(host_MW[:num_rows], non_blocking=True)
+
+    def _make_room_for_masks(self) -> None:
+        if len(self.masks_MW):
+            return
+        self.masks_MW = self.masks_MW.new_zeros((self.max_rows, self.masks_MW.shape[1]))
+        self.generation += 1
+        self._masks_on_host = self.masks_MW
+        if self.device.type != "cpu":
+            self._masks_on_host = torch.zeros(self.masks_MW.shape, dtype=torch.int32, pin_memory=True)
 
     def _store_list(self, slot: int, numbers: list[int]) -> None:
         width = self.lists_SN.shape[1]

@@ -32,8 +32,8 @@ class Sampler:
         self, logits_MV: Tensor, params: RowParams, slots_M: Tensor, positions_M: Tensor, tokens_SL: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `kernels.process.Process`."""
-        lists_SN = self.table.lists_SN
-        return self.ops.process(logits_MV, params, slots_M, positions_M, tokens_SL, lists_SN)
+        lists_SN, masks_MW = self.table.lists_SN, self.table.masks_MW
+        return self.ops.process(logits_MV, params, slots_M, positions_M, tokens_SL, lists_SN, masks_MW)
 
     def sample(
         self,

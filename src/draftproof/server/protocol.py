@@ -15,14 +15,12 @@ from draftproof.frontend.llm import LLM
 from draftproof.schema import words
 from draftproof.server.errors import RefusalError
 from draftproof.server.settings import ServerConfig
+from draftproof.server.structured import GUIDED, rule_asked
 from draftproof.types import RequestHints, SamplingParams
 
 # Fields of others that would change the answer: to ignore them silently would be wrong.
 NOT_SERVED: Mapping[str, frozenset[str]] = {
     "calls of tools are not parsed": words("tools functions"),
-    "outputs are not constrained by a grammar": words(
-        "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
-    ),
     "there is neither infilling nor beam search": words("suffix use_beam_search"),
     "prompts and answers are text or token ids": words("audio prompt_embeds"),
     "prompts are not cut": words("truncate_prompt_tokens"),
@@ -104,6 +102,12 @@ class GenerationBody(Body):
     speculation: Speculation | None = None
     priority: int | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def max_num_tokens(self) -> int | None:
@@ -140,6 +144,10 @@ class GenerationBody(Body):
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         given.setdefault("seed", secrets.randbits(53))  # what JSON's readers take without loss
         given |= {"max_tokens": self.max_num_tokens, "logprobs": self.num_logprobs}
+        guided = {name: getattr(self, name) for name in GUIDED if getattr(self, name) is not None}
+        given["structured_outputs"] = rule_asked(
+            self.response_format, self.structured_outputs, guided, limits
+        )
         if self.scores_prompt:
             given.setdefault("prompt_logprobs", self.num_logprobs)
         return dataclasses.replace(defaults, **given)

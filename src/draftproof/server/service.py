@@ -94,6 +94,7 @@ class Service:
         work = partial(job.body.prompts, self.llm.llm)
         limit = self.config.chat_template_timeout
         prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
+        await self.llm.compile(job.params, self.config.grammar_timeout)
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
         self.admission.add_tokens(job.ticket, job.params.n * num_tokens)

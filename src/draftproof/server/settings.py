@@ -43,6 +43,10 @@ class ServerConfig:
     max_listed_ids: int = documented(
         4096, "Most entries of allowed_token_ids, of stop_token_ids and of logit_bias."
     )
+    max_grammar_chars: int = documented(
+        1 << 16,
+        "Longest schema, regex, grammar or list of choices that an answer must follow, in characters.",
+    )
     max_logprobs: int = documented(20, "Most log-probabilities for a token.")
     max_open_requests: int = documented(
         512, "Most outputs being computed or waiting; beyond them requests get a 429."
@@ -58,6 +62,9 @@ class ServerConfig:
     )
     chat_template_timeout: float = documented(
         5.0, "Seconds that the model's chat template may take for a request."
+    )
+    grammar_timeout: float = documented(
+        10.0, "Seconds that preparing a request's schema or grammar may take."
     )
     keep_alive_interval: float = documented(
         15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
@@ -77,13 +84,14 @@ class ServerConfig:
             "max_stop_strings",
             "max_stop_chars",
             "max_listed_ids",
+            "max_grammar_chars",
             "max_open_requests",
             "max_open_tokens",
             "max_connections",
         ):
             check_whole(name, getattr(self, name), 1)
         check_whole("max_logprobs", self.max_logprobs, 0)
-        for name in ("client_timeout", "keep_alive_interval", "chat_template_timeout"):
+        for name in ("client_timeout", "keep_alive_interval", "chat_template_timeout", "grammar_timeout"):
             check_number(name, getattr(self, name), above=0)
         check_number("shutdown_timeout", self.shutdown_timeout)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -1,6 +1,6 @@
 """Processing of logits before the filters: what it is, and its versions.
 
-Shapes: M rows, V vocabulary, S slots, L positions, N numbers of the longest list.
+Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N numbers of the longest list.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Process(Protocol):
         positions_M: Tensor,  # int64: the position that each row samples
         tokens_SL: Tensor,  # int32: known tokens, then the drafts being verified
         lists_SN: Tensor,  # int32: see spec.py
+        masks_MW: Tensor,  # int32: a bit an id, of each row, read where its slot is `MASKED`; there may be more rows
     ) -> tuple[Tensor, Tensor]:
         """(the logits after everything but temperature and filters, new; why a row will have no token, int64 [M]: its
         logits were no numbers, or were and the request rules every token out)."""

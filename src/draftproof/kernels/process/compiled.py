@@ -16,7 +16,7 @@ class ProcessCompiled:
     """`process_torch` in C++, rows in parallel."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_process", "8P5q")
+        self._run, self._pack = library.packed("dp_process", "9P5q")
 
     def __call__(
         self,
@@ -26,6 +26,7 @@ class ProcessCompiled:
         positions_M: Tensor,
         tokens_SL: Tensor,
         lists_SN: Tensor,
+        masks_MW: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `Process`."""
         logits_MV = logits_MV.float().contiguous()
@@ -33,7 +34,17 @@ class ProcessCompiled:
         slots_M, positions_M = slots_M.contiguous(), positions_M.contiguous()
         rows, width = logits_MV.shape
         out_MV, failures_M = torch.empty_like(logits_MV), slots_M.new_empty(rows)
-        given = (logits_MV, packed_MC, slots_M, positions_M, tokens_SL, lists_SN, out_MV, failures_M)
+        given = (
+            logits_MV,
+            packed_MC,
+            slots_M,
+            positions_M,
+            tokens_SL,
+            lists_SN,
+            masks_MW,
+            out_MV,
+            failures_M,
+        )
         sizes = (rows, width, tokens_SL.shape[1], lists_SN.shape[1], torch.get_num_threads())
         self._run(self._pack(*[x.data_ptr() for x in given], *sizes), out_MV, failures_M)
         return out_MV, failures_M

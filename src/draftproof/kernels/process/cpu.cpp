@@ -11,15 +11,17 @@ using dp::RowParams;
 
 constexpr int64_t NO_NUMBER = -1, NONE_LEFT = -2, HEADER = 4;
 
+// What a row of masks does not name is ruled out.
+void mask(float* row, int64_t width, const uint32_t* allowed) {
+    for (int64_t v = 0; v < width; v++) {
+        if (!(allowed[v / 32] >> (v % 32) & 1)) row[v] = -INFINITY;
+    }
+}
+
 void constrain(float* row, int64_t width, const int32_t* list, const int32_t* tokens, int64_t position,
                const RowParams& p) {
     int64_t at_bias = list[0], at_words = list[1], at_mask = list[2], num_stops = list[3];
-    if (at_mask) {
-        const uint32_t* mask = (const uint32_t*)list + at_mask;
-        for (int64_t v = 0; v < width; v++) {
-            if (!(mask[v / 32] >> (v % 32) & 1)) row[v] = -INFINITY;
-        }
-    }
+    if (at_mask) mask(row, width, (const uint32_t*)list + at_mask);
     for (int64_t i = 0, at = at_bias + 1; i < list[at_bias]; i++, at += 2) {
         float bias;
         std::memcpy(&bias, &list[at + 1], sizeof bias);
@@ -65,7 +67,7 @@ struct ProcessArgs {
     const float* logits;
     const RowParams* params;
     const int64_t *slots, *positions;
-    const int32_t *tokens, *lists;
+    const int32_t *tokens, *lists, *masks;
     float* out;
     int64_t* failures;
     int64_t rows, width, columns, numbers, threads;
@@ -88,6 +90,7 @@ extern "C" void dp_process(const ProcessArgs* a) {
         int64_t slot = a->slots[r], position = a->positions[r];
         const int32_t* tokens = a->tokens + slot * a->columns;
         if (p.flags & dp::CONSTRAINED) constrain(row, width, a->lists + slot * a->numbers, tokens, position, p);
+        if (p.flags & dp::MASKED) mask(row, width, (const uint32_t*)a->masks + r * ((width + 31) / 32));
         if (p.flags & dp::PENALISED) penalise(row, width, tokens, position, p);
     });
 }

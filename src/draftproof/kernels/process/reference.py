@@ -2,7 +2,7 @@
 
 Order and meaning are vLLM's. A row's context is tokens_SL[slot, :position], where draft tokens of the same round
 already stand: so the row of a draft counts the drafts before it, without any state. `spec.py` says what a list holds.
-Shapes: M rows, V vocabulary, S slots, L positions, N numbers of the longest list, P positions.
+Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N numbers of the longest list, P positions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.process.spec import HEADER, NO_NUMBER, NONE_LEFT
-from draftproof.kernels.row_params import CONSTRAINED, PENALISED, RowParams
+from draftproof.kernels.row_params import CONSTRAINED, MASKED, PENALISED, RowParams
 
 
 def process_torch(
@@ -21,6 +21,7 @@ def process_torch(
     positions_M: Tensor,
     tokens_SL: Tensor,
     lists_SN: Tensor,
+    masks_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `Process`."""
     out_MV = logits_MV.float().clone()
@@ -36,6 +37,8 @@ def process_torch(
         tokens_P = tokens_SL[slot, :position].long()
         if flags & CONSTRAINED:
             _constrain(out_MV[m], lists_SN[slot], tokens_P, prompt_len, position < held_until)
+        if flags & MASKED:
+            _mask(out_MV[m], masks_MW[m])
         if flags & PENALISED and position > 0:
             _penalise(out_MV[m], tokens_P, params[slice(m, m + 1)], prompt_len)
     has_numbers_M = torch.isfinite(logits_MV.amax(-1))
@@ -47,9 +50,7 @@ def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int,
     numbers, tokens = list_N.tolist(), tokens_P.tolist()
     at_bias, at_words, at_mask, num_stops = numbers[:HEADER]
     if at_mask:
-        ids_V = torch.arange(len(row_V), device=row_V.device)
-        word_V = list_N[at_mask + ids_V // 32]
-        row_V.masked_fill_((word_V >> (ids_V % 32)) & 1 == 0, -torch.inf)
+        _mask(row_V, list_N[at_mask:])
     for number in range(numbers[at_bias]):
         at = at_bias + 1 + 2 * number
         row_V[numbers[at]] += list_N[at + 1 : at + 2].view(torch.float32)[0]
@@ -62,6 +63,12 @@ def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int,
         at += 1 + numbers[at]
     if is_early:
         row_V[list_N[HEADER : HEADER + num_stops].long()] = -torch.inf
+
+
+def _mask(row_V: Tensor, words_W: Tensor) -> None:
+    """In place: ids whose bit is 0 are ruled out."""
+    ids_V = torch.arange(len(row_V), device=row_V.device)
+    row_V.masked_fill_((words_W[ids_V // 32] >> (ids_V % 32)) & 1 == 0, -torch.inf)
 
 
 def _penalise(row_V: Tensor, tokens_P: Tensor, params: RowParams, prompt_len: int) -> None:

@@ -1,7 +1,8 @@
 """What a slot asks of its logits as a list of int32, and what stands in place of a token.
 
 Where bias, words and mask begin (0: no mask), number of stop ids, the stop ids; number of biases, an id and the bits of
-a fp32 each; number of bad words, length and ids each; the mask, a bit an id.
+a fp32 each; number of bad words, length and ids each; the mask, a bit an id. Where a grammar decides what may come next
+the host gives each row a mask of its own beside the list, read where the slot is `MASKED`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.kernels.process.spec import HEADER as LIST_HEADER
 from draftproof.kernels.process.spec import NO_NUMBER, NONE_LEFT
-from draftproof.kernels.row_params import CONSTRAINED, NUM_COLUMNS, PENALISED, RowParams
+from draftproof.kernels.row_params import CONSTRAINED, MASKED, NUM_COLUMNS, PENALISED, RowParams
 from draftproof.runtime.triton.launch import dense, on, pdl
 from draftproof.runtime.triton.pdl import begin
 
@@ -22,14 +22,15 @@ BLOCK, LISTED = 1024, 128
 HEADER = tl.constexpr(LIST_HEADER)
 COLUMNS = tl.constexpr(NUM_COLUMNS)
 HAS_PENALTY, HAS_LIST = tl.constexpr(PENALISED), tl.constexpr(CONSTRAINED)
+HAS_MASK = tl.constexpr(MASKED)
 STANDS = tl.constexpr(1 << 30)  # a token occurs; the bits below count it in the output
 
 
-@triton.jit(do_not_specialize=["N", "width"], do_not_specialize_on_alignment=["logits", "lists"])
+@triton.jit(do_not_specialize=["N", "width"], do_not_specialize_on_alignment=["logits", "lists", "masks"])
 def _copy_kernel(
-    logits, flags, slots, lists, out, seen, width, N, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, flags, slots, lists, masks, out, seen, width, N, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Copy BLOCK columns of a row, -inf where a mask lacks them; nothing has been seen yet."""
+    """Copy BLOCK columns of a row, -inf where its slot's mask or its own lacks them; nothing has been seen yet."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,6 +43,9 @@ def _copy_kernel(
         if at_mask > 0:
             word = tl.load(numbers + at_mask + v // 32, mask=inside, other=0)
             x = tl.where(((word >> (v % 32)) & 1) == 1, x, -float("inf"))
+    if (flag & HAS_MASK) != 0:
+        word = tl.load(masks + m * ((width + 31) // 32) + v // 32, mask=inside, other=0)
+        x = tl.where(((word >> (v % 32)) & 1) == 1, x, -float("inf"))
     tl.store(out + m * width + v, x, mask=inside)
     if (flag & HAS_PENALTY) != 0:
         tl.store(seen + m * width + v, tl.zeros((BLOCK,), tl.int32), mask=inside)
@@ -143,6 +147,7 @@ def process(
     positions_M: Tensor,
     tokens_SL: Tensor,
     lists_SN: Tensor,
+    masks_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `Process`."""
     logits_MV = dense(logits_MV.float())
@@ -160,8 +165,9 @@ def process(
     grid = (rows, triton.cdiv(width, BLOCK))
     with on(logits_MV):
         _copy_kernel[grid](
-            logits_MV, flags_M, slots_M, lists_SN, out_MV, seen_MV, width, numbers, BLOCK=BLOCK, **soon
-        )
+            logits_MV, flags_M, slots_M, lists_SN, masks_MW, out_MV, seen_MV, width, numbers, BLOCK=BLOCK,
+            **soon,
+        )  # fmt: skip
         _list_kernel[(rows,)](
             flags_M, prompt_len_M, p.held_until_M, slots_M, positions_M, tokens_SL, lists_SN, out_MV,
             width, length, numbers, LISTED=LISTED, **soon,

@@ -1,0 +1,235 @@
+"""Answers that follow a grammar: valid, and the same with every drafter as without one.
+
+    NUM_SCHEMAS=500 python -m pytest tests/conformance/test_grammar.py -m "slow or not slow"
+
+takes as many schemas with every drafter; without, sixty with a few.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from draftproof import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from draftproof.grammar.matcher import Matcher
+from tests.conformance.cases import CASES, Case
+from tests.conformance.schemas import generated, shipped
+from tests.made.shared import EAGLE3
+from tests.slow import slow
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+NUM_SCHEMAS = int(os.environ.get("NUM_SCHEMAS", "60"))
+QUICK = ("eagle3", "suffix", "ff")
+FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
+PLAIN = Case({})
+
+
+def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """All of an output that a drafter could change, log-probabilities with their bits."""
+    return [
+        (c.token_ids, c.text, c.finish_reason, c.cumulative_logprob, o.error)
+        for o in outputs
+        for c in o.outputs
+    ]
+
+
+@functools.cache
+def usable() -> list[dict[str, Any]]:
+    """Schemas that llguidance takes; the library's own first, a third of all at most."""
+    with LLM(**ENGINE) as llm:
+        found = []
+        for schema in shipped():
+            try:
+                llm.requests.inputs.grammar(SamplingParams(structured_outputs={"json": schema}))  # type: ignore[arg-type]
+            except ValueError:
+                continue
+            found.append(schema)
+    found = found[: NUM_SCHEMAS // 3]
+    return found + generated(NUM_SCHEMAS - len(found), seed=23)
+
+
+def wanted() -> tuple[list[str], list[SamplingParams]]:
+    """Each schema greedy and sampled, with one more wish by turns."""
+    more: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.2},
+        {"min_tokens": 9},
+    ]
+    prompts, params = list[str](), list[SamplingParams]()
+    for number, schema in enumerate(usable()):
+        rule = StructuredOutputsParams(json=schema, disable_any_whitespace=number % 5 == 4)
+        shared: dict[str, Any] = {
+            "max_tokens": 120, "structured_outputs": rule, "logprobs": 1, **more[number % len(more)],
+        }  # fmt: skip
+        params.append(SamplingParams(temperature=0, **shared))
+        params.append(SamplingParams(temperature=0.9, seed=number, **shared))
+        prompts += [f"answer {number} = ", f"# {number % 7}\nx = "]
+    return prompts, params
+
+
+@functools.cache
+def plain(target: str | None) -> list[Any]:
+    prompts, params = wanted()
+    with LLM(model=target, **ENGINE) as llm:
+        return answers(ask(llm, prompts, params))
+
+
+def test_every_finished_answer_is_valid() -> None:
+    _, params = wanted()
+    num_finished = 0
+    for given, (_, text, reason, _, error) in zip(params, plain(None), strict=True):
+        assert error is None
+        assert given.structured_outputs is not None
+        if reason != "stop":
+            continue
+        num_finished += 1
+        schema = json.loads(str(given.structured_outputs.json))
+        validator = jsonschema.Draft202012Validator(schema)
+        problems = list(validator.iter_errors(json.loads(text)))
+        assert not problems, (schema, text, problems)
+    assert num_finished > 0.7 * len(params)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else slow) for name in CASES])
+def test_drafts_change_no_answer(name: str) -> None:
+    case = CASES[name]
+    prompts, params = wanted()
+    with LLM(**{**ENGINE, **FEW_BLOCKS, **case.llm(4)}) as llm:
+        found = answers(ask(llm, prompts, params))
+        assert found == plain(case.target)
+        assert llm.stats.num_preemptions > 0
+        assert llm.stats.num_drafter_faults == 0 or name == "custom"
+        speculation = llm.stats.speculation
+        assert speculation.num_draft_tokens > 0
+        if name == "ff":
+            forced = llm.stats.drafters[-1]
+            assert forced.name == "ff"
+            assert forced.speculation.num_accepted_tokens == forced.speculation.num_draft_tokens > 100
+
+
+def test_forced_text_alone_changes_no_answer() -> None:
+    prompts, params = wanted()
+    with LLM(**{**ENGINE, **FEW_BLOCKS}, speculative_config={"method": "ff"}) as llm:
+        assert answers(ask(llm, prompts, params)) == plain(None)
+        assert llm.stats.num_preemptions > 0
+        speculation = llm.stats.speculation
+        assert speculation.num_accepted_tokens == speculation.num_draft_tokens > 100
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "regex": {"regex": "(ab|cd){2,5}[0-9]{3}"},
+    "choice": {"choice": ["positive", "negative", "neither, nor"]},
+    "grammar": {"grammar": 'start: "[" item ("," item)* "]"\nitem: /[0-9]{1,3}/'},
+    "json_object": {"json_object": True},
+    "tags": {
+        "structural_tag": {
+            "structures": [{"begin": "<f>", "schema": {"type": "object", "maxProperties": 1}, "end": "</f>"}],
+            "triggers": ["<f"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+def test_every_rule_beside_requests_without_one(policy: str) -> None:
+    """Choices of one request, prompts that share a prefix, the end of a block by its token, batches of all kinds."""
+    prompts, params = list[str](), list[SamplingParams]()
+    after = 203  # a newline, for a reasoning block's end
+    for number, rule in enumerate(RULES.values()):
+        for more in ({}, {"after_token_id": after}):
+            given = StructuredOutputsParams(**rule, **more)
+            params.append(SamplingParams(temperature=0, max_tokens=40, structured_outputs=given))
+            params.append(
+                SamplingParams(
+                    temperature=1.1, n=2, seed=number, max_tokens=40, structured_outputs=given, logprobs=2
+                )
+            )
+            params.append(SamplingParams(temperature=0.8, seed=number, max_tokens=30))
+            prompts += ["def f(x):\n    return", "import os\n", "def f(x):\n    pass"]
+    with LLM(**ENGINE) as llm:
+        expected = answers(ask(llm, prompts, params))
+    assert {reason for *_, reason, _, _ in expected} <= {"stop", "length"}
+    config = {"method": "chain", "drafters": [{"method": "ff"}, {"model": EAGLE3}, {"method": "ngram"}]}
+    with LLM(**ENGINE, speculative_config={**config, "policy": policy}) as llm:
+        assert answers(ask(llm, prompts, params)) == expected
+        assert answers(ask(llm, prompts, params)) == expected, "from the prefix cache"
+        assert llm.stats.drafters[-1].speculation.num_accepted_tokens > 10
+
+
+def test_log_probabilities_are_those_before_the_mask() -> None:
+    free = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    rule = StructuredOutputsParams(choice=["zebra"])
+    bound = SamplingParams(temperature=0, max_tokens=8, logprobs=3, structured_outputs=rule)
+    with LLM(**ENGINE) as llm:
+        expected, found = (o.outputs[0].logprobs for o in ask(llm, ["import "] * 2, [free, bound]))
+    assert expected is not None and found is not None
+    likely = set(expected[0])
+    assert likely <= set(found[0]) and all(found[0][i].logprob == expected[0][i].logprob for i in likely)
+    assert max(entry.rank for entry in found[0].values()) > 100, "what the rule left is no likely token"
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 30}, {"ignore_eos": True}, {"logit_bias": {2: -100.0}}])
+def test_a_complete_answer_ends(params: dict[str, Any]) -> None:
+    rule = StructuredOutputsParams(choice=["yes", "no"])
+    with LLM(**ENGINE, speculative_config={"model": EAGLE3}) as llm:
+        given = SamplingParams(temperature=0, max_tokens=60, structured_outputs=rule, **params)
+        output = ask(llm, ["Is it?"], [given])[0].outputs[0]
+    assert output.text in ("yes", "no") and output.finish_reason == "stop"
+
+
+def test_what_leaves_no_token_is_named() -> None:
+    rule = StructuredOutputsParams(choice=["yes", "no"])
+    with LLM(**ENGINE) as llm:
+        given = SamplingParams(allowed_token_ids=[500, 501], structured_outputs=rule, max_tokens=9)
+        output = ask(llm, ["Is it?"], [given])[0]
+    assert output.outputs[0].finish_reason == "error"
+    assert "structured_outputs, allowed_token_ids rule out all of them" in str(output.error)
+
+
+def test_a_grammar_that_cannot_be_is_refused_and_others_go_on() -> None:
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    good = SamplingParams(temperature=0, max_tokens=4)
+    with LLM(**ENGINE) as llm:
+        outputs = ask(llm, ["a", "b"], [bad, good])
+        assert "regex: cannot be followed" in str(outputs[0].error) and outputs[1].error is None
+        with pytest.raises(ValueError, match="after_token_id=9000"):
+            rule = StructuredOutputsParams(regex="a", after_token_id=9000)
+            ask(llm, ["a"], [SamplingParams(structured_outputs=rule)])
+
+
+def moved_by_drafts(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
+    """Masks along drafts by a matcher that takes them in, the refused ones' forerunners too, and stays there."""
+    masks = right_masks(self, drafts, num_rows)
+    self._matcher.try_consume_tokens(list(drafts))
+    return masks
+
+
+def same_for_all_rows(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
+    """What may follow the output, for the rows behind drafts too."""
+    return right_masks(self, [], 1) * num_rows
+
+
+right_masks = Matcher.masks
+
+
+@pytest.mark.parametrize("wrong", [None, moved_by_drafts, same_for_all_rows])
+def test_wrong_masks_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    prompts, params = (every[:24] for every in wanted())
+    with LLM(**ENGINE) as llm:
+        expected = answers(ask(llm, prompts, params))
+    if wrong is not None:
+        monkeypatch.setattr(Matcher, "masks", wrong)
+    with LLM(**ENGINE, speculative_config={"model": EAGLE3, "num_speculative_tokens": 4}) as llm:
+        assert (answers(ask(llm, prompts, params)) == expected) == (wrong is None)
