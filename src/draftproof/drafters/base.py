@@ -19,6 +19,7 @@ from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.given import GivenRows
 from draftproof.attention.turns import Turns
 from draftproof.cache.pool import PagedCache, PagedKV
+from draftproof.cache.states import StateSpec
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import Graphs
@@ -40,6 +41,7 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
+    states: tuple[StateSpec, ...] = ()  # what own layers keep of slots; a user's class must be trusted
     attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...
@@ -168,7 +170,7 @@ class Drafter:
     spec: DraftSpec
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """Called at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare."""
+        """Called at start, on a GPU twice, with the caches that `spec.kv`, `spec.states` and `spec.borrow` declare."""
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""

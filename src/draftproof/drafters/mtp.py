@@ -94,4 +94,4 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
     embed_VH = embedding(ctx, s.layers)
     _, lm_head = output_head(ctx, s.layers, s.layers.vocab_size)
     check_leftovers(ctx, tuple(f"modules.{m}." for m in range(num)))
-    return ModulesDrafter(modules, embed_VH, lm_head, spec, ctx.config.max_num_seqs + 1)
+    return ModulesDrafter(modules, embed_VH, lm_head, spec)

@@ -13,17 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.turns import Turns
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
+from draftproof.cache.states import LayerState, StateSpec
 from draftproof.cache.windows import WindowPages
-from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
-from draftproof.drafters import registry, vllm_names
+from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
@@ -35,6 +34,7 @@ from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
 from draftproof.engine.items import ItemStore, SlotItems
+from draftproof.engine.locate import locate
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -49,7 +49,6 @@ from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config, read_vision
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import resolve
 from draftproof.models.vision import ImageEncoder, Vision
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
@@ -209,42 +208,16 @@ def _check_fit(base: _Base, target: Decoder, members: Seq[DrafterSandbox]) -> No
     for member in members:
         spec = member.spec
         target.check_taps(spec.taps.layers)
+        if spec.states and not member.is_trusted:
+            raise ValueError(
+                f"drafter {member.name}: spec.states={spec.states}: their code would run in the engine's steps; set "
+                "speculative_config['trusted']=True, or keep them in the drafter"
+            )
         shapes = spec.attention or [
             AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
         ]
         whose = f"drafter {member.name}"
         registry_of_attention.check_sizes(base.device, base.config.attention_backend, shapes, whose)
-
-
-def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:
-    """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
-    if config.model is None:
-        return config, resolve(assets.default_model().where, progress=progress)
-    directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
-    given = vllm_names.named(config.speculative_config or SpeculativeConfig())
-    is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
-    if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):
-        return config, directory
-    weights = Files(directory, RandomWeights(), config.load_format).weights(given)
-    head = detect.read(directory, weights, given.hf_overrides)
-    target = detect.target_of(head)
-    if target is None:
-        raise ValueError(
-            f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
-            "this folder as speculative_config['model']"
-        )
-    if not vllm_names.accepts(given.method, head.method):
-        raise ValueError(
-            f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
-            f"{given.method!r}: leave the method out, or give the target as model"
-        )
-    if given.model is not None and Path(given.model) != directory:
-        raise ValueError(
-            f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
-            "give the target as model"
-        )
-    config = dataclasses.replace(config, speculative_config=dataclasses.replace(given, model=str(directory)))
-    return config, resolve(target)
 
 
 def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | None) -> _Base:
@@ -322,7 +295,6 @@ def _drafting(base: _Base, plans: Seq[DraftPlan], members: Seq[DrafterSandbox]) 
         num_drafts,
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
-        names=_names(plans),
         methods=tuple(plan.method for plan in plans),
         most_forced=min(num_drafts, sum(most[num_own:])),
     )
@@ -384,9 +356,8 @@ def _one_drafter(
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
-def _names(plans: Seq[DraftPlan]) -> tuple[str, ...]:
+def _names(methods: Seq[str]) -> tuple[str, ...]:
     """The drafters' methods; one that stands before it in a chain already gets a number."""
-    methods = [plan.method for plan in plans]
     number = [methods[: i + 1].count(method) for i, method in enumerate(methods)]
     return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(methods, number, strict=True))
 
@@ -408,8 +379,7 @@ class _Drafting:
     num_drafts: int
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
-    names: tuple[str, ...] = ()  # one a drafter, each another
-    methods: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()  # one a drafter
     most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
 
     @property
@@ -452,7 +422,9 @@ def _engine(
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
-    scheduler = _scheduler(config, drafting, groups, num_blocks)
+    # pages do not hold what a state was at their end
+    sharing = config.enable_prefix_caching and not target.states
+    scheduler = _scheduler(config, drafting, groups, num_blocks, sharing=sharing)
     policy = _policy(base, drafting, runner)
     stats = EngineStats()
     if isinstance(policy, AutoPolicy):
@@ -475,13 +447,18 @@ def _full(shapes: Seq[PagedKV], groups: Seq[memory.WindowGroup]) -> list[PagedKV
 
 
 def _scheduler(
-    config: EngineConfig, drafting: _Drafting, groups: Seq[memory.WindowGroup], num_blocks: int
+    config: EngineConfig,
+    drafting: _Drafting,
+    groups: Seq[memory.WindowGroup],
+    num_blocks: int,
+    *,
+    sharing: bool,
 ) -> Scheduler:
     spec, num_drafts = drafting.spec, drafting.num_drafts
     pages = PageAllocator(
         num_blocks,
         config.block_size,
-        sharing=config.enable_prefix_caching,
+        sharing=sharing,
         lookahead=spec.reads_ahead if spec.kv else 0,
     )
     return Scheduler(
@@ -506,8 +483,7 @@ def _runner(
     num_drafts = drafting.num_drafts
     state = _state(base, num_drafts, max(num_drafts, spec.lookahead), len(groups))
     tables_GSB = state.block_tables_GSB
-    size, layout = config.block_size, base.backend.layout
-    draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
+    draft_cache = _draft_cache(base, spec, num_blocks, tables_GSB[0])
     target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
     items = _slot_items(base, spec, num_drafts)
     memory_lent = DraftRuntime(
@@ -543,7 +519,7 @@ def _runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
-        drafter_names=drafting.names,
+        drafter_names=_names(drafting.methods),
         most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
@@ -574,7 +550,8 @@ def _slot_items(base: _Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
 def _target_cache(
     base: _Base, target: Decoder, groups: Seq[memory.WindowGroup], num_blocks: int, tables_GSB: Tensor
 ) -> PagedCache:
-    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that."""
+    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that; and their
+    states."""
     numbers = {group.window: number for number, group in enumerate(groups, 1)}
     size, layout = base.config.block_size, base.backend.layout
     layers = list[LayerKV]()
@@ -582,7 +559,20 @@ def _target_cache(
         number = numbers.get(shape.window, 0)
         held = groups[number - 1].num_blocks(num_blocks) if number else num_blocks
         layers += allocate([shape], tables_GSB[number], held, size, base.dtype, base.device, layout).layers
-    return PagedCache(layers, tables_GSB[0])
+    return PagedCache(layers, tables_GSB[0], _states(base, target.states))
+
+
+def _draft_cache(base: _Base, spec: DraftSpec, num_blocks: int, table_SB: Tensor) -> PagedCache:
+    """Memory for a drafter's own layers, all on one table, and their states."""
+    size, layout = base.config.block_size, base.backend.layout
+    cache = allocate(spec.kv, table_SB, num_blocks, size, base.dtype, base.device, layout)
+    cache.states = _states(base, spec.states)
+    return cache
+
+
+def _states(base: _Base, specs: Seq[StateSpec]) -> list[LayerState]:
+    """Memory for states of all slots, the one of nobody included."""
+    return [spec.allocate(base.config.max_num_seqs + 1, base.dtype, base.device) for spec in specs]
 
 
 def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:

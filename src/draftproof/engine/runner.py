@@ -21,6 +21,7 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.given import GivenEmbeddings, WholeRows
 from draftproof.cache.pool import PagedCache
+from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.costs import MAX_GRAPH_ROWS, levels_of, rounded_rows
@@ -237,7 +238,10 @@ class ModelRunner:
             if self.drafter is not None:
                 self.drafter.release(slot)
             self.items.release(slot)
+        states = self.cache.states + self.draft_cache.states
         for a in step.admitted:
+            for state in states:
+                state.admit(a.slot)
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
             self.table.admit(
                 a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids, is_masked=a.is_masked
@@ -394,7 +398,7 @@ class ModelRunner:
         """(what `_close` gives, the drafters that raised)."""
         proposal = drafter.propose(checked.verified, num_drafts)
         faults = tuple(i for i, sandbox in enumerate(self.sandboxes) if sandbox.error is not None)
-        return self._close(checked, proposal), faults
+        return self._close(checked, proposal, with_drafter=True), faults
 
     def _lose_state(self, launched: LaunchedStep) -> None:
         """What the drafters that raised should have kept of everybody's rows is missing."""
@@ -415,7 +419,7 @@ class ModelRunner:
         """
         checked, drafter = self.verify_rows(shape, scheduled_4R, items), self.drafter
         if drafter is None or not shape.with_drafter:
-            return self._close(checked, self.state.no_drafts(shape.num_requests))
+            return self._close(checked, self.state.no_drafts(shape.num_requests), with_drafter=False)
         closed, faults = self._draft(drafter, checked, shape.num_drafts)
         for number in faults:
             error = self.sandboxes[number].error
@@ -475,8 +479,19 @@ class ModelRunner:
         out = self.target(tokens_T, attn, taps.layers, taps.final, given)
         return (out.hidden_TH, *out.taps)
 
-    def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
-        """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+    def _commit(self, verified: Verified, *, with_drafter: bool) -> None:
+        """The one place where rows become permanent in what layers keep of slots: when all who see the pass's rows have
+        written theirs, the drafter's layers too if it was shown them."""
+        states = self.cache.states + (self.draft_cache.states if with_drafter else [])
+        if states:
+            v = verified
+            rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+            for state in states:
+                state.commit(rows)
+
+    def _close(self, checked: VerifiedPass, proposal: Proposal, *, with_drafter: bool) -> PassOutputs:
+        """Commit, and store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+        self._commit(checked.verified, with_drafter=with_drafter)
         result = checked.result
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
         drafter_R = proposal.drafter_R

@@ -34,7 +34,7 @@ class PackedLinear:
         self.in_features = shape.inputs
         self.out_features = shape.outputs
         self.weight_itemsize = weight_itemsize
-        self.saved_bytes = 0  # of the weight, by packing it: known when it is certified
+        self.saved_bytes = 0  # what packing the weight takes away from it, known when it is certified
         self._linear_fn: LinearFn | None = None
         self._partial_sums: LinearFn | None = None
 

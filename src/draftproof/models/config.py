@@ -15,6 +15,7 @@ import torch
 from draftproof import schema
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedKV
+from draftproof.cache.states import StateSpec
 from draftproof.models import registry, vision
 from draftproof.models.families import FAMILIES, Family
 from draftproof.models.reading import stored_dtype
@@ -76,8 +77,8 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
-        """What its layers keep, of those that keep anything; a window is the longest of the layers that read it."""
-        own = [layer.mixer.cache for layer in self.layers if layer.mixer.cache is not None]
+        """What its layers keep of each token; a window is the longest of the layers that read it."""
+        own = [kept for layer in self.layers for kept in layer.mixer.caches if isinstance(kept, PagedKV)]
         readers: list[list[int]] = [[] for _ in own]
         for layer, cache in zip(self.layers, self.cache_of_layer, strict=True):
             if own:  # else its target lends them
@@ -86,6 +87,11 @@ class ModelConfig:
             dataclasses.replace(kept, window=max(windows) if all(windows) else 0)
             for kept, windows in zip(own, readers, strict=True)
         )
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What its layers keep of each slot."""
+        return tuple(s for layer in self.layers for s in layer.mixer.caches if not isinstance(s, PagedKV))
 
     @property
     def cache_of_layer(self) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ class Decoder:
         "head",
         "kv",
         "rope_tables",
+        "states",
     )
 
     def __init__(
@@ -75,6 +76,7 @@ class Decoder:
         self._cap = config.logit_cap
         self.rope_tables = tables
         self.kv = config.caches
+        self.states = config.states
         self.embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
+from draftproof.cache.pool import CacheSpec
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -44,8 +45,8 @@ class SharedKVConfig:
         )
 
     @property
-    def cache(self) -> None:
-        return None
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return ()
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
