@@ -3,7 +3,8 @@
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --batches 1,4,16
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --rates 0 --batches 1,4
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"method": "ngram"}' --changing --batches 1
-    PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64
+    PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64 --waves 1
+    PYTHONPATH=src:. python bench/adaptive.py --matrix cpu --jobs 1   # every cell that is to be shown on a CPU
 
 All of them take turns. A turn is as many requests as are decoded at once, times --waves: with one wave the slowest
 request of each turn ends alone, with several its place is taken, as in a server. The best fixed number is chosen on
@@ -14,6 +15,10 @@ number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output diffe
 Predictions are of steps in which all decode, after every prompt was decoded once with the most drafts; they are
 compared with the same steps, with as many drafts as predicted (or none) and with `auto`.
 
+A fixed number that is far slower than the best in the first turn is left out of the later ones. With one wave one pair
+of engines serves all batches. At the end there is a table of all cells.
+
+--seconds: turns of a cell until that much time is gone, of four at least and --num-turns at most.
 --rates: the drafter takes its time, and what it proposes are the target's own tokens, right as often as that.
 --changing: a third of the turns are the prompts, a third noise, the last third the prompts again. There every fixed
 number has to be beaten, by all turns.
@@ -35,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import matrix
 from bench.models import Shape
 from bench.rules import AverageAcceptance, BatchTable
 from draftproof import LLM, SamplingParams, assets
@@ -42,11 +48,15 @@ from draftproof.bench import internals, workload
 from draftproof.cli.prompts import read_file
 from draftproof.drafters import recordings
 from draftproof.drafters.replay import ReplayDrafter
+from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
+HOPELESS = 0.75  # part of the best way's speed in the first turn: a fixed number below it is not tried again
+FEWEST_TURNS = 4
+TURNS_OFF = 2  # turns of the drafting engine without drafts, which only predictions are compared with
 Ids = list[list[int]]
 
 
@@ -87,6 +97,10 @@ class Way:
         self.tokens.append(sum(map(len, ids)))
         self.outputs += ids
 
+    def forget(self) -> None:
+        for kept in (self.seconds, self.tokens, self.outputs, self.steps):
+            kept.clear()
+
     def decoding_speed(self, batch: int) -> float:
         """Tokens per second of steps in which so many requests decode, and nobody's prompt is computed."""
         steps = [step for step in self.steps if step.num_requests == batch]
@@ -106,63 +120,114 @@ def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, f
     return ours.speed(turns) / theirs.speed(turns), found[RESAMPLES // 20], found[-RESAMPLES // 20]
 
 
+def _leave_out(ways: list[Way], fixed: Sequence[Way], least: float) -> None:
+    """Fixed numbers that reach less than this part of the best way's speed go."""
+    best = max(way.speed(range(len(way.seconds))) for way in ways)
+    ways[:] = [way for way in ways if way not in fixed or way.speed(range(len(way.seconds))) >= least * best]
+
+
 @dataclass
 class Bench:
-    """One pair of engines, which decode `batch` requests at once; a turn has `waves` times as many."""
+    """One pair of engines; a turn has `waves` times as many requests as are decoded at once."""
 
     plain: LLM
     drafting: LLM
-    batch: int
+    batches: tuple[int, ...]
     waves: int
     num_tokens: int
     num_turns: int
+    seconds: float  # about what a cell may take
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def cell(self, name: str, prompts: Ids, noise: Ids | None = None) -> dict[str, Any]:
-        """All ways over the prompts; over `noise`, too, where the workload is to change."""
+    def cell(
+        self, name: str, batch: int, prompts: Ids, accepted: Acceptance, noise: Ids | None = None
+    ) -> dict[str, Any]:
+        """All ways over the prompts, as new engines; over `noise`, too, where the workload is to change. `accepted`:
+        what is known of drafts for these prompts."""
         engine = self.drafting.engine
-        auto = engine.policy
+        engine.policy = auto = copy.deepcopy(self.new)
         assert isinstance(auto, AutoPolicy)
         levels = auto.costs.levels
         most = levels[-1]
         fixed = [Way(f"K={k}", self.drafting, partial(FixedPolicy, k)) for k in levels[1:]]
-        table = [(8, most), (32, max(1, most // 2)), (64, 1)]
+        table = BatchTable([(8, most), (32, max(1, most // 2)), (64, 1)])
         sglang = AverageAcceptance(most)
         ours = Way("auto", self.drafting, lambda: auto)
-        asker = internals.asking_anyway(self.drafting)
         off = Way("off", self.drafting, partial(FixedPolicy, 0))
-        Way("asking", self.drafting, lambda: asker).run(
-            prompts, [self._params(i) for i in range(len(prompts))]
-        )
+        by_table = Way("vLLM's", self.drafting, lambda: table)
         ways = [
             Way("plain", self.plain),
             off,
             *fixed,
-            Way("vLLM's", self.drafting, lambda: BatchTable(table)),
+            by_table,
             Way("SGLang's", self.drafting, lambda: sglang),
             ours,
             Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
         ]
-        num = self.batch * self.waves
+        alike = next((way for way in fixed if way.name == f"K={table.at(batch)}"), None)
+        if alike is not None and self.waves == 1:  # the rule is a fixed number for so many requests
+            ways.remove(by_table)
+            by_table = alike
+        tried = list(ways)
+        num_turns = self._take_turns(ways, fixed, batch, prompts, noise)
+        engine.policy = auto
+        ways = [way for way in ways if len(way.seconds) == num_turns]
+        rules = {"vLLM's": by_table, "SGLang's": ways[-3]}
+        best_of = [way for way in fixed if way in ways]
+        judged = self._judge(ways, best_of, rules, is_changing=noise is not None)
+        context = batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
+        prediction = AutoPolicy(auto.costs, accepted).predict(batch, int(context))
+        meant = dict(zip(levels, [off, *fixed], strict=True))[prediction.num_drafts]
+        row = {
+            "cell": name,
+            "batch": batch,
+            "num_turns": num_turns,
+            **judged,
+            "same": all(way.outputs == tried[0].outputs[: len(way.outputs)] for way in tried),
+            "predicted_k": prediction.num_drafts,
+            "predicted": prediction.speedup,
+            "measured": meant.decoding_speed(batch) / off.decoding_speed(batch),
+            "auto_measured": ours.decoding_speed(batch) / off.decoding_speed(batch),
+        }
+        self.rows.append(row)
+        return row
+
+    def _take_turns(
+        self, ways: list[Way], fixed: Sequence[Way], batch: int, prompts: Ids, noise: Ids | None
+    ) -> int:
+        """The number of turns that all ways had, but for fixed numbers that are hopeless."""
+        num, start = batch * self.waves, time.perf_counter()
         for number in range(self.num_turns):
+            is_late = time.perf_counter() - start > self.seconds
+            if is_late and number >= FEWEST_TURNS and noise is None:
+                return number
             is_noise = noise is not None and number * 3 // self.num_turns == 1
             source = noise if noise is not None and is_noise else prompts
             given = workload.cycled(source[number * num % len(source) :] + source, num)
             params = [self._params(number * num + i) for i in range(num)]
-            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            if number == 0 and not internals.runs_ahead(self.drafting):
+                for way in ways:  # what is met first is recorded
+                    way.run(given, params)
+                _leave_out(ways, fixed, HOPELESS**2)
+                for way in ways:
+                    way.forget()
+            still = [way for way in ways if len(way.seconds) == number]
+            for way in still[number % len(still) :] + still[: number % len(still)]:
                 way.run(given, params)
-        engine.policy = auto
-        row = {"cell": name, "batch": self.batch, **self._judge(ways, fixed, is_changing=noise is not None)}
-        context = self.batch * (statistics.mean(map(len, prompts)) + self.num_tokens / 2)
-        prediction = asker.predict(self.batch, int(context))
-        meant = dict(zip(levels, [off, *fixed], strict=True))[prediction.num_drafts]
-        row["predicted_k"], row["predicted"] = prediction.num_drafts, prediction.speedup
-        row["measured"] = meant.decoding_speed(self.batch) / off.decoding_speed(self.batch)
-        row["auto_measured"] = ours.decoding_speed(self.batch) / off.decoding_speed(self.batch)
-        self.rows.append(row)
-        return row
+            if noise is None:
+                _leave_out(still, fixed, HOPELESS)
+                ways[:] = [way for way in still if way.name != "off" or number < TURNS_OFF]
+        return self.num_turns
+
+    def asked(self, prompts: Ids) -> Acceptance:
+        """What is accepted of drafts for these prompts, of which as many as possible are always asked for."""
+        self.drafting.engine.policy = copy.deepcopy(self.new)
+        asker = internals.asking_anyway(self.drafting)
+        params = [self._params(i) for i in range(len(prompts))]
+        Way("asking", self.drafting, lambda: asker).run(prompts, params)
+        return asker.acceptance
 
     def _params(self, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -173,22 +238,23 @@ class Bench:
             detokenize=False,
         )
 
-    def _judge(self, ways: Sequence[Way], fixed: Sequence[Way], *, is_changing: bool) -> dict[str, Any]:
+    def _judge(
+        self, ways: Sequence[Way], fixed: Sequence[Way], rules: dict[str, Way], *, is_changing: bool
+    ) -> dict[str, Any]:
         by_name = {way.name: way for way in ways}
         plain, auto, new = by_name["plain"], by_name["auto"], by_name["new"]
-        every, even, odd = (
-            range(self.num_turns),
-            range(0, self.num_turns, 2),
-            range(1, self.num_turns, 2),
-        )
+        num_turns = len(plain.seconds)
+        every, even, odd = range(num_turns), range(0, num_turns, 2), range(1, num_turns, 2)
         chosen_on, compared_on = (every, every) if is_changing else (even, odd or every)
         best = max([plain, *fixed], key=lambda way: way.speed(chosen_on))
         bounds = {
             "auto/plain": (auto, plain, every, PLAIN_BOUND),
             "new/plain": (new, plain, every, PLAIN_BOUND),
             f"auto/best ({best.name})": (auto, best, compared_on, 1.0 if is_changing else FIXED_BOUND),
-            "auto/vLLM's": (auto, by_name["vLLM's"], every, RULES_BOUND),
-            "auto/SGLang's": (auto, by_name["SGLang's"], every, RULES_BOUND),
+            **{
+                f"auto/{name}": (auto, way, range(len(way.seconds)), RULES_BOUND)
+                for name, way in rules.items()
+            },
         }
         judged = {}
         for name, (ours, theirs, turns, bound) in bounds.items():
@@ -197,17 +263,17 @@ class Bench:
         return {
             "speed": {way.name: way.speed(every) for way in ways},
             "ratios": judged,
-            "same": all(way.outputs == plain.outputs for way in ways),
         }
 
 
 def benches(given: argparse.Namespace) -> Iterator[tuple[str, Bench, Ids]]:
     """What is asked for, one after the other: name, engines, prompts."""
-    for batch in map(int, given.batches.split(",")):
+    batches = tuple(map(int, given.batches.split(",")))
+    for together in [batches] if given.waves == 1 else [(batch,) for batch in batches]:
         for config in given.drafter:
-            yield Path(config.get("model", config.get("method", ""))).name, *real(given, config, batch)
+            yield Path(config.get("model", config.get("method", ""))).name, *real(given, config, together)
         if given.shape:
-            yield given.shape, *replayed(given, batch)
+            yield given.shape, *replayed(given, together)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -229,11 +295,12 @@ def real_prompts(llm: LLM, file: Path | None) -> Ids:
     return [prompt.token_ids(llm.tokenizer, chat=False) for prompt in read]
 
 
-def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batch: int) -> Bench:
+def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batches: tuple[int, ...]) -> Bench:
     return Bench(
         plain=plain,
         drafting=drafting,
-        batch=batch,
+        batches=batches,
+        seconds=given.seconds,
         waves=given.waves,
         num_tokens=given.tokens,
         num_turns=given.num_turns,
@@ -242,10 +309,10 @@ def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batch: int) -
     )
 
 
-def real(given: argparse.Namespace, config: dict[str, Any], batch: int) -> tuple[Bench, Ids]:
+def real(given: argparse.Namespace, config: dict[str, Any], batches: tuple[int, ...]) -> tuple[Bench, Ids]:
     """A model and a drafter as they are, or with the drafter's time and the target's own tokens."""
     settings: dict[str, Any] = {
-        "max_num_seqs": batch,
+        "max_num_seqs": max(batches),
         "enable_prefix_caching": False,
         "device": given.device,
     }
@@ -254,7 +321,7 @@ def real(given: argparse.Namespace, config: dict[str, Any], batch: int) -> tuple
     if given.rates:
         config = recorded(plain, prompts, given, config)
     drafting = LLM(given.model, **settings, speculative_config=config)
-    return bench_of(given, plain, drafting, batch), prompts
+    return bench_of(given, plain, drafting, batches), prompts
 
 
 def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
@@ -269,19 +336,19 @@ def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str
     return {"method": "replay", "recordings": str(file), "acceptance": 0.5, "drafters": [head]}
 
 
-def replayed(given: argparse.Namespace, batch: int) -> tuple[Bench, Ids]:
+def replayed(given: argparse.Namespace, batches: tuple[int, ...]) -> tuple[Bench, Ids]:
     """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
     shape = Shape(given.shape, given.device, given.small)
     settings: dict[str, Any] = {
-        "max_num_seqs": batch,
+        "max_num_seqs": max(batches),
         "max_model_len": 1024,
         "enable_prefix_caching": False,
     }
     plain = LLM(**shape.target(), **settings)
-    prompts = workload.random_prompts(batch * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
+    prompts = workload.random_prompts(max(batches) * 2, 200, 0.2, plain.model_config.vocab_size, seed=0)
     config = recorded(plain, prompts, given, {"model": shape.drafter()["model"]})
     drafting = LLM(**shape.target(), **settings, speculative_config=config)
-    return bench_of(given, plain, drafting, batch), prompts
+    return bench_of(given, plain, drafting, batches), prompts
 
 
 def parse() -> argparse.Namespace:
@@ -307,31 +374,46 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=100, help="of each request")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of each cell, about")
+    parser.add_argument("--matrix", choices=matrix.NAMES, help="all cells of this kind of device")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of a matrix, on two cores each")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def main() -> int:
-    given = parse()
-    rows: list[dict[str, Any]] = []
-
+def cells(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of the cells that are asked for."""
     for name, bench, prompts in benches(given):
         noise = None
         if given.changing:
-            noise = workload.random_prompts(
-                len(prompts), 200, 0.2, bench.plain.model_config.vocab_size, seed=1
-            )
+            vocab_size = bench.plain.model_config.vocab_size
+            noise = workload.random_prompts(len(prompts), 200, 0.2, vocab_size, seed=1)
         for rate in given.rates.split(",") if given.rates else [""]:
             if rate:
                 drafter = internals.drafter_of(bench.drafting)
                 assert isinstance(drafter, ReplayDrafter)
                 drafter.set_acceptance([float(rate)])
-            row = bench.cell(f"{name}, right at {rate}" if rate else name, prompts, noise)
+            accepted = bench.asked(prompts)
+            for batch in bench.batches:
+                whole = f"{name}, right at {rate}" if rate else name
+                yield bench.cell(whole, batch, prompts, accepted, noise)
+
+
+def main() -> int:
+    given = parse()
+    rows: list[dict[str, Any]] = []
+    if given.matrix:
+        rows = matrix.rows(given.matrix, given.jobs, sys.argv[0])
+    else:
+        for row in cells(given):
             rows.append(row)
             print(shown(row), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(rows, indent=1))
+    print(matrix.table(rows))
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
-    failed = [row for row in rows if not row["same"] or not all(r["ok"] for r in row["ratios"].values())]
+    failed = [row for row in rows if not matrix.holds(row)]
     print(f"{len(rows) - len(failed)} of {len(rows)} cells hold")
     return int(bool(failed))
 

@@ -23,9 +23,11 @@ class BatchTable(FixedPolicy):
         super().__init__(max(num_drafts for _, num_drafts in table))  # the drafter sees every prompt
         self._table = table
 
+    def at(self, num_requests: int) -> int:
+        return next((k for most, k in self._table if num_requests <= most), 0)
+
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        number = len(asked) + num_others
-        return [next((k for most, k in self._table if number <= most), 0)] * len(asked)
+        return [self.at(len(asked) + num_others)] * len(asked)
 
 
 class AverageAcceptance(FixedPolicy):

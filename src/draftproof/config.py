@@ -40,6 +40,7 @@ VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "kv_cache_dtype": (("auto",), "the cache has the target's dtype"),
     "tokenizer_mode": (("auto",), "there is one kind of tokenizer"),
     "enable_lora": ((False,), "there are no adapters"),
+    "enable_prompt_embeds": ((True, False), "prompts may be embeddings"),
 }
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 MOST_BLOCK_SIZE = 1024  # attention is certified on blocks that are full
@@ -56,8 +57,10 @@ class SpeculativeConfig:
     chain's is the most that any may propose. `policy`, for one version: "fixed" and "adaptive" hold for the number
     beside them, or the checkpoint's own. `quantization` "fp8" rounds
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
-    capability 8.9 or later, and a few other drafts. `hf_overrides`: keys that replace those of the draft checkpoint's
-    config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
+    capability 8.9 or later, and a few other drafts. `image_inputs`: what a head that reads the target's states is fed
+    at rows that carry embeddings (of images, of `prompt_embeds`): those (None, "embeddings") or "tokens", the ids that
+    stand for them; no checkpoint says which it was trained with. `hf_overrides`: keys that replace those of the draft
+    checkpoint's config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
     `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `trusted` True: a
     class of your own sees live buffers, writes to none of them, and is recorded as the package's drafters are; so it is
@@ -78,6 +81,7 @@ class SpeculativeConfig:
     max_faults: int = 8
     time_limit: float | None = None
     quantization: Literal["fp8"] | None = None
+    image_inputs: Literal["embeddings", "tokens"] | None = None
     hf_overrides: Mapping[str, Any] | None = None
     drafters: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class SpeculativeConfig:
         _check_mapping("speculative_config: hf_overrides", self.hf_overrides)
         check_choice("speculative_config: policy", self.policy, (None, "adaptive", "fixed"))
         check_choice("speculative_config: quantization", self.quantization, (None, "fp8"))
+        check_choice("speculative_config: image_inputs", self.image_inputs, (None, "embeddings", "tokens"))
         check_choice("speculative_config: load_format", self.load_format, (None, "auto", "gguf", "dummy"))
         if self.parallel_drafting is not None:
             check_flag("speculative_config: parallel_drafting", self.parallel_drafting)
@@ -158,6 +163,9 @@ class EngineConfig:
     )
     tokenizer: str | None = documented(None, "Tokenizer directory or hub id, if it is not the model's.")
     revision: str | None = documented(None, "Branch, tag or commit of a hub id.")
+    allowed_local_media_path: str | None = documented(
+        None, "The folder that messages may name image files of; left out: they may name none."
+    )
     hf_overrides: Mapping[str, Any] | None = documented(
         None, "Keys that replace those of the target's config.json, as JSON; null takes one out."
     )
@@ -218,7 +226,14 @@ class EngineConfig:
         _check_mapping("hf_overrides", self.hf_overrides)
         for name in ("exact", "native", "enforce_eager", "enable_prefix_caching"):
             check_flag(name, getattr(self, name))
-        for name in ("model", "tokenizer", "revision", "device", "attention_backend"):
+        for name in (
+            "model",
+            "tokenizer",
+            "revision",
+            "device",
+            "attention_backend",
+            "allowed_local_media_path",
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{name}={value!r}: must be text")

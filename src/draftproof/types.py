@@ -142,7 +142,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = documented(
         None, "Added to logits before sampling, from -100 to 100, as JSON: '{\"42\": -5}'."
     )
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # nor here: a rule has fields of its own
 
     def __post_init__(self) -> None:
         _read_numbers(self)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import adaptive
+from bench import adaptive, matrix
 from bench.rules import AverageAcceptance, BatchTable
 from draftproof.engine.costs import StepOutcome
 from tests.engine.test_scheduler import request
@@ -58,7 +60,33 @@ def test_the_comparison_runs(
         "--batches",
         "1,2",
     ]
-    monkeypatch.setattr("sys.argv", ["adaptive", *flags, "--num-turns", "2", "--tokens", "12"])
+    monkeypatch.setattr(adaptive, "HOPELESS", 0.0)  # so that no number is left out by the clock
+    file = tmp_path / "rows.json"
+    more = ["--num-turns", "2", "--tokens", "12", "--waves", "1", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["adaptive", *flags, *more])
     adaptive.main()
     out = capsys.readouterr().out
     assert out.count("same: True") == 2 and "K=5" in out and "SGLang's" in out and "of 2 cells hold" in out
+    rows = json.loads(file.read_text())
+    assert [row["batch"] for row in rows] == [1, 2] and out.count("| 8b, right at 0.8 | ") == 2
+
+
+def test_every_cell_s_process_is_named_and_its_drafter_is_there() -> None:
+    drafters = matrix.tiny()
+    assert {"n-gram", "suffix", "eagle3", "mtp", "dflash", "dflash2", "dspark", "peagle", "chain"} < set(
+        drafters
+    )
+    assert all(Path(config["model"]).is_dir() for config in drafters.values() if "model" in config)
+    named = [name for name, _ in matrix.processes()]
+    assert len(set(named)) == len(named) and {f"tiny, {name}" for name in drafters} < set(named)
+
+
+def test_a_table_says_what_fails() -> None:
+    ratio = {"ratio": 0.9, "low": 0.8, "high": 0.95, "bound": 0.97, "ok": False}
+    names = ("auto/plain", "new/plain", "auto/best (K=1)", matrix.VLLM, matrix.SGLANG)
+    row = {"cell": "x", "batch": 4, "num_turns": 5, "same": True, "ratios": dict.fromkeys(names, ratio)}
+    row |= {"predicted": 1.2, "measured": 1.0, "predicted_k": 1}
+    assert not matrix.holds(row) and not matrix.is_predicted(row) and "**fails**" in matrix.table([row])
+    good = {**row, "ratios": {n: {**ratio, "ok": True} for n in names}, "predicted": 1.05}
+    assert matrix.holds(good) and matrix.is_predicted(good) and "fails" not in matrix.table([good])
+    assert not matrix.holds({**good, "same": False})

@@ -6,7 +6,8 @@ import random
 
 import torch
 
-from draftproof.cache.recent import PassOfRows, RecentRows, SlotRows
+from draftproof.cache.recent import RecentRows, SlotRows
+from draftproof.cache.states import PassOfRows
 
 CPU = torch.device("cpu")
 SLOTS, EACH, SIZE = 4, 2, 3
@@ -47,7 +48,7 @@ def test_what_is_kept_are_the_last_permanent_rows() -> None:
         known = recent.known(rows).tolist()
         wanted = [0 if is_padding[r] else min(EACH, len(texts[slot])) for r, slot in enumerate(slots)]
         assert known == wanted
-        table = recent.table(rows, torch.tensor([vector(token) for token in tokens]))
+        table = recent.write(rows, torch.tensor([vector(token) for token in tokens]))
         for r, slot in enumerate(slots):
             for back in range(1, known[r] + 1):
                 at = torch.tensor([[-back]])
@@ -56,7 +57,7 @@ def test_what_is_kept_are_the_last_permanent_rows() -> None:
                 assert int(recent.tokens(rows, owner, at)) == token
                 assert table[int(recent.source(rows, owner, at))].tolist() == vector(token)
                 checked += 1
-        recent.commit(rows, table)
+        recent.commit(rows)
         for r, slot in enumerate(slots):
             texts[slot] += tokens[starts[r] : starts[r] + live[r]]
             length[slot] += live[r]

@@ -53,7 +53,7 @@ class FakeLLM:
             return RequestOutput("0", text, ids, [], True, RequestMetrics(stats), error=error)
         out = TOKENIZER.encode(TEXT)[: params.max_tokens]
         if self.change == "token" and index == 1:
-            out[2] = 77
+            out[min(2, len(out) - 1)] = 77
         shift = 1e-7 if self.change == "logprob" else 0.0
         logprobs = [{i: Logprob(-0.25 + shift, 1, "x"), 9: Logprob(-1.5, 2, "y")} for i in out]
         choice = CompletionOutput(0, TOKENIZER.decode(out), out, -0.5, logprobs, "length", None)

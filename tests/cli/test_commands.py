@@ -40,7 +40,9 @@ class TestFlags:
         assert [f.name for f in dataclasses.fields(EngineConfig)] == _flags(engine)
         sampling: Any = options.sampling_flags(print)
         names = [f.name for f in dataclasses.fields(SamplingParams)]
-        assert [name for name in names if name not in ("detokenize", "seed")] == _flags(sampling)
+        assert [name for name in names if name not in ("detokenize", "seed", "structured_outputs")] == _flags(
+            sampling
+        )
 
     def test_only_given_flags_reach_the_library(self, engines: Engines) -> None:
         line = (
@@ -183,6 +185,23 @@ class TestDemo:
         assert "plain tok/s" in out and "tau" in out
         assert out.splitlines()[-1].startswith("identical: yes (180 tokens of 36 outputs;")
         assert [e.drafting for e in engines] == [True, False]
+
+    def test_prompts_are_read_before_the_clock_starts(
+        self, engines: Engines, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """By both, after the first request, which warms them up; what it took is told."""
+        assert main(["demo", "--max-tokens", "5", "--no-transformers"]) == 0
+        for engine in engines:
+            tokens = [params.max_tokens for _, params in engine.seen if params is not None]
+            first = tokens.index(5, 1 if engine.drafting else 0)  # what is streamed comes first
+            assert tokens[first - 17 : first] == [1] * 17
+        assert "\nRead before the clock started, in " in capsys.readouterr().out
+
+    def test_reading_is_counted_in_as_well(self, capsys: pytest.CaptureFixture[str]) -> None:
+        reading = [demo.Timed(seconds=1.0), demo.Timed(seconds=2.0)]
+        demo.print_reading(reading, [demo.Timed(seconds=9.0), demo.Timed(seconds=3.0)])
+        out = capsys.readouterr().out
+        assert "in 1.0 s plain and 2.0 s speculative; if that is counted, greedy is 2.00x" in out
 
     def test_fails_when_not_identical(self, engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
         engines.change = "token"

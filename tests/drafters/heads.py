@@ -97,7 +97,9 @@ class Pair:
         return out.taps
 
     def memory(self, num_slots: int = 1) -> Paged:
-        return self.paged(self.drafter.spec.kv, num_slots=num_slots)
+        paged = self.paged(self.drafter.spec.kv, num_slots=num_slots)
+        paged.cache.states += [s.allocate(num_slots, self.dtype, CPU) for s in self.drafter.spec.states]
+        return paged
 
     def paged(self, kv: Sequence[PagedKV], **settings: Any) -> Paged:
         """A cache for the operators and the dtype of the pair."""

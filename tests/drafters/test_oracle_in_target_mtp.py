@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftproof.cache.recent import RecentRows
+from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Verified
 from draftproof.drafters.modules import ModulesDrafter
 from tests.drafters.heads import Pair, close
@@ -57,7 +59,9 @@ class Rounds:
     def __init__(self, pair: Pair, text: list[int], num_slots: int = 3) -> None:
         self.pair, self.text = pair, text
         (self.state_TH,) = run_rows(pair.target, Paged(pair.target.kv), [(0, 0, text)], (), True).taps
-        pair.bind(pair.memory(num_slots))
+        paged = pair.memory(num_slots)
+        (self.recent,) = paged.cache.states or (None,)
+        pair.bind(paged)
 
     def propose(self, parts: Sequence[Part], forced: list[list[int]] | None = None) -> tuple[Tensor, Tensor]:
         """(drafts [R, K], logits [R, K, V])."""
@@ -83,7 +87,10 @@ class Rounds:
             history=lambda r: torch.zeros(1, dtype=torch.int32),
         )
         num_drafts = max(p.wanted for p in parts)
-        proposal = self.pair.drafter.propose(verified, num_drafts)
+        v, proposal = verified, self.pair.drafter.propose(verified, num_drafts)
+        if self.recent is not None:  # as the engine does
+            rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+            self.recent.commit(rows)
         assert proposal.count_R.tolist() == [p.wanted for p in parts]
         return proposal.tokens_RK, torch.stack(draw.logits, 1) if draw.logits else torch.zeros(0)
 
@@ -174,24 +181,23 @@ def test_rounds_that_accept_some_or_all_beside_others() -> None:
 
 def test_a_slot_that_changes_hands_keeps_nothing() -> None:
     rounds, logits, _ = generation()
-    drafter = rounds.pair.drafter
-    assert isinstance(drafter, ModulesDrafter)
+    recent = rounds.recent
+    assert isinstance(recent, RecentRows) and isinstance(rounds.pair.drafter, ModulesDrafter)
     rounds.propose([Part(0, 0, 10)])
-    stale_SEH = drafter._recent.vectors_SEH.clone()
-    drafter.admit(0, rounds.text, 10)
+    stale_SEH = recent.vectors_SEH.clone()
+    recent.admit(0)
     # the new request found ten tokens' pages; what the old one kept ends at ten too, and is not its own
-    drafter._recent.vectors_SEH.normal_()
+    recent.vectors_SEH.normal_()
     _, seen = rounds.propose([Part(0, 10, 3)])
     close(seen[0, 0], logits[13][0])
-    assert not torch.equal(stale_SEH, drafter._recent.vectors_SEH)
+    assert not torch.equal(stale_SEH, recent.vectors_SEH)
 
 
 def test_the_reference_tells_rows_that_are_not_repeated() -> None:
     rounds, logits, _ = generation()
-    drafter = rounds.pair.drafter
-    assert isinstance(drafter, ModulesDrafter)
+    assert rounds.recent is not None
     rounds.propose([Part(0, 0, 9)])
-    drafter.admit(0, [], 0)  # forgets what was kept, and so repeats nothing
+    rounds.recent.admit(0)  # forgets what was kept, and so repeats nothing
     _, seen = rounds.propose([Part(0, 9, 1)])
     close(seen[0, 0], logits[10][0])
     assert (seen[0, 1] - logits[10][1]).abs().max() > 1e-3

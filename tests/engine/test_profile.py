@@ -30,7 +30,8 @@ class FakeRunner:
         num_requests, num_verified, num_drafts, context = size
         self.runs.append(size)
         is_first = self.runs.count(self.runs[-1]) < OFTEN
-        target = 1e-3 + 1e-4 * num_requests * (1 + num_verified) + 1e-6 * context * num_requests
+        target = 1e-3 + 1e-4 * num_requests * (1 + num_verified)
+        target += (1e-6 + 1e-7 * num_verified) * context * num_requests
         draft = 2e-4 * num_drafts if self.on_device else 0.0
         target, draft = (target * self.slowness, draft * self.slowness) if not is_first else (9.0, 9.0)
         self.now += 0.001
@@ -43,17 +44,19 @@ def test_what_was_measured_is_what_is_expected(buckets: tuple[int, ...]) -> None
     costs = StepCosts(LEVELS, buckets)
     profile.measure(runner, costs, clock=lambda: runner.now)
     for num_requests in (1, 4, 16):
-        for k in (0, 1, 5):
+        for k in LEVELS:
             seconds = 1e-3 + 1e-4 * num_requests * (1 + k) + 2e-4 * k
-            assert costs.step(num_requests, num_requests * (1 + k), k) == pytest.approx(seconds)
-    assert costs.step(1, 1, 0, context=700) == pytest.approx(1.1e-3 + 0.7e-3)
+            for context in (0, 700, 20000):
+                keys = (1e-6 + 1e-7 * k) * context
+                found = costs.step(num_requests, num_requests * (1 + k), k, context)
+                assert found == pytest.approx(seconds + keys)
 
 
 def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner()
     clock = iter(range(1000))
     profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
-    assert {size.num_requests for size in runner.runs[3:]} == {1} and len(runner.runs) < 40
+    assert {size.num_requests for size in runner.runs[3:]} == {1, 4} and len(runner.runs) < 40
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
@@ -62,7 +65,7 @@ def test_what_thinks_on_the_host_is_not_measured() -> None:
     runner.on_device = False
     costs = StepCosts(LEVELS)
     profile.measure(runner, costs, clock=lambda: runner.now)
-    assert not costs.draft and costs.step(1, 4, 3) == pytest.approx(1.4e-3 + GUESSED_DRAFT)
+    assert not costs.draft.by_requests and costs.step(1, 4, 3) == pytest.approx(1.4e-3 + GUESSED_DRAFT)
 
 
 def test_more_rows_never_seem_to_take_less() -> None:
@@ -88,13 +91,13 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), -1.0])
-@pytest.mark.parametrize("where", ["target", "draft", "context_seconds"])
+@pytest.mark.parametrize("where", ["target", "draft", "context_row_seconds"])
 def test_impossible_numbers_are_measured_again(tmp_path: Path, where: str, number: float) -> None:
     good = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
     file = tmp_path / "step-costs.json"
     content = json.loads(file.read_text())
     (key,) = content
-    spoilt = {"target": {"1": number}, "draft": {"1": {"1": number}}, "context_seconds": number}
+    spoilt = {"target": {"1": number}, "draft": {"1": {"1": number}}, "context_row_seconds": number}
     file.write_text(json.dumps({key: {**good, where: spoilt[where]}}))
     found = profile.costs_of(FakeRunner(), LEVELS, {}, tmp_path).as_json()
     assert found == good or (where, number) == ("draft", -1.0), (
@@ -133,9 +136,36 @@ def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     with LLM(speculative_config={"model": str(assets.path("tiny-eagle3"))}, **settings) as llm:
         policy = llm.engine.policy
         assert isinstance(policy, AutoPolicy)
-        assert {1, 2, 6} <= policy.costs.target.points.keys() and set(policy.costs.draft) == {1, 2, 3, 5}
+        assert {1, 2, 6} <= policy.costs.target.points.keys()
+        assert set(policy.costs.draft.by_requests[1].points) == {1, 2, 3, 5}
         assert [p.num_requests for p in llm.stats.predictions] == [1, 2]
         before = llm.generate("def f(", use_tqdm=False)[0].outputs[0].token_ids
     assert (tmp_path / "draftproof" / "step-costs.json").is_file()
     with LLM(**settings) as plain:
         assert plain.generate("def f(", use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slots and blocks that nobody has yet, and that are left as they were."""
+    from draftproof import LLM, assets
+    from draftproof.engine.runner import ModelRunner
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tables, measured = [], ModelRunner._measured
+
+    def watched(self: ModelRunner, shape: Any, scheduled: Any, scheduled_4R: Any) -> tuple[float, float]:
+        if scheduled[0].start:
+            slots, block = [s.slot for s in scheduled], len(self.cache.layers[0].k)
+            num_pages = -(-scheduled[0].start // 16)
+            tables.append((block, self.cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
+            assert self.state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
+        return measured(self, shape, scheduled, scheduled_4R)
+
+    monkeypatch.setattr(ModelRunner, "_measured", watched)
+    settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}
+    with LLM(speculative_config={"model": str(assets.path("tiny-eagle3"))}, **settings) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner) and tables
+        for num_blocks, blocks in tables:
+            assert len(set(blocks)) == len(blocks) and min(blocks) > 0 and max(blocks) < num_blocks
+        assert not runner.state.block_tables_GSB.any() and not runner.state.slots.computed_S.any()

@@ -247,6 +247,19 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
     assert len(rows) > 5 and rows <= {3 + extra for extra in ROUNDED}
 
 
+@pytest.mark.parametrize(("speculative", "expected"), [({"method": "ngram"}, 16), (EAGLE3, 2)])
+def test_what_costs_the_same_for_any_number_of_drafts_has_one_program(
+    speculative: dict[str, Any], expected: int
+) -> None:
+    with LLM(max_model_len=64, native=False, speculative_config=speculative) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner)
+        shape = runner._widened(BatchShape.decoding(3, 2, 2))
+        assert shape.num_drafts == expected and shape.most_rows == 1 + runner.num_drafts
+        alone = BatchShape.decoding(3, 1, 0, with_drafter=False)
+        assert runner._widened(alone) == alone
+
+
 def test_a_request_that_asks_for_processing_takes_no_program() -> None:
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(max_model_len=128) as llm:

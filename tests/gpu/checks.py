@@ -185,6 +185,13 @@ def check_rope_forms(
     again = gpu_rope.rope_store(qkv, *places, *norms, 1e-6, *caches, table, weight)
     assert torch.equal(again, q) and torch.equal(caches[0], k_cache)
     close(caches[1].view(-1, dim), norm.rms_norm_torch(v_cache.view(-1, dim), weight, 1e-6))
+    shift, found, expected = torch.tensor([2, 0, -1], device=q.device), list[Tensor](), list[Tensor]()
+    for run, out in ((gpu_rope.rope_store, found), (rope.rope_store_torch, expected)):
+        own = torch.zeros_like(k_cache), torch.zeros_like(v_cache)
+        out += [run(qkv, *places, *norms, 1e-6, *own, table, None, shift), *own]
+    assert not torch.equal(found[0], q)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
     alone, none = qkv[:, : q.shape[1] * dim], k_cache[:, :0]
     assert torch.equal(gpu_rope.rope_store(alone, *places, norms[0], None, 1e-6, none, none, table), q)
 

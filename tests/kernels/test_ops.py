@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -150,13 +150,17 @@ class Store:
     table: Tensor
 
     def run(
-        self, operators: ops.Ops, rows: slice = slice(None), v_norm: Tensor | None = None
+        self,
+        operators: ops.Ops,
+        rows: slice = slice(None),
+        v_norm: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k cache, v cache) after storing `rows` into empty caches."""
         k_cache, v_cache = torch.zeros_like(self.k_cache), torch.zeros_like(self.v_cache)
         q = operators.rope_store(
             *(self.qkv[rows], self.positions[rows], self.slots[rows], self.cos_sin, self.norm, self.norm),
-            *(EPS, k_cache, v_cache, self.table, v_norm),
+            *(EPS, k_cache, v_cache, self.table, v_norm, shift),
         )
         return q, k_cache, v_cache
 
@@ -207,6 +211,24 @@ def test_rope_store_rotates_pairs_half_a_head_apart(table: ops.Ops) -> None:
     block = int(case.table[slot, position // 8])
     assert torch.equal(v_cache[block, 1, position % 8], case.qkv[1, 6 * 16 :])
     assert k_cache[block, 0, position % 8].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_store_turns_a_slots_rows_by_other_positions_than_they_are_kept_at(
+    table: ops.Ops, dtype: torch.dtype
+) -> None:
+    case = store_case(23, 64, 16, dtype, True, dtype)
+    case = replace(case, cos_sin=torch.cat([case.cos_sin] * 2))
+    shift = torch.tensor([0, 3, 17])
+    q, k_cache, v_cache = case.run(table, shift=shift)
+    assert not torch.equal(q, case.run(table)[0])
+    for slot, by in enumerate(shift.tolist()):
+        turned = replace(case, cos_sin=case.cos_sin.roll(-by, 0))
+        expected_q, expected_k, expected_v = turned.run(table)
+        rows, blocks = case.slots == slot, case.table[slot].long()
+        assert torch.equal(q[rows], expected_q[rows])
+        assert torch.equal(k_cache[blocks], expected_k[blocks])
+        assert torch.equal(v_cache[blocks], expected_v[blocks])
 
 
 def test_rope_store_norms_values_where_they_have_a_norm(table: ops.Ops) -> None:

@@ -196,6 +196,16 @@ def test_drafts_are_cut_at_the_first_bad_id_and_at_what_was_asked_for(ops: StepO
 
 
 @pytest.mark.parametrize("ops", STEPS)
+def test_drafts_end_before_an_id_that_stands_for_no_token(ops: StepOps) -> None:
+    slots = state(random.Random(0), 6)
+    tokens = torch.tensor([[1, 7, 3], [7, 99, 3], [4, 99, 7], [6, 5, 7]])
+    slots_R, k_R = torch.tensor([4, 1, 0, 5]), torch.tensor([3, 3, 3, 2])
+    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 3, 3]), k_R, 10, 7)
+    assert count_R.tolist() == [1, 0, 1, 2]
+    assert cut_R.tolist() == [0, 0, 1, 0], "it is no fault of the drafter's"
+
+
+@pytest.mark.parametrize("ops", STEPS)
 def test_a_slot_at_its_limit_stands_still(ops: StepOps) -> None:
     """The host may ask for rows of a request that has ended on the device; padding rows name such a slot always."""
     slots = SlotState(

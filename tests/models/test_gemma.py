@@ -48,7 +48,7 @@ RAW3: dict[str, Any] = {
 def test_layers_past_the_last_own_ones_read_the_last_cache_of_their_kind() -> None:
     config = parse(RAW4)
     assert config.cache_of_layer == (0, 1, 2, 3, 3, 2)
-    assert [layer.mixer.cache is not None for layer in config.layers] == [True] * 4 + [False] * 2
+    assert [len(layer.mixer.caches) for layer in config.layers] == [1] * 4 + [0] * 2
     assert [(s.head_dim, s.heads) for s in config.caches] == [(16, 2), (16, 2), (32, 2), (16, 2)]
 
 

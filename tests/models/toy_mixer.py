@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import PagedKV
+from draftproof.cache.pool import CacheSpec, PagedKV
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -35,8 +35,8 @@ class MeanConfig:
         return AttentionShape(num_heads=1, num_kv_heads=1, head_dim=self.size, window=self.window)
 
     @property
-    def cache(self) -> PagedKV:
-        return PagedKV(heads=1, head_dim=self.size)
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return (PagedKV(heads=1, head_dim=self.size),)
 
     @property
     def reads(self) -> None:

@@ -1,12 +1,16 @@
-"""Memory that was freed is used again."""
+"""Memory that was freed is used again or given back, and what stays lies in large pages."""
 
 from __future__ import annotations
 
+import mmap
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from draftproof.runtime import room
 
 SCRIPT = """
 import ctypes
@@ -37,3 +41,51 @@ def test_a_pass_finds_the_pages_of_the_one_before(keep: bool) -> None:
     script = SCRIPT.replace("KEEP", str(keep))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (int(done.stdout) < 100) == keep, done.stdout
+
+
+GIVE_BACK = """
+import torch
+from draftproof.runtime.room import give_back_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+blocks = [torch.ones(100_000, dtype=torch.uint8) for _ in range(600)]  # 60 MB
+del blocks[:-1]
+before = resident()
+assert give_back_freed_memory()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it likes")
+def test_freed_memory_below_what_stays_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", GIVE_BACK], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 40_000_000
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
+def test_what_an_arena_keeps_lies_apart_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "ARENA_BYTES", 1000)
+    arena = room.Arena()
+    given = [torch.full((size,), size, dtype=torch.int32) for size in (1, 33, 100, 150, 500, 7, 0)]
+    kept = [arena.keep(tensor) for tensor in given]
+    assert all(torch.equal(one, other) for one, other in zip(kept, given, strict=True))
+    assert all(one.data_ptr() % room.CACHE_LINE == 0 for one in kept if one.numel())
+    first, second = kept[0], kept[1]
+    assert second.data_ptr() - first.data_ptr() == room.CACHE_LINE
+    assert first.data_ptr() % room.LARGE_PAGE == 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
+def test_a_tensor_outlives_its_arena() -> None:
+    kept = room.Arena().keep(torch.arange(1000))
+    again = [room.Arena().keep(torch.zeros(1000)) for _ in range(3)]
+    assert torch.equal(kept, torch.arange(1000)) and len(again) == 3
+
+
+def test_without_large_pages_a_tensor_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    tensor = torch.arange(10)
+    assert room.Arena().keep(tensor) is tensor

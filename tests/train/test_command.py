@@ -84,3 +84,11 @@ def test_a_drafter_is_what_is_trained(
 ) -> None:
     assert main(["train", str(tmp_path / "head"), *files, "--speculative-config", "ngram"]) == 2
     assert "--speculative-config: is what is trained here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/2/3"])
+def test_a_part_is_one_of_so_many(
+    files: list[str], tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tmp_path / "head"), *files, *FEW, "--part", part]) == 2
+    assert f"--part {part!r}: must be I/N" in capsys.readouterr().err

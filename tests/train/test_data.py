@@ -11,7 +11,7 @@ from draftproof import LLM, assets
 from draftproof.train import data
 from draftproof.train.data import Texts
 from draftproof.train.record import StateReader
-from draftproof.train.settings import AnswerConfig
+from draftproof.train.settings import AnswerConfig, Part
 
 TAPS = [2, 4, 6, 8]
 CONFIG = AnswerConfig(max_tokens=8, temperature=0.9)
@@ -73,6 +73,30 @@ def test_a_folder_that_was_left_is_finished(
     sizes = sum(folder.states(shard).stat().st_size for shard in range(folder.num_shards))
     counted = data.num_state_bytes(read.num_tokens, len(TAPS), 256)
     assert counted <= sizes < counted + 1000
+
+
+def test_several_processes_write_a_folder_together(
+    tmp_path: Path, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each its part; what is complete can be read before all of it is."""
+    monkeypatch.setattr(data, "SHARD", 2)
+    alone = data.open_folder(tmp_path / "alone", TARGET, TAPS, PROMPTS, CONFIG)
+    wanted = written(alone, engine)
+    shared = data.open_folder(tmp_path / "shared", TARGET, TAPS, PROMPTS, CONFIG)
+    reader = StateReader(TAPS, engine)
+    for part, num_files in ((Part(1, 2), 1), (Part(0, 2), 3)):
+        with LLM(**engine) as llm:
+            data.write_answers(llm, shared, PROMPTS, CONFIG, quiet, part)
+        assert not data.is_complete(shared, states=True, part=part)
+        assert len(shared.complete_shards) < num_files
+        data.write_states(reader, shared, quiet, part)
+        assert data.is_complete(shared, states=True, part=part)
+        assert len(shared.complete_shards) == num_files
+        read = data.TrainingData(shared, torch.device("cpu"))
+        assert len(read.tokens) == sum(len(wanted[shard].lists()) for shard in shared.complete_shards)
+    reader.close()
+    for shard, texts in enumerate(wanted):
+        assert torch.equal(Texts.load(shared.answers(shard)).tokens_T, texts.tokens_T)
 
 
 @pytest.mark.parametrize(

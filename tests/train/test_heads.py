@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from draftproof import LLM, SamplingParams, assets
-from draftproof.train import loop, run
+from draftproof.train import data, loop, run
+from draftproof.train.heads import TrainedHead
 from draftproof.train.settings import AnswerConfig, HeadConfig
 
 pytest.importorskip("speculators", reason="needs draftproof[train]")
@@ -158,3 +159,34 @@ def test_the_estimate_counts_bytes_and_time(data_folder: Path, tmp_path: Path) -
     assert told.answer_seconds > 0
     assert told.read_seconds > 0
     assert told.train_seconds > 0
+
+
+def test_missing_data_is_left_out_when_it_is_allowed(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD", 4)  # 6 prompts: the second file is missing
+    training = make_training(tmp_path / "head", tmp_path / "data", "eagle3")
+    training = dataclasses.replace(training, allow_missing=True)
+    for file in ("answers-00000.safetensors", "states-00000.safetensors"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        shutil.copy(data_folder / file, tmp_path / "data")
+    assert trained(training)
+    with pytest.raises(ValueError, match="or --allow-missing"):
+        trained(dataclasses.replace(training, allow_missing=False))
+
+
+def test_noise_is_for_training_alone(tmp_path: Path, data_folder: Path) -> None:
+    training = make_training(tmp_path / "head", data_folder, "eagle3")
+    target, files = run.prepare(training)
+    texts = data.TrainingData(files, training.device)
+    losses = {}
+    for noise in (0.0, 0.5):
+        config = dataclasses.replace(training.head, state_noise=noise)
+        head = TrainedHead(config, target, texts.frequencies(8192), training.device)
+        for is_training in (True, False):
+            head.model.train(is_training)
+            torch.manual_seed(0)
+            loss, _ = head.losses(texts.tokens[:1], texts.states[:1], texts.taps)
+            losses[noise, is_training] = loss.item()
+    assert losses[0.5, False] == losses[0.0, False] == losses[0.0, True]
+    assert losses[0.5, True] != losses[0.0, True]

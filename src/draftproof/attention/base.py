@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from draftproof.attention.given import GivenEmbeddings, WholeRows
+from draftproof.attention.turns import Turns
 from draftproof.cache.pool import KVShape, LayerKV, PagedCache, paged
 from draftproof.kernels.ops import Ops
 
@@ -55,6 +57,20 @@ class Rows:
     )
     block: BlockRows | None = None
     max_query_len: int = 0  # most neighbouring rows of one slot; 0 = not known. Speed only
+    given: GivenEmbeddings | None = None  # what rows of a draft pass carry in place of their tokens
+
+    whole: WholeRows | None = None  # which of them see beyond their position
+    turns: Turns | None = None  # where rows stand on several axes; None: a row turns by its position
+
+    def angles(self, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+        """(cosines and sines, what is added to a row's position to find its own; None: nothing)."""
+        if self.turns is None or not spec.axes:
+            return spec.cos_sin_PD, None
+        return self.turns.of(spec.cos_sin_PD, spec.axes)
+
+    def embedded(self, embedded_TH: Tensor) -> Tensor:
+        """What the rows carry; embedded_TH: their tokens' embeddings."""
+        return embedded_TH if self.given is None else self.given.over(embedded_TH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +92,7 @@ class AttentionSpec:
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
     v_norm_D: Tensor | None = None
+    axes: tuple[int, ...] = ()  # the axis by which each pair turns, where rows stand on several; else none
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +139,12 @@ class PagedBackend(AttentionBackend):
         return paged(shape, num_blocks, block_size)
 
     def store(self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
+        cos_sin_PD, shift_S = rows.angles(spec)
         return ops.rope_store(
             qkv_TX,
             rows.positions_T,
             rows.slots_T,
-            spec.cos_sin_PD,
+            cos_sin_PD,
             spec.q_norm_D,
             spec.k_norm_D,
             spec.eps,
@@ -134,21 +152,24 @@ class PagedBackend(AttentionBackend):
             None if kv.v is kv.k else kv.v,
             kv.block_table_SB,
             spec.v_norm_D,
+            shift_S,
         )
 
     def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         none = kv.k[:, :0]
+        cos_sin_PD, shift_S = rows.angles(spec)
         return ops.rope_store(
             q_TX,
             rows.positions_T,
             rows.slots_T,
-            spec.cos_sin_PD,
+            cos_sin_PD,
             spec.q_norm_D,
             None,
             spec.eps,
             none,
             none,
             kv.block_table_SB,
+            shift_S=shift_S,
         )
 
 
@@ -194,6 +215,8 @@ class PagedAttention:
     _own: AttentionPass | None = None  # over the rows as they are
     _whole: AttentionPass | None = None  # over rows that see their block's end
     _staggered: list[AttentionPass] = field(default_factory=list)  # over the j-th row of each block
+    # by a layer's window: over rows that see as many positions
+    _grouped: dict[int, list[tuple[int, Tensor, AttentionPass]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
@@ -215,10 +238,25 @@ class PagedAttention:
         return self._attend_own(layer, q_THD, spec)
 
     def _attend_own(self, layer: int, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
+        if self.rows.whole is not None and spec.window:
+            return self._attend_grouped(layer, q_THD, self.rows.whole, spec)
         if self._own is None:
             rows = self.rows
             self._own = self.backend.plan(QueryRows(rows.slots_T, rows.context_lens_T, rows.max_query_len))
         return self._own.attend(q_THD, spec, self.cache.layers[layer])
+
+    def _attend_grouped(self, layer: int, q_THD: Tensor, whole: WholeRows, spec: AttentionSpec) -> Tensor:
+        """Rows of items that see each other, beside others: a call for each length that windows have."""
+        rows, out = self.rows, q_THD.new_empty(len(q_THD), spec.num_heads * spec.head_dim)
+        if spec.window not in self._grouped:
+            self._grouped[spec.window] = [
+                (window, at, self.backend.plan(QueryRows(rows.slots_T[at], rows.context_lens_T[at])))
+                for window, at in whole.groups(spec.window)
+            ]
+        for window, at, attention in self._grouped[spec.window]:
+            own = replace(spec, window=window)
+            out[at] = attention.attend(q_THD[at], own, self.cache.layers[layer])
+        return out
 
     def _attend_whole(self, layer: int, q_THD: Tensor, block: BlockRows, spec: AttentionSpec) -> Tensor:
         if self._whole is None:

@@ -16,7 +16,7 @@ from draftproof.attention.base import AttentionBackend, AttentionSpec, QueryRows
 from draftproof.cache.pool import KVShape, LayerKV
 from draftproof.kernels.norm.reference import normalize
 from draftproof.kernels.ops import Ops
-from draftproof.kernels.rope.reference import norm_rotate
+from draftproof.kernels.rope.reference import norm_rotate, turns
 
 MAX_ROWS = 64  # rows that share one call, which bounds the gathered copy of the cache
 
@@ -33,7 +33,7 @@ class TorchSdpa(AttentionBackend):
         qkv_THD = qkv_TX.unflatten(1, (-1, head_dim))
         num_queries = qkv_THD.shape[1] - (1 if shared else 2) * num_heads
         q_THD, k_TND, v_TND = qkv_THD.tensor_split((num_queries, num_queries + num_heads), dim=1)
-        cos_sin_T1R = spec.cos_sin_PD[rows.positions_T.clamp(min=0)].unsqueeze(1)
+        cos_sin_T1R = _angles(rows, spec)
         k_TND = norm_rotate(k_TND, spec.k_norm_D, spec.eps, cos_sin_T1R)
         places_T = _places(kv, rows)
         kv.k.flatten(0, 1).index_copy_(0, places_T, k_TND.to(kv.k.dtype))
@@ -44,7 +44,7 @@ class TorchSdpa(AttentionBackend):
         return _queries(q_THD, rows, spec, cos_sin_T1R)
 
     def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
-        cos_sin_T1R = spec.cos_sin_PD[rows.positions_T.clamp(min=0)].unsqueeze(1)
+        cos_sin_T1R = _angles(rows, spec)
         return _queries(q_TX.unflatten(1, (-1, kv.k.shape[3])), rows, spec, cos_sin_T1R)
 
     def plan(self, rows: QueryRows) -> GatheredPass:
@@ -76,6 +76,12 @@ class GatheredPass:
         blocks_TB = block_table_SB[self._rows.slots_T].long()
         offsets = torch.arange(block_size, device=blocks_TB.device)
         return (blocks_TB[:, :, None] * block_size + offsets).flatten(1)
+
+
+def _angles(rows: Rows, spec: AttentionSpec) -> Tensor:
+    """Cosines and sines of each row, [T, 1, rotated size]."""
+    cos_sin_PD, shift_S = rows.angles(spec)
+    return cos_sin_PD[turns(rows.positions_T, rows.slots_T, shift_S)].unsqueeze(1)
 
 
 def _places(kv: LayerKV, rows: Rows) -> Tensor:

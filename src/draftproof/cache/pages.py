@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from draftproof.cache.blocks import BlockPool
 
-PageKey = tuple[int, tuple[int, ...]]
+Content = int | bytes  # a row's token, or the content of the item that it belongs to
+PageKey = tuple[int, tuple[Content, ...]]
 ROOT = 0  # id of the empty prefix
 
 
@@ -65,7 +66,7 @@ class PageAllocator:
         """Give back one reference each; the tail of a prefix is evicted before its head."""
         self._pool.release(blocks)
 
-    def match(self, tokens: Sequence[int], *, with_drafts: bool = False) -> PrefixMatch:
+    def match(self, tokens: Sequence[Content], *, with_drafts: bool = False) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to compute; `with_drafts`: of pages that hold the
         drafter's keys and values, too. Takes a reference to each page."""
         found = PrefixMatch()
@@ -91,7 +92,7 @@ class PageAllocator:
         if found.draft_hole is not None and found.draft_hole >= num_pages * self.block_size:
             found.draft_hole = None
 
-    def num_unseen(self, tokens: Sequence[int]) -> int:
+    def num_unseen(self, tokens: Sequence[Content]) -> int:
         """Cached tokens at the beginning of these that a drafter has not seen, or that follow such."""
         if not self._without_drafts:
             return 0
@@ -117,7 +118,7 @@ class PageAllocator:
         return self._lookahead
 
     def register(
-        self, block: int, node: int, tokens: Sequence[int], page: int, *, has_drafts: bool = True
+        self, block: int, node: int, tokens: Sequence[Content], page: int, *, has_drafts: bool = True
     ) -> int:
         """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; its id in the chain.
 
@@ -152,7 +153,7 @@ class PageAllocator:
         assert self._block_of == {key: block for block, key in self._key_of.items()}, "a key and its block"
         assert self._key_of.keys() == self._node_of.keys(), "a known block and its node"
 
-    def _content(self, tokens: Sequence[int], page: int) -> tuple[int, ...]:
+    def _content(self, tokens: Sequence[Content], page: int) -> tuple[Content, ...]:
         """Page 1, block_size 4, lookahead 1: tokens 4..8."""
         start = page * self.block_size
         return tuple(tokens[start : start + self.block_size + self._lookahead])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from draftproof.cache.states import LayerState, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class PagedKV:
 
 
 KVShape = PagedKV  # the old name, for one version
+CacheSpec = PagedKV | StateSpec  # whatever a layer may declare
 
 
 @dataclass(slots=True)
@@ -45,14 +48,16 @@ class LayerKV:
 @dataclass(slots=True)
 class PagedCache:
     """Layers of one model. `block_table_SB` is that of layers that see all positions, which all models of the engine
-    share; layers of a window have one of their own."""
+    share; layers of a window have one of their own. `states`: what layers keep of each slot beside pages."""
 
     layers: list[LayerKV]
     block_table_SB: Tensor
+    states: list[LayerState] = field(default_factory=list)
 
     def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
-        """A cache of these layers and then some of `other`'s, of the same memory."""
-        return PagedCache([*self.layers, *(other.layers[i] for i in layers)], self.block_table_SB)
+        """A cache of these layers and then some of `other`'s, of the same memory; states are its own alone."""
+        lent = [other.layers[i] for i in layers]
+        return PagedCache([*self.layers, *lent], self.block_table_SB, self.states)
 
     def on_copies(self) -> tuple[PagedCache, list[tuple[Tensor, Tensor]]]:
         """(a cache of the same memory on tables of its own, each table and its copy)."""
@@ -61,7 +66,7 @@ class PagedCache:
             if table_SB.data_ptr() not in pairs:
                 pairs[table_SB.data_ptr()] = table_SB, table_SB.clone()
         layers = [replace(x, block_table_SB=pairs[x.block_table_SB.data_ptr()][1]) for x in self.layers]
-        return PagedCache(layers, pairs[self.block_table_SB.data_ptr()][1]), list(pairs.values())
+        return PagedCache(layers, pairs[self.block_table_SB.data_ptr()][1], self.states), list(pairs.values())
 
     def zero(self, blocks: Tensor) -> None:
         """Clear `blocks` (int64 ids) in every layer: draft layers must not see an earlier owner's keys."""

@@ -1,7 +1,5 @@
-"""State of a slot that is not paged: its last rows that became permanent, each a token and a vector.
+"""A state of slots: the last rows that became permanent, each a token and a vector.
 
-Rows become permanent in `commit` alone, which is told how many of a pass's rows live; what a rejected row would have
-left is never here, so nothing is ever rolled back.
 Shapes: S slots, E kept rows of a slot, H size of a vector, R requests, T rows of a pass, X and Y any.
 """
 
@@ -12,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftproof.cache.states import PassOfRows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRows:
@@ -20,16 +20,8 @@ class SlotRows:
     count: int
     size: int
 
-
-@dataclass(frozen=True, slots=True)
-class PassOfRows:
-    """The rows of a pass, request after request: where each one's begin, the position of its first, how many live."""
-
-    slots_R: Tensor
-    query_start_loc_R1: Tensor
-    first_R: Tensor
-    live_R: Tensor
-    tokens_T: Tensor
+    def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> RecentRows:
+        return RecentRows(self, num_slots, dtype, device)
 
 
 class RecentRows:
@@ -42,6 +34,7 @@ class RecentRows:
         self._tokens_SE = zeros_SE
         self._count_S = zeros_SE[:, 0].clone()
         self._end_S = zeros_SE[:, 0].clone()
+        self._written: Tensor | None = None  # the table of the pass that runs
 
     def admit(self, slot: int) -> None:
         """Forget what was kept for another request."""
@@ -61,17 +54,23 @@ class RecentRows:
         ]
         return torch.where(place_YX < 0, old_YX, rows.tokens_T[row_YX])
 
-    def table(self, rows: PassOfRows, vectors_TH: Tensor) -> Tensor:
-        """The vectors of a pass, and behind them those that its slots kept: [T + R * E, H]."""
-        return torch.cat((vectors_TH, self.vectors_SEH[rows.slots_R].flatten(0, 1)))
+    def write(self, rows: PassOfRows, vectors_TH: Tensor) -> Tensor:
+        """Take the vectors of a pass, for `commit` to choose from: a table of them, and of those that its slots kept
+        behind them: [T + R * E, H]."""
+        table = torch.cat((vectors_TH, self.vectors_SEH[rows.slots_R].flatten(0, 1)))
+        self._written = table
+        return table
 
     def source(self, rows: PassOfRows, owner_X: Tensor, place_YX: Tensor) -> Tensor:
-        """Where in `table` the vector of a place is; kept ones lie below 0."""
+        """Where in `write`'s table the vector of a place is; kept ones lie below 0."""
         kept_YX = len(rows.tokens_T) + (owner_X + 1) * self.spec.count + place_YX
         return torch.where(place_YX < 0, kept_YX, rows.query_start_loc_R1[:-1][owner_X] + place_YX)
 
-    def commit(self, rows: PassOfRows, table: Tensor) -> None:
-        """Keep the last E live rows of each slot; where none lives, what was kept stays. `table`: of these rows."""
+    def commit(self, rows: PassOfRows) -> None:
+        """Keep the last E live rows of each slot; where none lives, or nobody wrote any, what was kept stays."""
+        if self._written is None:
+            return
+        table, self._written = self._written, None
         slots_R, live_R, each = rows.slots_R, rows.live_R, self.spec.count
         device = slots_R.device
         owner_R = torch.arange(len(slots_R), device=device)

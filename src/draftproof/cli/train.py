@@ -10,7 +10,7 @@ import click
 
 from draftproof.cli import options
 from draftproof.cli.prompts import Prompt, read_file
-from draftproof.train.settings import AnswerConfig, HeadConfig
+from draftproof.train.settings import WHOLE, AnswerConfig, HeadConfig, Part
 
 if TYPE_CHECKING:
     from draftproof.frontend.text import Tokenizer
@@ -38,6 +38,13 @@ STAGES = ("data", "train", "check")
 )
 @click.option("--target-name", help="What the head calls its target. [default: the model as given]")
 @click.option("--stages", type=options.ListType(*STAGES), default=",".join(STAGES), show_default=True)
+@click.option(
+    "--part",
+    help="Write only every N-th file of answers and states from the I-th on, as I/N: for several processes at once.",
+)
+@click.option(
+    "--allow-missing", is_flag=True, help="Train on the answers that there are, though some are missing."
+)
 @click.option("--dry-run", is_flag=True, help="Say how long it would take and how much disk, and stop.")
 @options.train_flags
 @options.engine_flags
@@ -50,6 +57,8 @@ def command(
     data: Path | None,
     target_name: str | None,
     stages: list[str],
+    part: str | None,
+    allow_missing: bool,
     dry_run: bool,
     engine: dict[str, Any],
     answers: dict[str, Any],
@@ -81,11 +90,14 @@ def command(
         answers=heard,
         head=HeadConfig(**head),
         target_name=target_name,
+        part=_part(part),
+        allow_missing=allow_missing,
     )
     target, files = run.prepare(training)
     if "data" in stages or dry_run:
         llm = options.make_llm(engine)
-        click.echo(str(run.estimate(training, target, llm)))
+        if part is None:
+            click.echo(str(run.estimate(training, target, llm)))
         if dry_run:
             return 0
         run.make_data(training, files, llm, _bar)
@@ -95,6 +107,19 @@ def command(
     if "check" in stages and held_out_file is not None:
         _check(training, tokenizer, read_file(Path(held_out_file)), num_held_out)
     return 0
+
+
+def _part(text: str | None) -> Part:
+    if text is None:
+        return WHOLE
+    numbers = text.split("/")
+    if (
+        len(numbers) != 2
+        or not all(map(str.isdecimal, numbers))
+        or not 1 <= int(numbers[0]) <= int(numbers[1])
+    ):
+        raise ValueError(f"--part {text!r}: must be I/N with I from 1 to N, such as 2/8")
+    return Part(int(numbers[0]) - 1, int(numbers[1]))
 
 
 def _check(training: Any, tokenizer: Tokenizer, prompts: list[Prompt], num_each: int) -> None:

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.given import GivenRows
+from draftproof.attention.turns import Turns
 from draftproof.cache.pool import PagedCache, PagedKV
+from draftproof.cache.states import StateSpec
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import Graphs
@@ -38,6 +41,7 @@ class DraftSpec:
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
+    states: tuple[StateSpec, ...] = ()  # what own layers keep of slots; a user's class must be trusted
     attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
     borrow: tuple[
         int, ...
@@ -45,6 +49,7 @@ class DraftSpec:
     reads_ahead: int = 0  # K/V at position p depend on tokens up to p + reads_ahead
     lookahead: int = 0  # positions past the verified rows that a pass writes to, where they are more than K
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
+    takes_embeddings: bool = False  # its rows carry embeddings where the target's do; else those rows' tokens
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
     )
@@ -74,6 +79,7 @@ class Verified:
     # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
     history: Callable[[int], Tensor]
     repeats: bool = False  # passes of this many rows come again: worth running as graphs
+    given: GivenRows | None = None  # embeddings that some of the positions carry in place of tokens
 
     @property
     def num_requests(self) -> int:
@@ -134,7 +140,8 @@ class DraftRuntime:
     layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
     device to wait for. `known`: every slot's tokens, only to be read; None for a user's class, and outside an engine.
     `price`: fp32 [1], the tokens that a row of the next pass must bring, so that verifying a draft that is less likely
-    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use."""
+    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use.
+    `turns`: where rows stand on the target's axes, for layers that turn by several."""
 
     ops: Ops
     backend: AttentionBackend
@@ -143,8 +150,16 @@ class DraftRuntime:
     host_looks: bool = False
     known: KnownTokens | None = None
     price: Tensor | None = None
+    turns: Turns | None = None
+
+    @property
+    def has_window(self) -> bool:
+        """Whether rows of this step turn by more than what slots hold."""
+        return self.turns is not None and self.turns.window is not None
 
     def attention(self, rows: Rows) -> PagedAttention:
+        if self.turns is not None:
+            rows.turns = self.turns
         return PagedAttention(self.ops, self.backend, self.cache, rows)
 
 
@@ -155,7 +170,7 @@ class Drafter:
     spec: DraftSpec
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """Called at start, on a GPU twice, with the caches that `spec.kv` and `spec.borrow` declare."""
+        """Called at start, on a GPU twice, with the caches that `spec.kv`, `spec.states` and `spec.borrow` declare."""
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""

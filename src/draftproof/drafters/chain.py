@@ -74,7 +74,7 @@ class ChainDrafter(Drafter):
         self._most = list(most)
         self._vocab_size = vocab_size
         self.name = f"chain of {', '.join(map(name_of, drafters))}"
-        self.host_looks = False
+        self._host_looks = False
         self.records = [Record() for _ in drafters]
         self._proposed_by: dict[int, int] = {}  # slot -> the member whose drafts are being verified
         self._only: dict[int, frozenset[int]] = {}  # slot -> members that may propose; not there: all
@@ -85,6 +85,7 @@ class ChainDrafter(Drafter):
         self.spec = DraftSpec(
             taps=self._taps,
             kv=tuple(shape for s in specs for shape in s.kv),
+            states=tuple(state for s in specs for state in s.states),
             borrow=tuple(cache for s in specs for cache in s.borrow),
             reads_ahead=max(s.reads_ahead for s in specs),
             lookahead=max(s.lookahead for s in specs),
@@ -93,18 +94,19 @@ class ChainDrafter(Drafter):
         )
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self.host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
-        if not self.host_looks:
+        self._host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
+        if not self._host_looks:
             self._may_SM = runtime.cache.block_table_SB.new_ones(
                 (len(runtime.cache.block_table_SB), len(self._drafters)), dtype=torch.int64
             )
         own = iter(runtime.cache.layers)
         lent = iter(runtime.cache.layers[len(self.spec.kv) :])
+        states = iter(runtime.cache.states)
         for drafter in self._drafters:
             spec = drafter.spec
             cache = runtime.cache
             layers = [*islice(own, len(spec.kv)), *islice(lent, len(spec.borrow))]
-            part = PagedCache(layers, cache.block_table_SB)
+            part = PagedCache(layers, cache.block_table_SB, list(islice(states, len(spec.states))))
             drafter.bind(dataclasses.replace(runtime, cache=part))
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
@@ -132,7 +134,7 @@ class ChainDrafter(Drafter):
         count_R = torch.zeros_like(verified.k_R)
         drafter_R = torch.zeros_like(count_R)
         broken_R = torch.zeros_like(count_R)
-        slots = verified.slots_R.tolist() if self.host_looks else []
+        slots = verified.slots_R.tolist() if self._host_looks else []
         if slots:
             self._look_back(verified, slots)
         held = [0.0] * len(slots)  # what each request's proposal so far is expected to bring
@@ -197,7 +199,7 @@ class ChainDrafter(Drafter):
         """Where the host looks, the first member may have drafts for everybody, and the others none to make."""
         found = Cost()
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
-            num_drafts = 0 if self.host_looks and number else min(size.num_drafts, most)
+            num_drafts = 0 if self._host_looks and number else min(size.num_drafts, most)
             its = drafter.cost(dataclasses.replace(size, num_drafts=num_drafts))
             if its is None:
                 return None

@@ -14,7 +14,7 @@ from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters.base import Drafter
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.decoder import Decoder
-from draftproof.models.weights import WeightSource, root_of
+from draftproof.models.weights import WeightSource, head_of, root_of
 
 S = TypeVar("S")
 
@@ -70,6 +70,18 @@ class DraftContext:
         assert isinstance(self.checkpoint.settings, kind), self.checkpoint.settings
         return self.checkpoint.settings
 
+    def takes_embeddings(self, hidden_size: int) -> bool:
+        """Whether a network of this width is given the target's embeddings where its rows carry such. No checkpoint
+        says which it was trained with, so it is a setting."""
+        fits = hidden_size == self.target.config.hidden_size
+        wanted = self.own.image_inputs
+        if wanted == "embeddings" and not fits:
+            raise ValueError(
+                f"speculative_config: image_inputs='embeddings': the drafter's are {hidden_size} wide, the target's "
+                f"{self.target.config.hidden_size}; use 'tokens'"
+            )
+        return fits and wanted != "tokens"
+
     @property
     def build(self) -> LayerBuilder:
         """The old name of `builder`, for one version."""
@@ -86,7 +98,7 @@ class DraftContext:
     def target_head_name(self) -> str:
         """The target's tensor that makes logits: its own, or the embedding it is tied to."""
         tied = self.target.config.tie_word_embeddings
-        return self.target_embed_name if tied else "lm_head.weight"
+        return self.target_embed_name if tied else f"{head_of(self.target_weights)}.weight"
 
     @property
     def target_embed_name(self) -> str:

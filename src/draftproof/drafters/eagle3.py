@@ -15,6 +15,7 @@ def build(ctx: DraftContext) -> HeadDrafter:
         taps=tapped(ctx),
         kv=layers.caches,
         attention=layers.attention_shapes,
+        takes_embeddings=ctx.takes_embeddings(layers.hidden_size),
     )
     head = TappedNetwork(ctx, spec, HeadLayout(context="all", shift=1))
     check_leftovers(ctx)

@@ -111,7 +111,12 @@ class FusedHead(DraftHead):
         check_hidden(ctx, config.hidden_size)
         builder = ctx.builder
         self._gather = builder.ops.gather
-        self.spec = DraftSpec(taps=taps, kv=config.caches, attention=config.attention_shapes)
+        self.spec = DraftSpec(
+            taps=taps,
+            kv=config.caches,
+            attention=config.attention_shapes,
+            takes_embeddings=ctx.takes_embeddings(config.hidden_size),
+        )
         self.layout = HeadLayout(context="all", shift=1)
         tables = rope_tables(config, ctx.max_positions, builder.device)
         self.network = FusedNetwork(
@@ -128,7 +133,8 @@ class FusedHead(DraftHead):
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor]:
         assert features_NF is not None
-        out_NH = self.network(self._gather(self._embed_VH, tokens_N), features_NF, attn)
+        embedded_NH = attn.rows.embedded(self._gather(self._embed_VH, tokens_N))
+        out_NH = self.network(embedded_NH, features_NF, attn)
         return out_NH, out_NH
 
     def logits(self, hidden_MH: Tensor) -> Tensor:

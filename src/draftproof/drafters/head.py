@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention, Rows
+from draftproof.attention.given import GivenEmbeddings
 from draftproof.drafters.base import (
     Drafter,
     DraftRuntime,
@@ -129,9 +130,14 @@ class Unroll(Protocol):
     def inputs(self, runtime: DraftRuntime, verified: Verified, fed: DraftRows) -> Buffers: ...
 
     def feed(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
+        self,
+        runtime: DraftRuntime,
+        given: tuple[Tensor, ...],
+        taps: tuple[Tensor, ...],
+        carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        """Show the head the rows; the states that `draft` reads, [N, ...] each."""
+        """Show the head the rows; the states that `draft` reads, [N, ...] each. `carried`: by the rows in place of
+        their tokens' embeddings."""
         ...
 
     def draft(
@@ -187,15 +193,25 @@ class HeadDrafter(Drafter):
         count_R = verified.k_R if num == num_drafts else verified.k_R.clamp(max=num)
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
 
+    def _carried(self, verified: Verified, fed: DraftRows) -> GivenEmbeddings | None:
+        """The embeddings that fed rows carry in place of their tokens, where the head takes such."""
+        if verified.given is None or not self.spec.takes_embeddings:
+            return None
+        is_fed_N = fed.positions_N >= 0
+        tokens_at_N = torch.where(is_fed_N, fed.positions_N + self.head.layout.shift, -1)
+        return verified.given.at(fed.slots_N, tokens_at_N)
+
     def _drawn(self, runtime: DraftRuntime, verified: Verified, num: int) -> tuple[Tensor, ...]:
         """What `Unroll.draft` gives, nothing where `num` is 0."""
         unroll, draw = self.unroll, verified.draw
         fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
         given = unroll.inputs(runtime, verified, fed)
+        carried = self._carried(verified, fed)
+        assert carried is None or not verified.repeats
 
         def feed(*buffers: Tensor) -> tuple[Tensor, ...]:
             split = len(given.feed)
-            return unroll.feed(runtime, buffers[:split], buffers[split:])
+            return unroll.feed(runtime, buffers[:split], buffers[split:], carried)
 
         key = ("feed", self, len(verified.tokens_T), len(given.feed[0]))
         graphs = runtime.graphs if verified.repeats else EAGER
@@ -210,8 +226,9 @@ class HeadDrafter(Drafter):
             return unroll.draft(runtime, buffers[:first], own, draw.over(buffers[last:]))
 
         key = ("draft", self, len(verified.slots_R), num)
-        # a draw without inputs depends on more than the buffers
-        return (runtime.graphs if draw.inputs else EAGER).run(key, draft, (*read, *given.draft, *draw.inputs))
+        # a draw without inputs depends on more than the buffers, and so do positions of a step with images
+        graphs = runtime.graphs if draw.inputs and not runtime.has_window else EAGER
+        return graphs.run(key, draft, (*read, *given.draft, *draw.inputs))
 
     def cost(self, size: RoundSize) -> Cost:
         num = min(size.num_drafts, self.unroll.most_drafts)
@@ -280,12 +297,16 @@ class Recurrent(Unroll):
         )
 
     def feed(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
+        self,
+        runtime: DraftRuntime,
+        given: tuple[Tensor, ...],
+        taps: tuple[Tensor, ...],
+        carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
         i = _Fed(*given)
         features_TF = self._head.features(taps)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
-        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))
+        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried))
         hidden_NH, feedback_NF = self._head(i.tokens_N, features_NF, attn)
         return (hidden_NH,) if feedback_NF is None else (hidden_NH, feedback_NF)
 

@@ -9,13 +9,16 @@ Shapes: R requests, T target rows, E kept rows of a slot, N = T + R * E draft ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftproof.attention.base import Rows
-from draftproof.cache.recent import PassOfRows, RecentRows, SlotRows
+from draftproof.attention.given import GivenRows
+from draftproof.cache.recent import RecentRows, SlotRows
+from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, Draw, Proposal, RoundSize, Verified
 from draftproof.drafters.fused import FusedNetwork
 from draftproof.drafters.head import PassSize
@@ -50,23 +53,21 @@ class ModulesDrafter(Drafter):
         embed_VH: Tensor,
         head: PackedLinear,
         spec: DraftSpec,
-        num_slots: int,
     ) -> None:
         assert len(modules) > 1 and len(spec.kv) == len(modules)
-        self.spec = spec
+        kept = SlotRows(count=len(modules) - 1, size=embed_VH.shape[1])
+        self.spec = replace(spec, states=(kept,))
         self._modules = tuple(modules)
         self._embed_VH = embed_VH
         self._head = head
         self._runtime: DraftRuntime | None = None
-        kept = SlotRows(count=len(modules) - 1, size=embed_VH.shape[1])
-        self._recent = RecentRows(kept, num_slots, embed_VH.dtype, embed_VH.device)
+        self._recent: RecentRows  # rows of cached pages are not in it: none of them has to be repeated
 
     def bind(self, runtime: DraftRuntime) -> None:
         self._runtime = runtime
-
-    def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        """Rows of cached pages are done with: none has to be repeated."""
-        self._recent.admit(slot)
+        (recent,) = runtime.cache.states
+        assert isinstance(recent, RecentRows)
+        self._recent = recent
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         """Feed rows kept and verified through all modules; draft a token from each, as many as are wanted."""
@@ -76,20 +77,19 @@ class ModulesDrafter(Drafter):
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, len(self._modules))
         num_requests = len(v.slots_R)
-        rows = _pass_of(v)
-        table = self._recent.table(rows, v.taps[0])
+        rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+        table = self._recent.write(rows, v.taps[0])
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
+        given = v.given if self.spec.takes_embeddings else None
 
-        def run(*given: Tensor) -> tuple[Tensor, ...]:
+        def run(*buffers: Tensor) -> tuple[Tensor, ...]:
             split = len(own)
-            return self._draft(
-                runtime, _Inputs(*given[:split]), given[split], draw.over(given[split + 1 :]), num
-            )
+            drawn = draw.over(buffers[split + 1 :])
+            return self._draft(runtime, _Inputs(*buffers[:split]), buffers[split], drawn, num, given)
 
         key = ("draft", self, len(v.tokens_T), num_requests, num)
-        drawn = (runtime.graphs if draw.inputs else EAGER).run(key, run, inputs)
-        self._recent.commit(rows, table)
+        drawn = (runtime.graphs if draw.inputs and given is None else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
 
@@ -142,7 +142,13 @@ class ModulesDrafter(Drafter):
         )
 
     def _draft(
-        self, runtime: DraftRuntime, i: _Inputs, table: Tensor, draw: Draw, num: int
+        self,
+        runtime: DraftRuntime,
+        i: _Inputs,
+        table: Tensor,
+        draw: Draw,
+        num: int,
+        given: GivenRows | None = None,
     ) -> tuple[Tensor, ...]:
         gather = runtime.ops.gather
         drawn = list[Tensor]()
@@ -152,13 +158,12 @@ class ModulesDrafter(Drafter):
             tokens_N = i.tokens_MN[m]
             for number, tokens_R in enumerate(drawn, 1):
                 tokens_N = torch.where(i.draft_MN[m] == number, tokens_R[i.owner_N], tokens_N)
-            state_NH = module(gather(self._embed_VH, tokens_N), state_NH, runtime.attention(rows))
+            embedded_NH = gather(self._embed_VH, tokens_N)
+            if given is not None:
+                tokens_at_N = torch.where(i.positions_N >= 0, i.positions_N + 1 + m, -1)
+                embedded_NH = given.at(i.slots_N, tokens_at_N).over(embedded_NH)
+            state_NH = module(embedded_NH, state_NH, runtime.attention(rows))
             if m < num:
                 logits_RV = self._head(gather(state_NH, i.read_R))
                 drawn.append(draw(logits_RV, None, i.drawn_MR[m], None))
         return tuple(drawn)
-
-
-def _pass_of(v: Verified) -> PassOfRows:
-    first_R = v.positions_T[v.query_start_loc_R1[:-1].clamp(max=len(v.positions_T) - 1)]
-    return PassOfRows(v.slots_R, v.query_start_loc_R1, first_R, v.live_R, v.tokens_T)

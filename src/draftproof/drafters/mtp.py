@@ -89,8 +89,9 @@ def _build_from_target(ctx: DraftContext) -> Drafter:
         kv=s.layers.caches * num,
         attention=s.layers.attention_shapes,
         reads_ahead=num,
+        takes_embeddings=ctx.takes_embeddings(s.layers.hidden_size),
     )
     embed_VH = embedding(ctx, s.layers)
     _, lm_head = output_head(ctx, s.layers, s.layers.vocab_size)
     check_leftovers(ctx, tuple(f"modules.{m}." for m in range(num)))
-    return ModulesDrafter(modules, embed_VH, lm_head, spec, ctx.config.max_num_seqs + 1)
+    return ModulesDrafter(modules, embed_VH, lm_head, spec)

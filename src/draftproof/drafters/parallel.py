@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from draftproof.attention.base import BlockRows, PagedAttention, Rows
+from draftproof.attention.given import GivenEmbeddings
 from draftproof.drafters.base import DraftRuntime, Draw, RoundSize, Verified
 from draftproof.drafters.head import Buffers, DraftHead, HeadLayout, PassSize, Unroll, draft_rows
 from draftproof.kernels.rows import Gather
@@ -116,7 +117,11 @@ class Parallel(Unroll):
         )
 
     def feed(
-        self, runtime: DraftRuntime, given: tuple[Tensor, ...], taps: tuple[Tensor, ...]
+        self,
+        runtime: DraftRuntime,
+        given: tuple[Tensor, ...],
+        taps: tuple[Tensor, ...],
+        carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
         """A head that remembers target states gives none."""
         features_TF = self._head.features(taps)
@@ -127,7 +132,7 @@ class Parallel(Unroll):
             return ()
         i = _Fed(*given)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
-        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N))
+        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried))
         return (self._head(i.tokens_N, features_NF, attn)[0],)
 
     def draft(

@@ -63,7 +63,12 @@ def _mask_state(ctx: DraftContext, width: int) -> Tensor:
 
 def build(ctx: DraftContext) -> HeadDrafter:
     s = ctx.settings(TappedSettings)
-    spec = DraftSpec(taps=tapped(ctx), kv=s.layers.caches, attention=s.layers.attention_shapes)
+    spec = DraftSpec(
+        taps=tapped(ctx),
+        kv=s.layers.caches,
+        attention=s.layers.attention_shapes,
+        takes_embeddings=ctx.takes_embeddings(s.layers.hidden_size),
+    )
     layout = HeadLayout(
         context="all",
         shift=1,

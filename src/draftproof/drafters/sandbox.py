@@ -114,8 +114,8 @@ class DrafterSandbox(Drafter):
         return self._able_S[slots_R]
 
     def lose(self, slots: Sequence[int]) -> None:
-        """A round failed for the requests in these slots: keys and values that it should have kept are missing."""
-        if not self.spec.kv:
+        """A round failed for the requests in these slots: what it should have kept of their rows is missing."""
+        if not self.spec.kv and not self.spec.states:
             return
         self._lost.update(slots)
         if self._able_S is not None:

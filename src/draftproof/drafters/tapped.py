@@ -87,7 +87,7 @@ class TappedNetwork(DraftHead):
         assert embed_norm is not None
         normed_NH = self._hidden_norm(features_NF)
         residual_NH = normed_NH if self._settings.norm_before_residual else features_NF
-        embedded_NH = embed_norm(self.ops.gather(self._embed_VH, tokens_N))
+        embedded_NH = embed_norm(attn.rows.embedded(self.ops.gather(self._embed_VH, tokens_N)))
         x_NX = self.ops.concat((embedded_NH, normed_NH))
         x_NH, residual_NH = run_layers(self._layers, x_NX, residual_NH, attn)
         out_NH, stream_NH = self._norm.add(x_NH, residual_NH)

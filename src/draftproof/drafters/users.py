@@ -163,6 +163,7 @@ def _copy(verified: Verified) -> Verified:
         verified,
         **copies,
         taps=tuple(t.clone() for t in verified.taps),
+        given=None,
         history=lambda r: torch.as_tensor(history(r)).clone(),
         draw=_CopyingDraw(draw, verified.num_requests, verified.k_R.device),
     )

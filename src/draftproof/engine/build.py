@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftproof import assets
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.turns import Turns
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
+from draftproof.cache.states import LayerState, StateSpec
 from draftproof.cache.windows import WindowPages
-from draftproof.checkpoints import detect
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
-from draftproof.drafters import registry, vllm_names
+from draftproof.drafters import registry
 from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
@@ -33,6 +33,8 @@ from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.items import ItemStore, SlotItems
+from draftproof.engine.locate import locate
 from draftproof.engine.logprobs import LogprobScorer
 from draftproof.engine.plans import DraftPlan, Files, draft_plans
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
@@ -45,13 +47,13 @@ from draftproof.matmul.linear import LinearPlanner
 from draftproof.matmul.spec import DENSE
 from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
-from draftproof.models.config import ModelConfig, read_config
+from draftproof.models.config import ModelConfig, read_config, read_vision
 from draftproof.models.decoder import Decoder
-from draftproof.models.loading import resolve
+from draftproof.models.vision import ImageEncoder, Vision
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
-from draftproof.runtime.room import free_bytes, keep_freed_memory
+from draftproof.runtime.room import free_bytes, give_back_freed_memory, keep_freed_memory
 from draftproof.runtime.threads import own_precision
 from draftproof.sampling.lossy import LossyVerifier
 from draftproof.sampling.params import SamplingTable
@@ -74,6 +76,7 @@ BATCHES = (
     192,
     256,
 )  # numbers of requests that speed-ups are predicted for
+MOST_ITEM_BYTES = 256 << 20  # embeddings of items that are kept for the next request with the same
 # rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
 # launches take
 LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
@@ -85,6 +88,8 @@ class Loaded:
     """An engine and what its front needs to know of it."""
 
     engine: EngineCore
+    items: ItemStore
+    vision: Vision | None
     directory: Path
     model: ModelConfig
     max_model_len: int
@@ -111,6 +116,8 @@ class _Base:
     planner: LinearPlanner
     graphs: Graphs
     new_graphs: Callable[[], Graphs]
+    items: ItemStore
+    vision: Vision | None
     max_model_len: int
 
 
@@ -127,11 +134,13 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     num_drafts = max((plan.num_drafts for plan in plans), default=0)
     dummy = config.load_format == "dummy"
     target_weights = RandomWeights(0, base.device, base.dtype) if dummy else Weights.open(directory)
+    num_encoder_bytes = _load_encoder(base, target_weights)
     target = Decoder.load(
         target_weights, base.model, base.ops, base.planner, base.device, base.dtype,
         max_positions=base.max_model_len + num_drafts + 1,
     )  # fmt: skip
     num_target_bytes = base.planner.weight_bytes
+    num_target_packed = base.planner.num_packed
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
@@ -140,8 +149,13 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     drafting = _drafting(base, plans, members)
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
+    saved = base.planner.saved_bytes(0, num_target_packed)
+    draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
-        weights=num_target_bytes, draft_weights=base.planner.weight_bytes - num_target_bytes,
+        weights=num_target_bytes - saved,
+        encoder=num_encoder_bytes,
+        items=MOST_ITEM_BYTES if base.vision else 0,
+        draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
@@ -151,9 +165,12 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         ),
     )  # fmt: skip
     if base.device.type == "cpu":  # after loading, whose memory may go
+        give_back_freed_memory()
         keep_freed_memory()
     return Loaded(
         engine=engine,
+        items=base.items,
+        vision=base.vision,
         directory=directory,
         model=base.model,
         max_model_len=base.max_model_len,
@@ -165,47 +182,42 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     )
 
 
+def _vision(config: EngineConfig, directory: Path) -> Vision | None:
+    """What reads images; None for a model without such a part, or of whose part the files hold nothing."""
+    vision = read_vision(directory, config.hf_overrides)
+    if vision is None or config.load_format == "dummy":
+        return vision
+    names = Weights.open(directory).names()
+    if any("vision_tower." in name or "visual." in name for name in names):
+        return vision
+    log.info("%s: holds no tensors of an image encoder: the model reads text alone", directory)
+    return None
+
+
+def _load_encoder(base: _Base, weights: WeightSource) -> int:
+    """Bytes of the weights of what reads images; 0 where the model reads none."""
+    if base.vision is None:
+        return 0
+    encoder = ImageEncoder(base.vision, weights, base.device, base.dtype)
+    base.items.encoders["image"] = encoder
+    return encoder.num_bytes
+
+
 def _check_fit(base: _Base, target: Decoder, members: Seq[DrafterSandbox]) -> None:
     """ValueError for drafters whose taps the target has not, or whose heads no attention backend here takes."""
     for member in members:
         spec = member.spec
         target.check_taps(spec.taps.layers)
+        if spec.states and not member.is_trusted:
+            raise ValueError(
+                f"drafter {member.name}: spec.states={spec.states}: their code would run in the engine's steps; set "
+                "speculative_config['trusted']=True, or keep them in the drafter"
+            )
         shapes = spec.attention or [
             AttentionShape(num_heads=kv.heads, num_kv_heads=kv.heads, head_dim=kv.head_dim) for kv in spec.kv
         ]
         whose = f"drafter {member.name}"
         registry_of_attention.check_sizes(base.device, base.config.attention_backend, shapes, whose)
-
-
-def locate(config: EngineConfig, progress: ProgressCallback | None = None) -> tuple[EngineConfig, Path]:
-    """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
-    if config.model is None:
-        return config, resolve(assets.default_model().where, progress=progress)
-    directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
-    given = vllm_names.named(config.speculative_config or SpeculativeConfig())
-    is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
-    if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):
-        return config, directory
-    weights = Files(directory, RandomWeights(), config.load_format).weights(given)
-    head = detect.read(directory, weights, given.hf_overrides)
-    target = detect.target_of(head)
-    if target is None:
-        raise ValueError(
-            f"model={config.model!r}: is a draft head that does not name its target; give the target as model and "
-            "this folder as speculative_config['model']"
-        )
-    if not vllm_names.accepts(given.method, head.method):
-        raise ValueError(
-            f"model={config.model!r} is a draft head for {head.method!r}, but speculative_config['method']="
-            f"{given.method!r}: leave the method out, or give the target as model"
-        )
-    if given.model is not None and Path(given.model) != directory:
-        raise ValueError(
-            f"model={config.model!r} is a draft head, and speculative_config['model']={given.model!r} names another; "
-            "give the target as model"
-        )
-    config = dataclasses.replace(config, speculative_config=dataclasses.replace(given, model=str(directory)))
-    return config, resolve(target)
 
 
 def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | None) -> _Base:
@@ -216,6 +228,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
     where, library = operators.where_to_run(config, model, progress)
     log.info("%s", memory.forecast(directory, config, model, where, max_model_len))
     ops, backend = operators.select(config, model, where, library, progress)
+    vision = _vision(config, directory)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
         config=config,
@@ -230,12 +243,14 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         planner=LinearPlanner(
             device,
             exact=config.exact,
-            max_rows=config.max_num_batched_tokens,
+            max_rows=config.max_num_batched_tokens + (0 if vision is None else vision.most_whole_rows),
             library=library,
             progress=progress,
         ),
         graphs=new_graphs(),
         new_graphs=new_graphs,
+        items=ItemStore(model.hidden_size, device, where.dtype, MOST_ITEM_BYTES),
+        vision=vision,
         max_model_len=max_model_len,
     )
 
@@ -280,7 +295,6 @@ def _drafting(base: _Base, plans: Seq[DraftPlan], members: Seq[DrafterSandbox]) 
         num_drafts,
         levels=profile.levels_up_to(num_drafts, base.device.type) if is_auto else (num_drafts,),
         identity=repr([plan.identity for plan in plans]),
-        names=_names(plans),
         methods=tuple(plan.method for plan in plans),
         most_forced=min(num_drafts, sum(most[num_own:])),
     )
@@ -342,9 +356,8 @@ def _one_drafter(
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
 
-def _names(plans: Seq[DraftPlan]) -> tuple[str, ...]:
+def _names(methods: Seq[str]) -> tuple[str, ...]:
     """The drafters' methods; one that stands before it in a chain already gets a number."""
-    methods = [plan.method for plan in plans]
     number = [methods[: i + 1].count(method) for i, method in enumerate(methods)]
     return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(methods, number, strict=True))
 
@@ -366,8 +379,7 @@ class _Drafting:
     num_drafts: int
     levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
     identity: str  # what the time of drafting depends on
-    names: tuple[str, ...] = ()  # one a drafter, each another
-    methods: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()  # one a drafter
     most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
 
     @property
@@ -401,6 +413,7 @@ def _engine(
         num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
         num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
+        num_spare += MOST_ITEM_BYTES if base.vision else 0
     full = [*_full(target.kv, groups), *drafting.spec.kv]
     per_token = memory.bytes_per_token(full, base.dtype)
     num_blocks = memory.num_blocks(per_token, groups, config, base.max_model_len, base.device, num_spare)
@@ -409,7 +422,9 @@ def _engine(
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
-    scheduler = _scheduler(config, drafting, groups, num_blocks)
+    # pages do not hold what a state was at their end
+    sharing = config.enable_prefix_caching and not target.states
+    scheduler = _scheduler(config, drafting, groups, num_blocks, sharing=sharing)
     policy = _policy(base, drafting, runner)
     stats = EngineStats()
     if isinstance(policy, AutoPolicy):
@@ -432,13 +447,18 @@ def _full(shapes: Seq[PagedKV], groups: Seq[memory.WindowGroup]) -> list[PagedKV
 
 
 def _scheduler(
-    config: EngineConfig, drafting: _Drafting, groups: Seq[memory.WindowGroup], num_blocks: int
+    config: EngineConfig,
+    drafting: _Drafting,
+    groups: Seq[memory.WindowGroup],
+    num_blocks: int,
+    *,
+    sharing: bool,
 ) -> Scheduler:
     spec, num_drafts = drafting.spec, drafting.num_drafts
     pages = PageAllocator(
         num_blocks,
         config.block_size,
-        sharing=config.enable_prefix_caching,
+        sharing=sharing,
         lookahead=spec.reads_ahead if spec.kv else 0,
     )
     return Scheduler(
@@ -463,9 +483,9 @@ def _runner(
     num_drafts = drafting.num_drafts
     state = _state(base, num_drafts, max(num_drafts, spec.lookahead), len(groups))
     tables_GSB = state.block_tables_GSB
-    size, layout = config.block_size, base.backend.layout
-    draft_cache = allocate(spec.kv, tables_GSB[0], num_blocks, size, base.dtype, device, layout)
+    draft_cache = _draft_cache(base, spec, num_blocks, tables_GSB[0])
     target_cache = _target_cache(base, target, groups, num_blocks, tables_GSB)
+    items = _slot_items(base, spec, num_drafts)
     memory_lent = DraftRuntime(
         ops=base.ops,
         backend=base.backend,
@@ -475,10 +495,10 @@ def _runner(
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
         # where steps are filled up to captured sizes, a proposal that ends early saves nothing
         price=torch.zeros(1) if spec.estimates and drafting.is_auto and device.type == "cpu" else None,
+        turns=items.turns,
     )
     _bind(drafting.drafter, memory_lent)
-    most_rows = config.max_num_seqs * (1 + num_drafts)
-    table = SamplingTable(config.max_num_seqs + 1, base.model.vocab_size, device, max_rows=most_rows)
+    table = _sampling_table(base, num_drafts)
     sampler = Sampler(table, base.ops)
     # What thinks on the host must see a pass's tokens before it may propose for the next one.
     on_device = drafting.is_trusted and not spec.host_tokens and config.verification == "exact"
@@ -495,10 +515,11 @@ def _runner(
         sandboxes=drafting.members,
         spec=spec,
         scorer=LogprobScorer(target, sampler),
+        items=items,
         max_num_batched_tokens=config.max_num_batched_tokens,
         graphs=base.graphs,
         num_drafts=num_drafts,
-        drafter_names=drafting.names,
+        drafter_names=_names(drafting.methods),
         most_forced=drafting.most_forced if config.verification == "exact" else 0,
         levels=drafting.levels,
         buckets=_buckets(config, num_drafts) if device.type == "cuda" and drafting.is_trusted else (),
@@ -511,10 +532,26 @@ def _runner(
     )
 
 
+def _sampling_table(base: _Base, num_drafts: int) -> SamplingTable:
+    num_seqs = base.config.max_num_seqs
+    max_rows = num_seqs * (1 + num_drafts)
+    return SamplingTable(num_seqs + 1, base.model.vocab_size, base.device, max_rows=max_rows)
+
+
+def _slot_items(base: _Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
+    """What slots hold beside tokens, and where their rows stand if the target has several axes."""
+    num_slots, turns = base.config.max_num_seqs + 1, None
+    if any(rope.axes for rope in base.model.ropes):
+        turns = Turns(torch.zeros(num_slots, dtype=torch.int64, device=base.device))
+    beyond = max(num_drafts, spec.lookahead)
+    return SlotItems(base.items, num_slots, spec.reads_ahead, base.device, turns, beyond)
+
+
 def _target_cache(
     base: _Base, target: Decoder, groups: Seq[memory.WindowGroup], num_blocks: int, tables_GSB: Tensor
 ) -> PagedCache:
-    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that."""
+    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that; and their
+    states."""
     numbers = {group.window: number for number, group in enumerate(groups, 1)}
     size, layout = base.config.block_size, base.backend.layout
     layers = list[LayerKV]()
@@ -522,7 +559,20 @@ def _target_cache(
         number = numbers.get(shape.window, 0)
         held = groups[number - 1].num_blocks(num_blocks) if number else num_blocks
         layers += allocate([shape], tables_GSB[number], held, size, base.dtype, base.device, layout).layers
-    return PagedCache(layers, tables_GSB[0])
+    return PagedCache(layers, tables_GSB[0], _states(base, target.states))
+
+
+def _draft_cache(base: _Base, spec: DraftSpec, num_blocks: int, table_SB: Tensor) -> PagedCache:
+    """Memory for a drafter's own layers, all on one table, and their states."""
+    size, layout = base.config.block_size, base.backend.layout
+    cache = allocate(spec.kv, table_SB, num_blocks, size, base.dtype, base.device, layout)
+    cache.states = _states(base, spec.states)
+    return cache
+
+
+def _states(base: _Base, specs: Seq[StateSpec]) -> list[LayerState]:
+    """Memory for states of all slots, the one of nobody included."""
+    return [spec.allocate(base.config.max_num_seqs + 1, base.dtype, base.device) for spec in specs]
 
 
 def _buckets(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
@@ -548,6 +598,7 @@ def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> St
         max_blocks=-(-base.max_model_len // block_size) + 1 + lookahead // block_size,
         num_drafts=num_drafts,
         device=base.device,
+        placeholder=-1 if base.vision is None else base.vision.placeholder,
         num_tables=1 + num_windows,
     )
 

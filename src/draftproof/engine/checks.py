@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftproof.engine.interface import RequestSpec
+from draftproof.engine.interface import Item, RequestSpec
 from draftproof.schema import MOST, check_whole, is_whole, shown
 from draftproof.types import MOST_LOGPROBS, SamplingParams
 
@@ -36,6 +36,7 @@ def check_request(spec: RequestSpec, vocab_size: int, max_model_len: int) -> Non
             raise ValueError(
                 "reads_prefix_cache=True: prompt_logprobs need every prompt row; set it to False"
             )
+    _check_items(spec.items, len(spec.token_ids))
     _check_token_ids(params, vocab_size)
     _check_possible(spec, vocab_size)
 
@@ -55,6 +56,17 @@ def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int)
             f"prompt: {len(token_ids)} tokens leave no room for an answer in max_model_len={max_model_len}; shorten "
             "the prompt or raise max_model_len"
         )
+
+
+def _check_items(items: Sequence[Item], num_prompt: int) -> None:
+    end = 0
+    for item in items:
+        if item.num_rows < 1 or item.start < end or item.start + item.num_rows > num_prompt:
+            raise ValueError(
+                f"items: rows {item.start} to {item.start + item.num_rows - 1}: must lie in the prompt of {num_prompt} "
+                "tokens, in order and apart"
+            )
+        end = item.start + item.num_rows
 
 
 def _all_within(ids: Sequence[int], vocab_size: int) -> bool:

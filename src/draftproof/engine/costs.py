@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-# Weight of a step in the pace of steps with as many drafts, once there were some. Noise only slows a step, so that one
-# that is faster than expected says more than one that is slower.
-FASTER_RATE, SLOWER_RATE = 0.25, 0.07
-UNSETTLED = 3  # first steps of a kind, which are compiled, recorded, or find no cache warm: they do not count
-SHARED = 0.5  # how much of what changes about steps that are well known is laid to the machine
-WELL_KNOWN = 5.0  # steps, after which half as much is
+from draftproof.engine.pace import Pace
+
 HOST_RATE = 0.05  # weight of a step in what the host takes
-FORGOTTEN = 0.97  # what a step of another kind leaves of a kind's own pace: what seemed slow is tried again
+PROMPT_RATE = 0.25  # weight of a step with prompts in what these take the drafter
+MOST_SLOWER_HOST = 2.0  # times as long as before: what is beyond says no more
 MOST_CAPTURED_ROWS = 256  # of a captured step whose number of drafts is chosen
-OUTLIER = 2.0  # times as long or as short as expected: what is beyond says no more
+MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
 GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
 
@@ -35,15 +32,17 @@ def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def rounded_rows(num_requests: int, num_rows: int) -> int:
+def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
     """What a decoding step's rows are filled up to where each size is recorded once: it takes some steps' time, and
-    requests with other numbers of drafts make other sizes every step. R and up to 8, 10, 12, 14, 16, 20, 24, ... rows.
+    requests with other numbers of drafts make other sizes every step. R and up to 8, 10, 12, 14, 16, 20, 24, ... rows,
+    and nobody verifies more than `most_drafts`; steps that are too large to be recorded stay as they are.
 
     Example: four requests with 6, 2, 5 and 4 rows: 17, which is 4 and 13, and becomes 4 and 14.
     """
     extra = num_rows - num_requests
     unit = 1 << max(0, (extra - 1).bit_length() - 3) if extra > 1 else 1
-    return num_requests + -(-extra // unit) * unit
+    rounded = num_requests + -(-extra // unit) * unit
+    return max(num_rows, min(rounded, num_requests * (1 + most_drafts), MAX_GRAPH_ROWS))
 
 
 class StepOutcome(NamedTuple):
@@ -74,12 +73,14 @@ class Curve:
         self._between.clear()
 
     def at(self, size: int) -> float:
+        """Seconds of one of few sizes, which come again: they are kept."""
         known = self._between.get(size)
         if known is None:
-            known = self._between[size] = self._at(size)
+            known = self._between[size] = self.look_up(size)
         return known
 
-    def _at(self, size: int) -> float:
+    def look_up(self, size: int) -> float:
+        """Seconds of one of many sizes."""
         if size in self.points:
             return self.points[size]
         sizes = self._sizes
@@ -94,45 +95,52 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Pace:
-    """How much longer some steps take than the profile says, as a logarithm. `common`: the pace of the machine for
-    about as many requests, when these were last met; `last`: the number of steps then."""
+class DraftCosts:
+    """Seconds of a draft pass: for so many requests, by drafts. Linear between the numbers of requests that were
+    measured, as between the numbers of drafts."""
 
-    value: float = 0.0
-    common: float = 0.0
-    num_steps: int = 0
-    num_met: int = 0  # with those that did not count
-    last: int = 0
+    by_requests: dict[int, Curve] = field(default_factory=dict)
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # what was asked for before
 
+    def set(self, num_requests: int, num_drafts: int, seconds: float) -> None:
+        self.by_requests.setdefault(num_requests, Curve()).set(num_drafts, seconds)
+        self._known.clear()
 
-_NOT_MET = Pace()
-
-
-def _rate(surprise: float) -> float:
-    return FASTER_RATE if surprise < 0 else SLOWER_RATE
+    def at(self, num_requests: int, num_drafts: int) -> float:
+        if not num_drafts:
+            return 0.0
+        if not self.by_requests:
+            return GUESSED_DRAFT * num_requests
+        found = self._known.get((num_requests, num_drafts))
+        if found is None:
+            curve = Curve({r: by_drafts.at(num_drafts) for r, by_drafts in self.by_requests.items()})
+            found = self._known[num_requests, num_drafts] = curve.at(num_requests)
+        return found
 
 
 @dataclass(slots=True)
 class StepCosts:
     """Seconds of a step in which everybody decodes.
 
-    target: by rows. draft: for a number of drafts, by requests. `levels`: numbers of drafts that may be asked for,
-    ascending from 0. `buckets`: on a device that runs captured steps, the numbers of requests that steps are filled up
-    to; each of them then has as many rows as the largest level among them asks for. `context_seconds`: of each token
-    that a request has, in the target's pass of one row for it. `host_seconds`: of what a step is beside both passes.
+    target: by rows. draft: by requests and drafts. context: of the target's pass with one row a request, by the tokens
+    that all requests have together; `context_row_seconds`: of each of them for each further row, since the rows of a
+    request read its keys together. `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: on a
+    device that runs captured steps, the numbers of requests that steps are filled up to; each of them then has as many
+    rows as the largest level among them asks for. `host_seconds`: of what a step is beside both passes.
     `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known.
     """
 
     levels: tuple[int, ...]
     buckets: tuple[int, ...] = ()
     target: Curve = field(default_factory=Curve)
-    draft: dict[int, Curve] = field(default_factory=dict)
-    context_seconds: float = 0.0
+    draft: DraftCosts = field(default_factory=DraftCosts)
+    context: Curve = field(default_factory=Curve)
+    context_row_seconds: float = 0.0
     host_seconds: float = 0.0
     prompt_row_seconds: float = 0.0
-    _paces: dict[tuple[int, int], Pace] = field(default_factory=dict)  # `_kind` -> pace
-    _common: dict[int, Pace] = field(default_factory=dict)  # its first number -> pace of all such steps
-    _draft_passes: dict[tuple[int, int], float] = field(default_factory=dict)
+    _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
+    _last: int = 0  # that of the last step
+    _num_told: int = 0
 
     @property
     def target_row_seconds(self) -> float:
@@ -154,17 +162,18 @@ class StepCosts:
         """Seconds of a step of R requests with so many rows in all, which then drafts up to `num_drafts`; `context`:
         tokens of all requests."""
         size = self._filled(num_requests, num_rows, num_drafts)
-        pace = math.exp(self._pace(self._kind(size[0], size[2])))
-        return pace * (self.host_seconds + self._passes(*size, context))
+        return self._times(self._kind(*size)) * self._measured(*size, context)
 
     def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
         """`step` for rows and drafts (not 0), where steps are not filled up: what they have in common is looked up
         once."""
-        pace = math.exp(self._pace(self._kind(num_requests, 1)))
-        host = self.host_seconds
+        times = self._times(self._kind(num_requests, num_requests + 1, 1))
+        fixed = self.host_seconds + self.context.look_up(context)
+        each_row = self.context_row_seconds * context / num_requests
 
         def step(num_rows: int, num_drafts: int) -> float:
-            return pace * (host + self._passes(num_requests, num_rows, num_drafts, context))
+            keys = each_row * (num_rows - num_requests)
+            return times * (fixed + keys + self._passes(num_requests, num_rows, num_drafts))
 
         return step
 
@@ -173,50 +182,36 @@ class StepCosts:
 
     def observe(self, step: StepOutcome) -> None:
         """Correct what is known by a step that was run."""
+        self._num_told += 1
+        known = self.host_seconds
+        host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
+        self.host_seconds += max(HOST_RATE, 1 / self._num_told) * (host - known)
         size = self._filled(step.num_requests, step.num_rows, step.num_drafts)
-        kind = self._kind(size[0], size[2])
-        own = self._paces.setdefault(kind, Pace())
-        own.num_met += 1
-        if own.num_met <= UNSETTLED:
-            return
-        expected = self._pace(kind)
-        common = self._common.setdefault(kind[0], Pace())
-        found = math.log(step.seconds / (self.host_seconds + self._passes(*size, step.context)))
-        if common.num_steps:
-            found = min(expected + math.log(OUTLIER), max(expected - math.log(OUTLIER), found))
-        common.num_steps += 1
-        surprise = found - expected
-        is_only = own.num_steps + 1 == common.num_steps  # then others are expected to be as fast or slow
-        own.num_steps += 1
-        own.value = expected + max(_rate(surprise), 1 / (2 + own.num_steps)) * surprise
-        if is_only:
-            common.value = own.value
-        else:
-            known = own.num_steps / (own.num_steps + WELL_KNOWN)
-            common.value += SHARED * known * (own.value - expected)
-        own.common, own.last = common.value, common.num_steps
-        host = min(step.host_seconds, OUTLIER * self.host_seconds) if self.host_seconds else step.host_seconds
-        self.host_seconds += max(HOST_RATE, 1 / common.num_steps) * (host - self.host_seconds)
+        about_as_many, kind = self._kind(*size)
+        if about_as_many not in self._paces:
+            last = self._paces.get(self._last)
+            self._paces[about_as_many] = last.successor() if last else Pace()
+        self._last = about_as_many
+        measured = self._measured(*size, step.context)
+        self._paces[about_as_many].observe(kind, math.log(step.seconds / measured))
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
         """The drafter took so long for rows of which most were of prompts."""
         found, known = draft_seconds / num_rows, self.prompt_row_seconds
-        self.prompt_row_seconds = known + (FASTER_RATE if known else 1.0) * (found - known)
+        self.prompt_row_seconds = known + (PROMPT_RATE if known else 1.0) * (found - known)
 
-    def _kind(self, num_requests: int, num_drafts: int) -> tuple[int, int]:
-        """Which steps have a pace in common: where they are filled up, each captured size has one; else it differs with
-        and without drafts, and with the number of requests (1, 2 or 3, 4 to 7, and so on)."""
+    def _kind(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int]:
+        """Which steps have a pace in common, and which a correction; 0: steps without drafts. Where steps are filled
+        up, each captured size has its own; else numbers of requests are alike (1, 2 or 3, 4 to 7, and so on), as are
+        numbers of drafts."""
         if self.is_padded:
             return num_requests, num_drafts
-        return num_requests.bit_length(), min(num_drafts, 1)
+        return num_requests.bit_length(), int(num_rows > num_requests or num_drafts > 0)
 
-    def _pace(self, kind: tuple[int, int]) -> float:
-        """The pace of a kind of steps. One that was not met of late has changed as others have since, and with drafts
-        differs the less from them the longer ago it was."""
-        own = self._paces.get(kind, _NOT_MET)
-        common = self._common.get(kind[0], _NOT_MET)
-        age = common.num_steps - own.last if kind[1] else 0  # plain steps are what others are compared with
-        return common.value + (own.value - own.common) * FORGOTTEN**age
+    def _times(self, kind: tuple[int, int]) -> float:
+        """Times as long as was measured that such steps take."""
+        pace = self._paces.get(kind[0]) or self._paces.get(self._last)
+        return math.exp(pace.at(kind[1])) if pace else 1.0
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
         """What a step of this size is filled up to."""
@@ -227,43 +222,45 @@ class StepCosts:
         num_requests = next((b for b in self.buckets if b >= num_requests), num_requests)
         return num_requests, num_requests * (1 + num_drafts), num_drafts
 
-    def _passes(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
-        if not self.is_padded:
-            num_rows = rounded_rows(num_requests, num_rows)
-        target = self.target.at(num_rows) if self.target.points else GUESSED_TARGET
-        # each row looks at its request's tokens; where steps are filled up, rows of a request look together
-        looks = 1.0 if self.is_padded else num_rows / num_requests
-        behind = self.context_seconds * context * looks
-        return target + self._draft_pass(num_requests, num_drafts) + behind
+    def _measured(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
+        """What the profile says of a step of this size."""
+        keys = self.context.look_up(context)
+        keys += self.context_row_seconds * context * (num_rows / num_requests - 1.0)
+        return self.host_seconds + keys + self._passes(num_requests, num_rows, num_drafts)
 
-    def _draft_pass(self, num_requests: int, num_drafts: int) -> float:
-        if not num_drafts:
-            return 0.0
-        if not self.draft:
-            return GUESSED_DRAFT * num_requests
-        found = self._draft_passes.get((num_requests, num_drafts))
-        if found is None:
-            by_drafts = Curve({k: curve.at(num_requests) for k, curve in self.draft.items()})
-            found = self._draft_passes[num_requests, num_drafts] = by_drafts.at(num_drafts)
-        return found
+    def _passes(self, num_requests: int, num_rows: int, num_drafts: int) -> float:
+        """Seconds of both passes, with no keys to read."""
+        if not self.is_padded:
+            num_rows = rounded_rows(num_requests, num_rows, self.levels[-1])
+        target = self.target.at(num_rows) if self.target.points else GUESSED_TARGET
+        return target + self.draft.at(num_requests, num_drafts)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "target": {str(rows): s for rows, s in self.target.points.items()},
-            "draft": {str(k): {str(r): s for r, s in c.points.items()} for k, c in self.draft.items()},
-            "context_seconds": self.context_seconds,
+            "target": _written(self.target),
+            "draft": {str(r): _written(curve) for r, curve in self.draft.by_requests.items()},
+            "context": _written(self.context),
+            "context_row_seconds": self.context_row_seconds,
         }
 
     def read_json(self, raw: Any) -> None:
         """Take over what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
-        target = {int(rows): float(s) for rows, s in raw["target"].items()}
-        draft = {
-            int(k): Curve({int(r): float(s) for r, s in points.items()}) for k, points in raw["draft"].items()
-        }
-        context_seconds = float(raw["context_seconds"])
+        target, context = _read(raw["target"]), _read(raw["context"])
+        row_seconds = float(raw["context_row_seconds"])
+        draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}
+        behind = [row_seconds, *context.points.values()]
         drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]
-        if not all(map(math.isfinite, [context_seconds, *target.values(), *drafts])):
+        if not all(map(math.isfinite, [*behind, *target.points.values(), *drafts])):
             raise ValueError("not a profile: numbers that are none")
-        if not target or min(target.values()) <= 0 or context_seconds < 0:
+        if not target.points or min(target.points.values()) <= 0 or min(behind) < 0:
             raise ValueError("not a profile")
-        self.target, self.draft, self.context_seconds = Curve(target), draft, context_seconds
+        self.target, self.draft = target, DraftCosts(draft)
+        self.context, self.context_row_seconds = context, row_seconds
+
+
+def _written(curve: Curve) -> dict[str, float]:
+    return {str(size): seconds for size, seconds in curve.points.items()}
+
+
+def _read(points: Any) -> Curve:
+    return Curve({int(size): float(seconds) for size, seconds in points.items()})

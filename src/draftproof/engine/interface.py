@@ -30,6 +30,21 @@ class DeviceFaultError(RuntimeError):
     """The device failed and takes no more work from this process."""
 
 
+class Item(NamedTuple):
+    """Rows of a prompt, from `start` on, that carry embeddings in place of their tokens'; equal contents (32 bytes, a
+    hash) have equal embeddings, of which the runner knows what to make them of. `is_whole`: its rows see each other, so
+    one pass computes all of them, or all that are left behind a cached prefix."""
+
+    content: bytes
+    start: int
+    num_rows: int
+    is_whole: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """What the engine needs to know of one choice of one request: ids and numbers, no text.
@@ -54,6 +69,7 @@ class RequestSpec:
     priority: int = 0
     grammar: Grammar | None = None
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
+    items: tuple[Item, ...] = ()  # in order; the ids of their rows stand for them wherever only ids count
 
 
 @dataclass(slots=True)
@@ -81,6 +97,7 @@ class Admission:
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     members: tuple[int, ...] = ()
+    items: tuple[Item, ...] = ()
     is_masked: bool = False
 
 

@@ -24,7 +24,8 @@ CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere; `window_kv`: keys
-    and values of layers that see a window, which are not among those of each token."""
+    and values of layers that see a window, which are not among those of each token; `encoder`: weights of what reads
+    images; `items`: the most that embeddings of images take."""
 
     weights: int
     draft_weights: int
@@ -34,6 +35,8 @@ class Memory:
     block_size: int
     graphs: int
     window_kv: int = 0
+    encoder: int = 0
+    items: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -55,8 +58,13 @@ class Memory:
         )
         graphs = f", CUDA graphs {_size(self.graphs)}" if self.graphs else ""
         windows = f", and {_size(self.window_kv)} of layers that see a window" if self.window_kv else ""
+        images = (
+            f", image encoder {_size(self.encoder)}, embeddings of images up to {_size(self.items)}"
+            if self.encoder
+            else ""
+        )
         return (
-            f"memory: weights {_size(self.weights)}{drafter}{graphs}; keys and values {_size(self.kv)}: "
+            f"memory: weights {_size(self.weights)}{drafter}{images}{graphs}; keys and values {_size(self.kv)}: "
             f"{self.num_blocks} blocks, {self.kv_tokens} tokens of {_size(self.kv_bytes_per_token)}{of_it}{windows}"
         )
 

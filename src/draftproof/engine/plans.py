@@ -16,7 +16,14 @@ from draftproof.models.loading import resolve
 from draftproof.models.weights import WeightSource
 from draftproof.schema import shown
 
-_OF_CHECKPOINTS = ("quantization", "revision", "load_format", "parallel_drafting", "hf_overrides")
+_OF_CHECKPOINTS = (
+    "quantization",
+    "image_inputs",
+    "revision",
+    "load_format",
+    "parallel_drafting",
+    "hf_overrides",
+)
 
 
 @dataclass(frozen=True, slots=True)

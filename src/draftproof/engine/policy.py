@@ -13,18 +13,19 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from draftproof.engine.acceptance import SHARES, Acceptance, RequestClass
-from draftproof.engine.costs import OUTLIER, StepCosts, StepOutcome
+from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 from draftproof.metrics import Prediction
 
-WORTH_IT = 1.01  # predicted speed-up from which on drafting is preferred to plain decoding
+WORTH_IT = (
+    1.03  # predicted speed-up from which on drafting is preferred: predictions are off by a few per cent
+)
 # What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
 # of adds (one in eight), the most that is kept, and the part of it that one step may put at risk.
 ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
-NOISE_RATE = 0.1  # weight of a plain step in how much other programs slow steps
 # Steps for which a choice holds, while drafting earns: making it takes the host as long as a small model's layer. And
 # plain steps that the policy has heard of for which a choice of no drafts does.
 ROUNDS_KEPT = 4
@@ -147,8 +148,6 @@ class AutoPolicy:
     acceptance: Acceptance
     savings: float = ALLOWANCE
     _context: int = 0  # tokens of all requests, in the last step
-    # Times as long as expected that plain steps take of late: costs are what a step takes that nothing disturbs.
-    _noise: float = 1.0
     _kept: Kept | None = None
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
@@ -285,18 +284,16 @@ class AutoPolicy:
 
     def finished(self, step: StepOutcome) -> None:
         self._context = step.context
-        plain = self.costs.plain(step.num_requests, step.context)
+        self.costs.observe(step)
         if step.num_rows > step.num_requests or step.num_drafts:
-            expected = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
-            seconds = min(step.seconds / self._noise, OUTLIER * expected)
+            # by what such steps take: this one may have been disturbed, as a plain one would have been
+            seconds = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
+            plain = self.costs.plain(step.num_requests, step.context)
             gained = step.num_tokens / step.num_requests - seconds / plain
         else:
             gained = INCOME
             self.acceptance.fade()
-            found = min(OUTLIER, step.seconds / plain)
-            self._noise += NOISE_RATE * (max(1.0, found) - self._noise)
         self.savings = min(MOST_SAVED, max(0.0, self.savings + gained))
-        self.costs.observe(step)
         kept = self._kept
         if kept is not None:
             kept.num_told += 1

@@ -12,15 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftproof.engine.costs import Curve, StepCosts, levels_of, rounded_rows
+from draftproof.engine.costs import MAX_GRAPH_ROWS, Curve, StepCosts, levels_of, rounded_rows
 from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
 
 SECONDS = 2.0  # time that a profile may take, beyond one run of the sizes without which nothing is known
-RUNS = 7  # of each size at most, after those that prepare it
+ROUNDS, IN_A_ROW = 4, 4  # of all sizes; runs of each in one, since steps of a kind come one after the other
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
+MOST_ROWS = 256  # rows of the largest size that is measured where steps are not captured
+EACH_CONTEXT, LEAST_CONTEXT = (
+    256,
+    1024,
+)  # tokens of each request where keys are to be read, and of all of them
+CONTEXT_REQUESTS = (4, 16, 64)  # where these are among the numbers
+VERSION = 2  # of what is measured: profiles of another one are measured again
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
 
@@ -56,7 +63,7 @@ def costs_of(
     identity: what they depend on, as JSON takes it.
     """
     costs = StepCosts(levels, runner.buckets)
-    facts = {"identity": dict(identity), "levels": levels, "buckets": runner.buckets}
+    facts = {"version": VERSION, "identity": dict(identity), "levels": levels, "buckets": runner.buckets}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     store = Store(cache_dir / "step-costs.json")
     try:
@@ -74,7 +81,7 @@ def _prepare(
     """Run the steps of one request, whatever it verifies and drafts next, until they are recorded: so that nobody's
     first tokens pay for it. Of the numbers of rows, those that steps are filled up to."""
     end, most = clock() + SECONDS, levels[-1]
-    for num_verified in sorted({min(rounded_rows(1, 1 + k) - 1, most) for k in range(most + 1)}):
+    for num_verified in sorted({rounded_rows(1, 1 + k, most) - 1 for k in range(most + 1)}):
         for num_drafts in levels if runner.on_device else levels[-1:]:
             for _ in range(OFTEN):
                 if runner.buckets or clock() > end:
@@ -87,32 +94,50 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
     of each the fastest run counts, and what is larger takes no less."""
     found: dict[StepSize, tuple[float, float]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
-    for number in range(OFTEN + RUNS):
+    indispensable = _indispensable(sizes)
+    for number in range(ROUNDS):
         for size in sizes:
-            if clock() > end and (number > OFTEN or size not in _indispensable(sizes)):
+            if clock() > end and (number or size not in indispensable):
                 continue
-            times = runner.measure(size)
-            if number >= OFTEN:  # the first runs of a size prepare it
-                found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
+            prepared = 0 if number else OFTEN  # the first runs of a size prepare it
+            for run in range(max(IN_A_ROW, prepared + 1)):
+                times = runner.measure(size)
+                if run >= prepared:
+                    found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
     _take(found, runner.on_device, costs)
 
 
 def _take(found: Mapping[StepSize, tuple[float, float]], has_drafts: bool, costs: StepCosts) -> None:
-    plain = {s.num_requests: t for s, (t, _) in found.items() if not s.num_drafts and not s.context}
-    verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in found.items() if s.num_drafts}
+    alone = {size: times for size, times in found.items() if not size.context}
+    plain = {s.num_requests: target for s, (target, _) in alone.items() if not s.num_drafts}
+    verifies = {s.num_requests * (1 + s.num_drafts): t for s, (t, _) in alone.items() if s.num_drafts}
     costs.target = Curve(_growing(plain if costs.is_padded else {**verifies, **plain}))
-    for size, (target, draft) in found.items():
-        num_requests, num_drafts = size.num_requests, size.num_drafts
+    for (num_requests, _, num_drafts, _), (target, draft) in alone.items():
         if num_drafts and has_drafts:
-            if (
-                costs.is_padded
-            ):  # one graph: what it takes beyond a pass of its rows is laid to the draft pass
+            if costs.is_padded:
+                # one graph: what it takes beyond a pass of its rows is laid to the draft pass
                 draft = target - costs.target.at(num_requests * (1 + num_drafts))
-            costs.draft.setdefault(num_drafts, Curve()).set(num_requests, draft)
-        elif size.context:
-            costs.context_seconds = max(0.0, target - costs.target.at(num_requests)) / (
-                size.context * num_requests
-            )
+            costs.draft.set(num_requests, num_drafts, draft)
+    _take_context(found, costs)
+
+
+def _take_context(found: Mapping[StepSize, tuple[float, float]], costs: StepCosts) -> None:
+    """By how much steps are longer where requests have tokens before them."""
+    plain, verifying = dict[int, float](), dict[StepSize, float]()
+    for size, times in found.items():
+        without = found.get(size._replace(context=0))
+        if not size.context or without is None:
+            continue
+        longer = max(0.0, sum(times) - sum(without))
+        if size.num_verified:
+            verifying[size] = longer
+        else:
+            plain[size.num_requests * size.context] = longer
+    costs.context = Curve({0: 0.0, **_growing(plain)})
+    for size, longer in verifying.items():
+        num_tokens = size.num_requests * size.context
+        further = max(0.0, longer - costs.context.at(num_tokens))
+        costs.context_row_seconds = further / (num_tokens * size.num_verified)
 
 
 def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -126,14 +151,42 @@ def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
 def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
     """What matters most first."""
     numbers = [r for r in runner.buckets or REQUESTS if r <= min(MOST_REQUESTS, runner.max_num_seqs)]
-    few = levels if runner.buckets else tuple(dict.fromkeys((0, levels[1], levels[-1])))
-    yield from (StepSize(numbers[0], k, k) for k in levels)
-    yield StepSize(numbers[0], 0, 0, runner.max_model_len // 2)
-    for num_requests in numbers[1:]:
-        captured = levels_of(num_requests, few) if runner.buckets else few
-        yield from (StepSize(num_requests, k, k) for k in captured)
+    with_context = _with_context(numbers)
+    for num_requests in numbers:
+        numbers_of_drafts = _levels_of(num_requests, levels, captured=bool(runner.buckets))
+        if num_requests == numbers[0]:
+            numbers_of_drafts = levels
+        yield from (StepSize(num_requests, k, k) for k in numbers_of_drafts)
+        if num_requests in with_context:
+            context = min(max(EACH_CONTEXT, LEAST_CONTEXT // num_requests), runner.max_model_len // 2)
+            yield StepSize(num_requests, 0, 0, context)
+            if num_requests == with_context[0]:
+                most = numbers_of_drafts[-1]
+                yield StepSize(num_requests, most, most, context)
+
+
+def _with_context(numbers: Sequence[int]) -> list[int]:
+    """Numbers of requests that are measured with keys to be read, too."""
+    return [r for r in numbers if r in CONTEXT_REQUESTS] or [numbers[-1]]
+
+
+def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) -> tuple[int, ...]:
+    """Numbers of drafts that are measured for so many requests: all that are captured or recorded, at least three, and
+    the largest, if that is not too large a pass."""
+    if captured:
+        return levels_of(num_requests, levels)
+
+    def is_measured(place: int) -> bool:
+        num_rows = num_requests * (1 + levels[place])
+        is_last = place == len(levels) - 1
+        return place < 3 or num_rows <= MAX_GRAPH_ROWS or (is_last and num_rows <= MOST_ROWS)
+
+    return tuple(k for place, k in enumerate(levels) if is_measured(place))
 
 
 def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:
-    """Those of the fewest requests."""
-    return [size for size in sizes if size.num_requests == sizes[0].num_requests]
+    """Those of the fewest requests, and what says how long it takes to read keys."""
+    first = next(size for size in sizes if size.context)
+    compared = [size for size in sizes if size.num_requests == first.num_requests and size.context]
+    without = [size._replace(context=0) for size in compared]
+    return [s for s in sizes if s.num_requests == sizes[0].num_requests or s in compared or s in without]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.cache.pages import ROOT
@@ -96,6 +97,27 @@ class Progress:
         return len(self.spec.token_ids)
 
     @property
+    def contents(self) -> Sequence[int | bytes]:
+        """What its rows are made of, by which the prefix cache tells pages apart: a token, or its item's content. An
+        item's rows follow from its content, so a chain of pages says which of them a page begins with."""
+        if not self.spec.items:
+            return self.tokens
+        contents: list[int | bytes] = list(self.tokens)
+        for item in self.spec.items:
+            contents[item.start : item.start + item.num_rows] = [item.content] * item.num_rows
+        return contents
+
+    def whole_rows(self, start: int, num_rows: int) -> int:
+        """So many rows from `start` on, or fewer or more of them, so that no item is cut in two that must not be.
+
+        Example: an item of rows 10 to 19. From 4 on 8 rows become 6, from 10 on 8 rows become 10.
+        """
+        for item in self.spec.items:
+            if item.is_whole and item.start < start + num_rows < item.end:
+                return item.start - start if item.start > start else item.end - start
+        return num_rows
+
+    @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.spec.token_ids)
 
@@ -134,6 +156,7 @@ class Progress:
             stop_ids=self.spec.stop_ids,
             bad_words_ids=self.spec.bad_words_ids,
             members=self.spec.members,
+            items=self.spec.items,
             is_masked=self.matcher is not None,
         )
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
+from draftproof.attention.given import GivenEmbeddings, WholeRows
 from draftproof.cache.pool import PagedCache
+from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
-from draftproof.engine.costs import levels_of, rounded_rows
+from draftproof.engine.costs import MAX_GRAPH_ROWS, levels_of, rounded_rows
 from draftproof.engine.interface import (
     HEALTHY,
     NO_NUMBER,
@@ -34,6 +36,7 @@ from draftproof.engine.interface import (
     StepInput,
     StepSize,
 )
+from draftproof.engine.items import SlotItems, StepItems
 from draftproof.engine.logprobs import LogprobScorer, Scores
 from draftproof.engine.state import BatchShape, State
 from draftproof.kernels.ops import Ops
@@ -49,8 +52,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PassOutputs = tuple[IntegerRows, Tensor, Tensor]  # result_RX, logits_MV, hidden_TH
-
-MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class ModelRunner:
     sandboxes: tuple[DrafterSandbox, ...]
     spec: DraftSpec
     scorer: LogprobScorer
+    items: SlotItems
     graphs: Graphs
     on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
@@ -215,7 +217,7 @@ class ModelRunner:
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
         """See `interface.Runner`."""
-        return [int(t) for t in self.state.slots.tokens_SL[slot, num_known : num_known + num_drafts].tolist()]
+        return self.state.tokens(slot, num_known, num_drafts)
 
     @_as_certified
     def run(self, step: StepInput) -> LaunchedStep:
@@ -235,7 +237,11 @@ class ModelRunner:
             self.table.release(slot)
             if self.drafter is not None:
                 self.drafter.release(slot)
+            self.items.release(slot)
+        states = self.cache.states + self.draft_cache.states
         for a in step.admitted:
+            for state in states:
+                state.admit(a.slot)
             self.state.admit(a.slot, a.token_ids, a.num_computed, a.limit)
             self.table.admit(
                 a.slot, a.params, a.row_seed, a.num_prompt, a.stop_ids, a.bad_words_ids, is_masked=a.is_masked
@@ -244,12 +250,17 @@ class ModelRunner:
                 self.drafter.admit(a.slot, list(a.token_ids), a.num_computed)
                 if a.members:
                     self.drafter.restrict(a.slot, a.members)
+            if a.items:
+                self.items.admit(a.slot, a.items)
         for slot, position, drafts in step.forced:
             self.state.force(slot, position, drafts)
         if step.fresh_blocks and self.draft_cache.layers and not step.without_drafter:
             self.draft_cache.zero(upload(step.fresh_blocks, self.state.device))
 
     def _launch(self, step: StepInput) -> LaunchedStep:
+        items = self.items.begin(step.scheduled)
+        if items is not None:  # these rows are not a function of the slots' memory alone
+            step = replace(step, all_decode=False)
         scheduled, shape = step.scheduled, self._padded(step)
         if self.price is not None:
             self.price.fill_(step.price)
@@ -258,10 +269,14 @@ class ModelRunner:
         full_graph = shape is not None and self._capture(shape, processing)
         if shape is None or (shape.num_rows > MAX_GRAPH_ROWS and not full_graph):
             repeats = not self.buckets and sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
+            repeats = repeats and items is None
             if step.all_decode and repeats and self.graphs is not EAGER:
                 scheduled = self._rounded(scheduled)
             shape = BatchShape.of(scheduled, repeats=repeats, with_drafter=not step.without_drafter)
-            shape = self._widened(shape) if step.all_decode else self._filled_up(shape)
+            if step.all_decode:
+                shape = self._widened(shape)
+            elif items is None:
+                shape = self._filled_up(shape)
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
@@ -277,7 +292,7 @@ class ModelRunner:
             tensors = self.graphs.run(("step", shape), function, (scheduled_4R,))
         else:
             recorded = step.all_decode and shape.repeats and self.graphs.calls_once
-            tensors = self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+            tensors = self._run_parts(launched, shape, scheduled_4R, items, recorded=recorded)
         launched.is_warming = self.graphs.num_warming > num_warming
         result_RX, logits_MV, hidden_TH = tensors
         launched.output_scores = self.scorer.outputs(scheduled, result_RX.tensor, logits_MV)
@@ -289,7 +304,7 @@ class ModelRunner:
         """Rows that verify nothing beside those that are there, so that sizes come again. Drafting has the pages for
         them; beyond a request's limit they go to the scrap page."""
         num_rows = sum(s.num_rows for s in scheduled)
-        missing = min(rounded_rows(len(scheduled), num_rows), MAX_GRAPH_ROWS) - num_rows
+        missing = rounded_rows(len(scheduled), num_rows, self.num_drafts) - num_rows
         filled = []
         for s in scheduled:
             more = min(missing, 1 + self.num_drafts - s.num_rows)
@@ -341,7 +356,13 @@ class ModelRunner:
         )
 
     def _run_parts(
-        self, launched: LaunchedStep, shape: BatchShape, scheduled_4R: Tensor, *, recorded: bool
+        self,
+        launched: LaunchedStep,
+        shape: BatchShape,
+        scheduled_4R: Tensor,
+        items: StepItems | None = None,
+        *,
+        recorded: bool,
     ) -> PassOutputs:
         """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host.
 
@@ -350,11 +371,11 @@ class ModelRunner:
         drafter, graphs = self.drafter, self.graphs if recorded else EAGER
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
-            function = partial(self.step_tensors, shape, scheduled_4R)
+            function = partial(self.step_tensors, shape, scheduled_4R, items)
             closed = graphs.run(("step", shape), function, ())
             launched.target_seconds = time.perf_counter() - start
             return closed
-        checked = self._checked(shape, scheduled_4R, graphs)
+        checked = self._checked(shape, scheduled_4R, graphs, items)
         middle = time.perf_counter()
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
@@ -365,9 +386,11 @@ class ModelRunner:
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
         return closed
 
-    def _checked(self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs) -> VerifiedPass:
+    def _checked(
+        self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs, items: StepItems | None = None
+    ) -> VerifiedPass:
         """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
-        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R), ())
+        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R, items), ())
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
@@ -375,7 +398,7 @@ class ModelRunner:
         """(what `_close` gives, the drafters that raised)."""
         proposal = drafter.propose(checked.verified, num_drafts)
         faults = tuple(i for i, sandbox in enumerate(self.sandboxes) if sandbox.error is not None)
-        return self._close(checked, proposal), faults
+        return self._close(checked, proposal, with_drafter=True), faults
 
     def _lose_state(self, launched: LaunchedStep) -> None:
         """What the drafters that raised should have kept of everybody's rows is missing."""
@@ -387,14 +410,16 @@ class ModelRunner:
             slot for slot in slots if not any(s.drafts_for(slot) for s in self.sandboxes)
         )
 
-    def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> PassOutputs:
-        """A whole pass, a function of device memory alone: (result_RX, logits_MV, hidden_TH).
+    def step_tensors(
+        self, shape: BatchShape, scheduled_4R: Tensor, items: StepItems | None = None
+    ) -> PassOutputs:
+        """A whole pass, without `items` a function of device memory alone: (result_RX, logits_MV, hidden_TH).
 
         The drafter is trusted. A pass in which it fails cannot be captured, so that raises here.
         """
-        checked, drafter = self.verify_rows(shape, scheduled_4R), self.drafter
+        checked, drafter = self.verify_rows(shape, scheduled_4R, items), self.drafter
         if drafter is None or not shape.with_drafter:
-            return self._close(checked, self.state.no_drafts(shape.num_requests))
+            return self._close(checked, self.state.no_drafts(shape.num_requests), with_drafter=False)
         closed, faults = self._draft(drafter, checked, shape.num_drafts)
         for number in faults:
             error = self.sandboxes[number].error
@@ -402,13 +427,17 @@ class ModelRunner:
             raise error
         return closed
 
-    def verify_rows(self, shape: BatchShape, scheduled_4R: Tensor) -> VerifiedPass:
-        """Compute the rows, accept drafts, move the slots on."""
+    def verify_rows(
+        self, shape: BatchShape, scheduled_4R: Tensor, items: StepItems | None = None
+    ) -> VerifiedPass:
+        """Compute the rows, accept drafts, move the slots on. items: with these it is never recorded."""
         rows, verify = self.state.fill(shape, scheduled_4R)
         inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T)
         graphs = self.graphs if shape.repeats else EAGER
         key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
-        target = partial(self.target_pass, shape.most_rows, shape.with_drafter)
+        given, whole = (None, None) if items is None else (items.given, items.whole)
+        carried = None if given is None else given.at(rows.slots_T, rows.positions_T)
+        target = partial(self.target_pass, shape.most_rows, shape.with_drafter, carried, whole)
         hidden_TH, *taps = graphs.run(key, target, inputs)
         logits_MV = self.target.logits(self.ops.gather(hidden_TH, rows.sampled_M))
         result = self.verifier.verify(
@@ -419,27 +448,50 @@ class ModelRunner:
             verify,
             has_processing=shape.processing > 0,
         )
-        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), self.verifier.drawer)
+        drawer = self.verifier.drawer
+        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), drawer, given)
         return VerifiedPass(verified, result, rows.draft_count_R, logits_MV, hidden_TH)
 
     def target_pass(
         self,
         most_rows: int,
         with_taps: bool,
+        given: GivenEmbeddings | None,
+        whole: WholeRows | None,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
         """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
-        rows = Rows(positions_T, slots_T, context_lens_T, max_query_len=most_rows)
+        if whole is not None:
+            context_lens_T = context_lens_T + whole.more_T
+        rows = Rows(
+            positions_T,
+            slots_T,
+            context_lens_T,
+            max_query_len=most_rows,
+            whole=whole,
+            turns=self.items.turns,
+        )
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         taps = self.spec.taps if with_taps else Taps()
-        out = self.target(tokens_T, attn, taps.layers, taps.final)
+        out = self.target(tokens_T, attn, taps.layers, taps.final, given)
         return (out.hidden_TH, *out.taps)
 
-    def _close(self, checked: VerifiedPass, proposal: Proposal) -> PassOutputs:
-        """Store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+    def _commit(self, verified: Verified, *, with_drafter: bool) -> None:
+        """The one place where rows become permanent in what layers keep of slots: when all who see the pass's rows have
+        written theirs, the drafter's layers too if it was shown them."""
+        states = self.cache.states + (self.draft_cache.states if with_drafter else [])
+        if states:
+            v = verified
+            rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+            for state in states:
+                state.commit(rows)
+
+    def _close(self, checked: VerifiedPass, proposal: Proposal, *, with_drafter: bool) -> PassOutputs:
+        """Commit, and store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+        self._commit(checked.verified, with_drafter=with_drafter)
         result = checked.result
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
         drafter_R = proposal.drafter_R
@@ -492,31 +544,55 @@ class ModelRunner:
         num_requests, each = size.num_requests, 1 + size.num_verified
         with_drafter = self.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
-        shape, slot = self._widened(shape), self.state.scratch_slot
-        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts)] * num_requests
-        self.state.slots.computed_S[slot] = size.context
+        shape = self._widened(shape)
+        slots = [self.state.scratch_slot] * num_requests
+        if size.context:  # keys are read that lie apart, as those of requests do
+            slots = list(range(num_requests))
+            self._spread(slots)
+        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
+        self.state.slots.computed_S[slots] = size.context
         scheduled_4R = self.state.load(scheduled, shape)
         try:
-            if shape in self.captured:
-                function = partial(self.step_tensors, shape)
-                run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
-                return device_seconds(run), 0.0
-            recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
-            if with_drafter and not self.on_device:
-                start = time.perf_counter()
-                self._checked(shape, scheduled_4R, self.graphs if recorded else EAGER)
-                return time.perf_counter() - start, 0.0
-            launched = LaunchedStep(runner=self, scheduled=scheduled)
-            self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
-            return launched.target_seconds, launched.draft_seconds
+            return self._measured(shape, scheduled, scheduled_4R)
         finally:
-            self.state.slots.computed_S[slot] = 0
+            self.state.slots.computed_S[slots] = 0
+            self.state.block_tables_GSB[:, slots] = 0
+
+    def _measured(
+        self, shape: BatchShape, scheduled: Sequence[ScheduledRequest], scheduled_4R: Tensor
+    ) -> tuple[float, float]:
+        if shape in self.captured:
+            function = partial(self.step_tensors, shape)
+            run = partial(self.graphs.run, ("step", shape), function, (scheduled_4R,))
+            return device_seconds(run), 0.0
+        recorded = self.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+        if shape.with_drafter and not self.on_device:
+            start = time.perf_counter()
+            self._checked(shape, scheduled_4R, self.graphs if recorded else EAGER)
+            return time.perf_counter() - start, 0.0
+        launched = LaunchedStep(runner=self, scheduled=scheduled)
+        self._run_parts(launched, shape, scheduled_4R, recorded=recorded)
+        return launched.target_seconds, launched.draft_seconds
+
+    def _spread(self, slots: Sequence[int]) -> None:
+        """Blocks for every page of these slots, which no request has; where there are too few they come again."""
+        for layer in (*self.cache.layers, *self.draft_cache.layers):
+            table_SB = layer.block_table_SB
+            device, num_pages, num_blocks = table_SB.device, table_SB.shape[1], max(1, len(layer.k) - 1)
+            slot_R1 = torch.arange(len(slots), device=device)[:, None]
+            page_B = torch.arange(num_pages, device=device)
+            table_SB[slots] = ((page_B * len(slots) + slot_R1) % num_blocks + 1).int()
 
     def _widened(self, shape: BatchShape) -> BatchShape:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
         if self.buckets or self.drafter is None or not shape.with_drafter:
             return shape
-        return replace(shape, most_rows=1 + self.num_drafts, most_sampled=1 + self.num_drafts)
+        spec = self.spec
+        reads = spec.kv or spec.borrow or spec.taps.layers or spec.taps.final
+        is_cheap = self.on_device and not reads  # no model: few drafts take it as long as many
+        num_drafts = self.num_drafts if is_cheap else shape.num_drafts
+        most = 1 + self.num_drafts
+        return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)
 
     def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:
         return BatchShape.decoding(num_requests, 1 + num_drafts, num_drafts, with_drafter=with_drafter)

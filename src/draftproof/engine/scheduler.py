@@ -95,7 +95,7 @@ class Scheduler:
             self._register_pages(request)
             self._give_back(request)
         for request in list(self.running):
-            if budget == 0:
+            if budget <= 0:
                 break
             if request.slot < 0:  # preempted by an earlier one of this very loop
                 continue
@@ -169,12 +169,12 @@ class Scheduler:
     def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
         """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
         assert not request.blocks
-        tokens = request.tokens if request.spec.reads_prefix_cache else []
-        num_lost = self.pages.num_unseen(tokens)
-        found = self.pages.match(tokens, with_drafts=num_lost > 0 and self.will_draft(request, num_lost))
+        contents = request.contents if request.spec.reads_prefix_cache else []
+        num_lost = self.pages.num_unseen(contents)
+        found = self.pages.match(contents, with_drafts=num_lost > 0 and self.will_draft(request, num_lost))
         self.pages.shorten(found, usable_by_all(self.windows, found.nodes))
         num_cached = len(found.blocks) * self.pages.block_size
-        num_rows = min(budget, len(request.tokens) - num_cached)
+        num_rows = request.whole_rows(num_cached, min(budget, len(request.tokens) - num_cached))
         request.blocks = found.blocks
         for window in self.windows:
             blocks = window.hold(found.nodes)
@@ -196,9 +196,9 @@ class Scheduler:
     def _schedule(self, request: Progress, budget: int, output: SchedulerOutput, *, may_preempt: bool) -> int:
         """Add the request's rows to the pass; how many. Drafts are dropped sooner than anybody is preempted."""
         num_known, start = request.num_to_compute, request.num_computed + request.num_pending
-        num_rows = min(budget, num_known + request.num_drafts)
+        num_rows = request.whole_rows(start, min(budget, num_known + request.num_drafts))
         if not self._grow(request, start + num_rows):
-            num_rows = min(budget, num_known)
+            num_rows = request.whole_rows(start, min(budget, num_known))
             while not self._grow(request, start + num_rows):
                 assert may_preempt, "admission made room for the first rows"
                 if any(r.num_pending for r in self.running):
@@ -271,12 +271,13 @@ class Scheduler:
         margin = max(0, self.pages.lookahead - 1)
         # a drafter knows one token more than was computed, not the whole prompt
         num_seen = min(len(request.tokens), request.num_computed + 1)
+        contents = request.contents
         while page_end <= request.num_computed and self.pages.can_register(num_seen, request.num_registered):
             page = request.num_registered
             request.node = self.pages.register(
                 request.blocks[page],
                 request.node,
-                request.tokens,
+                contents,
                 page,
                 has_drafts=request.draft_hole is None or page_end + margin <= request.draft_hole,
             )

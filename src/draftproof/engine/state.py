@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftproof.attention.given import GivenRows
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
 from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
@@ -73,15 +74,18 @@ class State:
         max_blocks: int,
         num_drafts: int,
         device: torch.device,
+        placeholder: int = -1,
         num_tables: int = 1,
     ) -> None:
-        """num_tables: one for layers that see all positions, and one for each window."""
+        """placeholder: an id that stands for no token, and is never drafted.
+        num_tables: one for layers that see all positions, and one for each window."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.device = device
         self.max_len = max_len
+        self.placeholder = placeholder
         self.scratch_slot = num_slots
         self.slots = SlotState(
             tokens_SL=zeros(num_slots + 1, max_len + num_drafts + 1, dtype=torch.int32),
@@ -96,6 +100,7 @@ class State:
         self._ops = ops
         # On a CPU steps are written to places that stay, one for each number of requests.
         self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
+        self._tokens = Integers(self.slots.tokens_SL) if device.type == "cpu" else None
         self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
@@ -111,6 +116,13 @@ class State:
     def release(self, slot: int) -> None:
         """The slot's stray writes go to the scrap page from now on."""
         self.block_tables_GSB[:, slot] = 0
+
+    def tokens(self, slot: int, first: int, number: int) -> list[int]:
+        """So many of a slot's tokens and drafts from position `first` on."""
+        if self._tokens is not None:
+            at = slot * self.slots.tokens_SL.shape[1] + first
+            return list(self._tokens.items[at : at + number])
+        return [int(t) for t in self.slots.tokens_SL[slot, first : first + number].tolist()]
 
     def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
         """These drafts, the first for `position`, are what the slot's next rows verify."""
@@ -180,6 +192,7 @@ class State:
         result: VerifyResult,
         taps: tuple[Tensor, ...],
         drawer: Drawer,
+        given: GivenRows | None = None,
     ) -> Verified:
         """Take over what was verified, and say what the drafter may build on."""
         slots_R, _, _, wanted_R = scheduled_4R.unbind()
@@ -198,6 +211,7 @@ class State:
             draw=drawer(slots_R, done.length_R),
             history=lambda r: self.history(int(slots_R[r])),
             repeats=shape.repeats,
+            given=given,
         )
 
     def history(self, slot: int) -> Tensor:
@@ -213,5 +227,11 @@ class State:
     def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""
         return self._ops.store_drafts(
-            self.slots, verified.slots_R, proposal.tokens_RK, proposal.count_R, verified.k_R, vocab_size
+            self.slots,
+            verified.slots_R,
+            proposal.tokens_RK,
+            proposal.count_R,
+            verified.k_R,
+            vocab_size,
+            self.placeholder,
         )

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-from draftproof.engine.interface import Admission, ScheduledRequest, StepInput, TableEntry
+from draftproof.engine.interface import Admission, Item, ScheduledRequest, StepInput, TableEntry
 from draftproof.types import SamplingParams
 
 ABSENT = -1
@@ -80,6 +80,9 @@ def _pack_admission(out: list[int], a: Admission) -> None:
     for word in a.bad_words_ids:
         _pack_list(out, word)
     _pack_list(out, a.members)
+    out.append(len(a.items))
+    for item in a.items:
+        out += (*struct.unpack("<4q", item.content), item.start, item.num_rows, int(item.is_whole))
     out.append(int(a.is_masked))
     out += [_bits(getattr(a.params, name)) for name in FLOATS]
     out += [getattr(a.params, name) for name in INTEGERS]
@@ -93,7 +96,9 @@ def _unpack_admission(reader: _Reader) -> Admission:
     slot, num_computed, num_prompt, limit, row_seed = (reader.integer() for _ in range(5))
     token_ids, stop_ids = reader.integers(), reader.integers()
     bad_words_ids = [reader.integers() for _ in range(reader.integer())]
-    members, is_masked = tuple(reader.integers()), bool(reader.integer())
+    members = tuple(reader.integers())
+    items = tuple(reader.item() for _ in range(reader.integer()))
+    is_masked = bool(reader.integer())
     floats = {name: reader.number() for name in FLOATS}
     integers = {name: reader.integer() for name in INTEGERS}
     allowed, biased = reader.optional(), reader.optional()
@@ -110,6 +115,7 @@ def _unpack_admission(reader: _Reader) -> Admission:
         stop_ids=frozenset(stop_ids),
         bad_words_ids=bad_words_ids,
         members=members,
+        items=items,
         is_masked=is_masked,
     )
 
@@ -153,6 +159,10 @@ class _Reader:
 
     def entry(self) -> TableEntry:
         return self.integer(), self.integer(), self.integer(), self.integer()
+
+    def item(self) -> Item:
+        content = struct.pack("<4q", *(self.integer() for _ in range(4)))
+        return Item(content, self.integer(), self.integer(), bool(self.integer()))
 
     def number(self) -> float:
         return float(struct.unpack("<d", struct.pack("<q", self.integer()))[0])

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from draftproof.engine.checks import check_request
-from draftproof.engine.interface import RequestSpec
+from draftproof.engine.interface import Item, RequestSpec
+from draftproof.engine.items import EMBEDS, ItemInput, ItemStore
+from draftproof.frontend.images import IMAGE, ImageReader
 from draftproof.frontend.text import Tokenizer
 from draftproof.grammar.matcher import Grammar, GrammarCompiler
 from draftproof.models.config import ModelConfig
@@ -16,7 +20,7 @@ from draftproof.sampling.noise import row_seed
 from draftproof.schema import check_choice, check_whole, shown
 from draftproof.types import RequestHints, SamplingParams
 
-DictPrompt = dict[str, str] | dict[str, list[int]]
+DictPrompt = dict[str, Any]
 Prompt = str | list[int] | DictPrompt
 NO_HINTS = RequestHints()
 
@@ -25,7 +29,7 @@ NO_HINTS = RequestHints()
 class PreparedRequest:
     """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
 
-    `members`, `bad_words_ids` and `grammar`: as in `RequestSpec`.
+    `members`, `bad_words_ids`, `grammar` and `items`: as in `RequestSpec`.
     """
 
     prompt: str | None
@@ -35,6 +39,8 @@ class PreparedRequest:
     members: tuple[int, ...] = ()
     bad_words_ids: list[list[int]] = field(default_factory=list)
     grammar: Grammar | None = None
+    items: tuple[Item, ...] = ()
+    inputs: tuple[ItemInput, ...] = ()  # the items', which the engine knows while this holds them
 
 
 class InputProcessor:
@@ -48,8 +54,13 @@ class InputProcessor:
         defaults: GenerationDefaults,
         engine_seed: int,
         methods: Sequence[str] = (),
+        store: ItemStore | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """`methods`: of the engine's drafter, or of its chain's members."""
+        """`methods`: of the engine's drafter, or of its chain's members; `store`: the engine's, None: tokens only;
+        `images`: None for a model that reads none."""
+        self.images = images
+        self._store = store
         self.tokenizer = tokenizer
         self._model = model
         self._max_model_len = max_model_len
@@ -66,13 +77,24 @@ class InputProcessor:
         self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
         """Raises ValueError if it cannot be served."""
-        text, token_ids = self._encode(prompt)
+        encoded = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
             raise ValueError("stop, bad_words: need a tokenizer; this model has none, give tokenizer=...")
         members = self._members(hints.method)
-        bad_words, grammar = self._bad_words(params), self.grammar(params)
-        prepared = PreparedRequest(text, token_ids, params, hints, members, bad_words, grammar)
+        prepared = PreparedRequest(
+            encoded.text,
+            encoded.token_ids,
+            params,
+            hints,
+            members,
+            self._bad_words(params),
+            self.grammar(params),
+            encoded.items,
+            encoded.inputs,
+        )
+        if encoded.has_no_tokens:
+            _check_without_tokens(params)
         check_request(self.spec(prepared, 0), self._model.vocab_size, self._max_model_len)
         return prepared
 
@@ -95,6 +117,7 @@ class InputProcessor:
             priority=given.hints.priority,
             grammar=given.grammar,
             reads_prefix_cache=not scores_prompt,
+            items=given.items,
         )
 
     def draft_spec(self, token_ids: list[int]) -> RequestSpec:
@@ -102,14 +125,18 @@ class InputProcessor:
         given = self.prepare({"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=None))
         return replace(self.spec(given, -1), reads_prefix_cache=False)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, dict):
             given: dict[str, Any] = {**prompt}
+            if "prompt_embeds" in given:
+                return self._embeds(given)
+            if "multi_modal_data" in given:
+                return self._with_images(given)
             text, ids = given.get("prompt"), as_lists(given.get("prompt_token_ids"))
             if len(given) != 1 or not (isinstance(text, str) or isinstance(ids, (list, tuple))):
                 raise ValueError(
                     f"prompt={prompt!r:.80}: a dict must hold 'prompt', a text, or 'prompt_token_ids', a list of ids, "
-                    "and nothing else"
+                    "or 'prompt_embeds', a tensor [rows, hidden], and nothing else but 'multi_modal_data'"
                 )
             return self._encode(list(ids) if text is None else text)
         if isinstance(prompt, str):
@@ -117,12 +144,50 @@ class InputProcessor:
                 raise ValueError(
                     "prompt: is text, but the model has no tokenizer; give token ids, or tokenizer=..."
                 )
-            return prompt, self.tokenizer.encode(prompt)
+            return Encoded(prompt, self.tokenizer.encode(prompt))
         if isinstance(prompt, (list, tuple)):
-            return None, list(prompt)
+            return Encoded(None, list(prompt))
         raise ValueError(
             f"prompt={prompt!r:.80}: must be text, a list of token ids or {{'prompt_token_ids': [...]}}"
         )
+
+    def _with_images(self, given: dict[str, Any]) -> Encoded:
+        """A text or ids, and the images for the places in it."""
+        data = given.pop("multi_modal_data") or {}
+        if self.images is None:
+            raise ValueError("multi_modal_data: this model reads no images; leave it out")
+        if not isinstance(data, dict) or data.keys() - {IMAGE}:
+            raise ValueError(f"multi_modal_data={shown(data)}: must be {{'image': image or list of images}}")
+        text = given.get("prompt")
+        if isinstance(text, str) and self.tokenizer is not None:
+            given["prompt"] = self.images.marked(text, self.tokenizer)
+        plain = self._encode(given)
+        inputs = self.images.read(data.get(IMAGE, []))
+        token_ids, items = self.images.place(plain.token_ids, inputs)
+        return Encoded(plain.text, token_ids, items, tuple(inputs))
+
+    def _embeds(self, given: dict[str, Any]) -> Encoded:
+        """A prompt of embeddings in place of tokens; its ids are zeros."""
+        embeds = torch.as_tensor(given["prompt_embeds"])
+        wanted = self._model.hidden_size
+        if len(given) != 1 or self._store is None:
+            raise ValueError("prompt_embeds: goes alone; leave the prompt's other keys out")
+        if embeds.ndim != 2 or embeds.shape[1] != wanted or not embeds.is_floating_point() or not len(embeds):
+            raise ValueError(
+                f"prompt_embeds: {embeds.dtype} of shape {tuple(embeds.shape)}: must be floats [rows, {wanted}], what "
+                "the model's input embedding gives"
+            )
+        embeds = embeds.detach().cpu().clone()
+        if not bool(embeds.isfinite().all()):
+            raise ValueError("prompt_embeds: holds values that are no finite numbers")
+        num_rows = len(embeds)
+        if num_rows >= self._max_model_len:
+            raise ValueError(
+                f"prompt_embeds: {num_rows} rows leave no room for an answer in max_model_len={self._max_model_len}; "
+                "shorten them or raise max_model_len"
+            )
+        held = self._store.hold(ItemInput.of(EMBEDS, {EMBEDS: embeds}, num_rows))
+        return Encoded(None, [0] * num_rows, (Item(held.content, 0, num_rows),), (held,), has_no_tokens=True)
 
     def _members(self, method: str | None) -> tuple[int, ...]:
         """Numbers of the chain's members of a method; none where it names all there are."""
@@ -174,6 +239,27 @@ class InputProcessor:
                 if ids and ids not in found:
                     found.append(ids)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as ids, and what stands in place of some of them. `has_no_tokens`: its ids say nothing."""
+
+    text: str | None
+    token_ids: list[int]
+    items: tuple[Item, ...] = ()
+    inputs: tuple[ItemInput, ...] = ()
+    has_no_tokens: bool = False
+
+
+def _check_without_tokens(params: SamplingParams) -> None:
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs: a prompt of embeddings has no tokens to score; leave it out")
+    if params.repetition_penalty != 1:
+        raise ValueError(
+            f"repetition_penalty={params.repetition_penalty}: counts the prompt's tokens, and one of embeddings has "
+            "none; leave it out"
+        )
 
 
 def as_lists(value: Any) -> Any:

@@ -10,13 +10,15 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from draftproof import assets
 from draftproof.config import EngineConfig
-from draftproof.engine.build import ProgressCallback, build
+from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
+from draftproof.frontend.images import IMAGE, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
 from draftproof.frontend.requests import Requests
@@ -76,6 +78,8 @@ class LLM:
             self._defaults,
             self.config.seed,
             loaded.methods,
+            loaded.items,
+            self._image_reader(loaded),
         )
         self.requests = Requests(self.engine, inputs)
 
@@ -100,6 +104,12 @@ class LLM:
             return Tokenizer(resolve_tokenizer(self.config.tokenizer))
         has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         return Tokenizer(directory) if has_one else None
+
+    def _image_reader(self, loaded: Loaded) -> ImageReader | None:
+        allowed = self.config.allowed_local_media_path
+        if loaded.vision is None:
+            return None
+        return ImageReader(loaded.vision, loaded.items, None if allowed is None else Path(allowed))
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,7 +167,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts: text, a list (array, tensor) of token ids, `{"prompt": text}`,
-        `{"prompt_token_ids": [...]}`, or several.
+        `{"prompt_token_ids": [...]}`, `{"prompt_embeds": tensor [rows, hidden]}`, or several.
 
         A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
         why, with the id "refused-" and its place among them, and the others go on.
@@ -186,15 +196,27 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """`generate` on one conversation or several. A message's content is text, or a list of parts of text.
+        """`generate` on one conversation or several. A message's content is text, or a list of parts: text, and images
+        where the model reads them, as `{"type": "image_url", "image_url": {"url": ...}}` (data, or a file inside
+        `allowed_local_media_path`) or `{"type": "image", "image": an image of yours}`.
 
         `template`: add_generation_prompt, chat_template, continue_final_message, and what the model's chat template
         names, such as tools or enable_thinking; ValueError for anything else.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts: list[Prompt] = [self.tokenizer.chat(m, **template) for m in conversations]
+        prompts = [self.chat_prompt(m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Messages, **template: Any) -> Prompt:
+        """A conversation as a prompt; see `chat`."""
+        plain, images = split_messages(messages, self.requests.inputs.images)
+        reader = self.requests.inputs.images
+        if reader is None or not images:
+            return self.tokenizer.chat(plain, **template)
+        rewrite = partial(reader.marked, tokenizer=self.tokenizer)
+        token_ids = self.tokenizer.chat(plain, rewrite=rewrite, **template)
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {IMAGE: images}}
 
     def stream(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,14 @@ class Tokenizer:
         """Text of `ids`; ids that the tokenizer does not know give no text."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation under the model's chat template.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        rewrite: Callable[[str], str] = lambda text: text,
+        **options: Any,
+    ) -> list[int]:
+        """Ids of a conversation under the model's chat template, whose text is rewritten before it is encoded.
 
         `options` are those in `CHAT_OPTIONS`, and variables that the template names (tools, enable_thinking).
         `add_generation_prompt` is on unless the last message is to be continued. Parts of a message's text are joined
@@ -83,7 +89,7 @@ class Tokenizer:
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"messages: the chat template of {self.directory} failed: {error}") from error
         self._check_chat_options(options)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(rewrite(text), add_special_tokens=False)
 
     def _check_chat_options(self, options: Mapping[str, Any]) -> None:
         """ValueError for an option that would change nothing."""
@@ -190,6 +196,11 @@ def _plain_message(message: Any, where: str) -> Mapping[str, Any]:
         return message
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"{where}: content={shown(content)}: must be text, or a list of parts of text")
+    if {"type": "image"} in content:  # templates say where images stand among texts
+        for i, part in enumerate(content):
+            if part != {"type": "image"}:
+                _text_of(part, f"{where}: content[{i}]")
+        return message
     texts = [_text_of(part, f"{where}: content[{i}]") for i, part in enumerate(content)]
     return {**message, "content": "\n".join(texts)}
 

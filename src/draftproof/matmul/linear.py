@@ -18,6 +18,7 @@ from draftproof.matmul.plan_cache import Cache, Choice, ReportRow
 from draftproof.matmul.spec import Candidate, LinearFn, Shape, partial_sums
 from draftproof.matmul.weights import KINDS, Dense, Weight
 from draftproof.runtime import environment, gpu, native
+from draftproof.runtime.room import Arena
 
 FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Library | None], list[Candidate]]
 
@@ -33,6 +34,7 @@ class PackedLinear:
         self.in_features = shape.inputs
         self.out_features = shape.outputs
         self.weight_itemsize = weight_itemsize
+        self.saved_bytes = 0  # what packing the weight takes away from it, known when it is certified
         self._linear_fn: LinearFn | None = None
         self._partial_sums: LinearFn | None = None
 
@@ -85,6 +87,8 @@ class LinearPlanner:
         self.weight_bytes = 0  # everything that was read for models whose products are packed here
         self._pending: list[tuple[PackedLinear, Weight, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
+        self._arena = Arena()
+        self._packed: list[PackedLinear] = []
         self._equal_groups: dict[int, grouped.EqualGroups] = {}
         self._grouped: dict[Shape, bool] = {}  # whether the grouped product of a shape is exact
 
@@ -106,6 +110,7 @@ class LinearPlanner:
         shape = Shape(*weight.size, weight.dtype, out_dtype or weight.dtype, bias_N is not None, weight.kind)
         kind = KINDS[weight.kind]
         linear = PackedLinear(shape, kind.itemsize(self._device, weight.dtype))
+        self._packed.append(linear)
         if self.exact if exact is None else exact:
             assert kind.exact, (
                 f"products with {weight.kind} weights are for drafters: they have no certificates"
@@ -114,7 +119,7 @@ class LinearPlanner:
         else:
             # The first candidate is the fastest on a CPU; on a GPU it is the reference, and the last is the library's.
             candidate = self._candidates(shape)[-1 if gpu.available(self._device) else 0]
-            linear.use(candidate.make(weight.parts, bias_N, shape.out_dtype))
+            self._use(linear, candidate.make(weight.parts, bias_N, shape.out_dtype))
         return linear
 
     def pack_experts(
@@ -171,7 +176,22 @@ class LinearPlanner:
         self._pending.reverse()
         while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
             linear, weight, bias_N = self._pending.pop()
-            linear.use(self._make(linear.shape, weight, bias_N))
+            self._use(linear, self._make(linear.shape, weight, bias_N))
+
+    def _use(self, linear: PackedLinear, linear_fn: LinearFn) -> None:
+        num_read = linear.weight_itemsize * linear.in_features * linear.out_features
+        linear.saved_bytes = num_read - products.weight_bytes(linear_fn, num_read)
+        products.settle(linear_fn, self._arena)
+        linear.use(linear_fn)
+
+    @property
+    def num_packed(self) -> int:
+        """How many weights were packed so far."""
+        return len(self._packed)
+
+    def saved_bytes(self, first: int, end: int) -> int:
+        """By how much less than `weight_bytes` says weights `first` to `end` take as they are packed."""
+        return sum(linear.saved_bytes for linear in self._packed[first:end])
 
     @property
     def choices(self) -> Mapping[Shape, Choice]:

@@ -4,11 +4,14 @@
 // step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a multiply-add (1).
 // Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
 // bf16 inputs, one fp32 input or one fp16 input, which is widened as it is read; the words of a tile are padded with
-// zeros to a multiple of 16. A row is what each step takes: a pair for the dot product, else one input, widened.
+// zeros to a multiple of 16. Weights in bf16 are compressed (compressed.h) where no AMX tiles read them, except experts':
+// few rows take them apart in registers, of many rows the first group leaves its tile as it is for the groups after it.
+// A row is what each step takes: a pair for the dot product, else one input, widened.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "matmul/compressed.h"
 #include "runtime/amx.h"
 #include "runtime/common.h"
 #include "runtime/pool.h"
@@ -17,7 +20,6 @@ namespace {
 
 using namespace dp;
 
-constexpr int64_t TILE = 2 * LANES;
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
 constexpr int64_t PANEL_BYTES = 1 << 17;  // of rows that all of a block's tiles meet while they lie in the inner caches
 constexpr int64_t MOST_TILES = 8;  // that a thread takes at once against one of several panels
@@ -40,7 +42,8 @@ constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);  // most rows that share one 
 struct Args {
     const void* x;
     const char* weights;
-    const float* bias;  // null: none
+    const int64_t* starts;  // of each compressed tile in `weights`; null: tiles as they are
+    const float* bias;      // null: none
     void* out;
     int64_t rows, outputs, inputs, dtype, out_dtype, threads;
 };
@@ -59,11 +62,13 @@ int64_t padded(int64_t words) { return (words + LANES - 1) / LANES * LANES; }
 
 struct Problem {
     const char* weights;
+    const int64_t* starts;
     const float* bias;
     const uint32_t* x;  // what each step takes, rows at a stride of `stride` steps, zeros from `inputs` to the stride
     int64_t rows, outputs, words, stride, tile_bytes;
+    char* kept = nullptr;  // where the words of a compressed tile are left as they are; null: nowhere
 
-    const char* tile(int64_t t) const { return weights + t * tile_bytes; }
+    const char* tile(int64_t t) const { return weights + (starts ? starts[t] : t * tile_bytes); }
 };
 
 // The words of one register of outputs.
@@ -104,9 +109,92 @@ void write_outputs(const Problem& p, O* out, int64_t row, int64_t column, vec va
     if (count > 0) write(out + row * p.outputs + column, value, p.bias ? p.bias + column : nullptr, count);
 }
 
+#if defined(DP_COMPRESSED)
+
+// R rows and C vectors of a compressed tile.
+template <class O, int R, int C>
+struct CompressedBlock {
+    const Problem& p;
+    const uint32_t* x;
+    int first;
+    vec acc[R][C] = {};
+
+    // Block b, which begins at `data`. Tail: words past the last are left out.
+    template <bool RAW, bool TAIL>
+    DP_INLINE void take(int64_t b, const char* data, Bytes table) {
+        for (int64_t g = 0; g < LANES / GROUP_WORDS; g++) {
+            for (int64_t i = 0; i < 2 * GROUP_BYTES; i += 64)
+                __builtin_prefetch(data + 2 * g * GROUP_BYTES + i + AHEAD_BYTES);
+            for (int half = 0; half < 2; half++) {
+                uvec::part words[C][2];
+                for (int c = 0; c < C; c++) {
+                    int64_t at = 2 * g + first + c;
+                    if (RAW)
+                        std::memcpy(words[c], data + at * RAW_GROUP_BYTES + half * sizeof words[c], sizeof words[c]);
+                    else
+                        expand(data + at * GROUP_BYTES, half, table, words[c]);
+                }
+                for (int i = 0; i < 2; i++) {
+                    int64_t part = 2 * half + i, k = b * LANES + g * GROUP_WORDS + part / PARTS;
+                    if (p.kept) keep(words, i, k, part % PARTS);
+                    if (!TAIL || k < p.words) multiply(words, i, k, part % PARTS);
+                }
+            }
+        }
+    }
+
+    DP_INLINE void keep(const uvec::part (&words)[C][2], int i, int64_t k, int64_t part) const {
+        for (int c = 0; c < C; c++)
+            std::memcpy(p.kept + ((2 * k + first + c) * PARTS + part) * REGISTER_BYTES, &words[c][i], REGISTER_BYTES);
+    }
+
+    DP_INLINE void multiply(const uvec::part (&words)[C][2], int i, int64_t k, int64_t part) {
+        for (int s = 0; s < STEPS<bf16>; s++)
+            for (int r = 0; r < R; r++) {
+                uint32_t word = x[r * p.stride + k * STEPS<bf16> + s];
+                for (int c = 0; c < C; c++) {
+                    vec::part& sum = acc[r][c].parts[part];
+                    sum = step<bf16>(sum, words[c][i], s, word);
+                }
+            }
+    }
+
+    template <bool TAIL>
+    DP_INLINE const char* take_either(int64_t b, const char* data, const char* table) {
+        bool raw = is_raw(table);
+        if (raw)
+            take<true, TAIL>(b, data, read_table(table));
+        else
+            take<false, TAIL>(b, data, read_table(table));
+        return data + block_bytes(raw);
+    }
+
+    DP_INLINE void run(int64_t t) {
+        const char* tables = p.tile(t);
+        const char* data = tables + tables_bytes((p.words + LANES - 1) / LANES);
+        int64_t whole = p.words / LANES;
+        for (int64_t b = 0; b < whole; b++) data = take_either<false>(b, data, tables + b * TABLE_BYTES);
+        if (p.words % LANES) take_either<true>(whole, data, tables + whole * TABLE_BYTES);
+    }
+};
+
+template <class O, int R, int C>
+void compressed_block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
+    CompressedBlock<O, R, C> block{p, p.x + row * p.stride, first};
+    block.run(t);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) write_outputs(p, out, row + r, t * TILE + (first + c) * LANES, block.acc[r][c]);
+}
+
+#endif
+
 // R rows and C vectors of each of N tiles, from the tile `t` and its vector `first` on.
 template <class T, class O, int R, int C, int N = 1>
 void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
+#if defined(DP_COMPRESSED)
+    if constexpr (IS_BF16<T> && N == 1)
+        if (p.starts) return compressed_block<O, R, C>(p, out, row, t, first);
+#endif
     const char* weights[N];
     for (int n = 0; n < N; n++) weights[n] = p.tile(t + n);
     const uint32_t* x = p.x + row * p.stride;
@@ -155,7 +243,7 @@ void few_rows(const Problem& p, O* out, int64_t from, int64_t to) {
     constexpr int N = tiles_at_once<T, R>();
     int64_t t = from;
     if constexpr (N > 1)
-        for (; t + N <= to; t += N) block<T, O, R, 2, N>(p, out, 0, t, 0);
+        for (; !p.starts && t + N <= to; t += N) block<T, O, R, 2, N>(p, out, 0, t, 0);
     for (; t < to; t++) tile_rows<T, O, R>(p, out, 0, t);
 }
 
@@ -165,6 +253,13 @@ void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) 
         tile_rows<T, O, R>(p, out, row, t);
     else if constexpr (R > 1)
         up_to_rows<T, O, R - 1>(p, out, row, t, rows);
+}
+
+// This thread's memory for a tile as it is.
+char* scratch(int64_t bytes) {
+    static thread_local std::vector<uvec> kept;
+    if ((int64_t)(kept.size() * sizeof(uvec)) < bytes) kept.resize((bytes + sizeof(uvec) - 1) / sizeof(uvec));
+    return (char*)kept.data();
 }
 
 // Many rows: groups of ROWS or one fewer, which share one reading of a tile; panels of equally many groups.
@@ -180,10 +275,17 @@ struct Panels {
     // Tiles `from` to `to` against the rows of a panel.
     template <class O>
     void run(const Problem& p, O* out, int64_t panel, int64_t from, int64_t to) const {
+        int64_t begin = groups * panel / count, end = groups * (panel + 1) / count;
+        Problem first = p, rest = p;
+        if (p.starts && end - begin > 1) {
+            rest.weights = first.kept = scratch(p.tile_bytes);
+            rest.starts = nullptr;
+            rest.tile_bytes = 0;  // whichever tile it is
+        }
         for (int64_t t = from; t < to; t++)
-            for (int64_t g = groups * panel / count; g < groups * (panel + 1) / count; g++) {
+            for (int64_t g = begin; g < end; g++) {
                 int64_t row = rows * g / groups;
-                up_to_rows<T, O>(p, out, row, t, rows * (g + 1) / groups - row);
+                up_to_rows<T, O>(g == begin ? first : rest, out, row, t, rows * (g + 1) / groups - row);
             }
     }
 };
@@ -322,7 +424,7 @@ void widen_row(const T* x, float* out, int64_t width) {
 
 // x step by step, zeros up to the stride; `copy` holds it where it does not lie like that already.
 template <class A>
-Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
+Problem problem_of(const A& a, const int64_t* starts, const float* bias, std::vector<uint32_t>& copy) {
     int64_t words = word_count(a.inputs, a.dtype), stride = padded(words);
     int64_t tile_bytes = stride * TILE * word_bytes(a.dtype);
     int64_t row_bytes = a.inputs * (a.dtype == FP32 ? 4 : 2);
@@ -340,7 +442,7 @@ Problem problem_of(const A& a, const float* bias, std::vector<uint32_t>& copy) {
             std::memcpy(to, from, row_bytes);
     });
     const uint32_t* x = as_it_is ? (const uint32_t*)a.x : copy.data();
-    return {a.weights, bias, x, a.rows, a.outputs, words, stride, tile_bytes};
+    return {a.weights, starts, bias, x, a.rows, a.outputs, words, stride, tile_bytes};
 }
 
 }  // namespace
@@ -367,10 +469,47 @@ extern "C" void dp_product_pack(const char* weight, char* packed, int64_t output
     });
 }
 
+// Where each tile of the compressed form of a bf16 weight [outputs, inputs] starts; `starts` has one more for their end.
+// 0: it is not compressed here.
+extern "C" int64_t dp_product_compressed_starts(const char* weight, int64_t* starts, int64_t outputs, int64_t inputs,
+                                                int64_t threads) {
+#if defined(DP_COMPRESSED)
+    if (by_amx<bf16>()) return 0;
+    int64_t tiles = (outputs + TILE - 1) / TILE;
+    starts[0] = 0;
+    parallel_items(team(threads, outputs * inputs), tiles, [&](int64_t t) {
+        starts[t + 1] = compress_tile((const uint16_t*)weight, outputs, inputs, t, nullptr);
+    });
+    for (int64_t t = 0; t < tiles; t++) starts[t + 1] += starts[t];
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// weight [outputs, inputs] in bf16, row-major; compressed is 64-byte aligned and filled with zeros.
+extern "C" void dp_product_compress(const char* weight, const int64_t* starts, char* compressed, int64_t outputs,
+                                    int64_t inputs, int64_t threads) {
+#if defined(DP_COMPRESSED)
+    parallel_items(team(threads, outputs * inputs), (outputs + TILE - 1) / TILE, [&](int64_t t) {
+        compress_tile((const uint16_t*)weight, outputs, inputs, t, (uint8_t*)compressed + starts[t]);
+    });
+#endif
+}
+
+// The weight [outputs, inputs] that was compressed.
+extern "C" void dp_product_expand(const char* compressed, const int64_t* starts, char* weight, int64_t outputs,
+                                  int64_t inputs) {
+#if defined(DP_COMPRESSED)
+    for (int64_t t = 0; t < (outputs + TILE - 1) / TILE; t++)
+        expand_tile(compressed + starts[t], (uint16_t*)weight, outputs, inputs, t);
+#endif
+}
+
 // x [rows, inputs] of the weight's dtype; out [rows, outputs] fp32, bf16 or fp16.
 extern "C" void dp_product(const Args* a) {
     std::vector<uint32_t> copy;
-    Problem p = problem_of(*a, a->bias, copy);
+    Problem p = problem_of(*a, a->starts, a->bias, copy);
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->out_dtype, O, run<T>(p, (O*)a->out, a->threads)));
 }
 
@@ -378,7 +517,7 @@ extern "C" void dp_product(const Args* a) {
 // the packed forms one after the other.
 extern "C" void dp_grouped_product(const GroupedArgs* a) {
     std::vector<uint32_t> copy;
-    Problem p = problem_of(*a, nullptr, copy);
+    Problem p = problem_of(*a, nullptr, nullptr, copy);
     DP_DISPATCH(a->dtype, T,
                 DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
 }

@@ -16,8 +16,23 @@ from draftproof.kernels.sums import row_sum
 from draftproof.matmul.spec import Candidate, LinearFn
 from draftproof.runtime import gpu
 from draftproof.runtime.native import DTYPE_CODES, Library
+from draftproof.runtime.room import Arena
 
+TILE = 32  # outputs of a compressed tile (compressed.h)
 PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
+
+
+def settle(linear_fn: LinearFn, arena: Arena) -> None:
+    """Move what it reads at every call to `arena`, where it has something that can be moved."""
+    move = getattr(linear_fn, "settle", None)
+    if move is not None:
+        move(arena)
+
+
+def weight_bytes(linear_fn: LinearFn, otherwise: int) -> int:
+    """Bytes of its packed weight, `otherwise` where it does not say."""
+    found: int = getattr(linear_fn, "weight_bytes", otherwise)
+    return found
 
 
 def candidates(
@@ -43,28 +58,33 @@ SLOW = Candidate("row by row", lambda w, b, out: _RowByRow(w, b, out), any_rows=
 
 
 class CompiledLinear:
-    """The product in C++ (product.cpp), over a packed copy of the weight."""
+    """The product in C++ (product.cpp), over a packed copy of the weight, in bf16 compressed (compressed.h)."""
 
     def __init__(
         self, library: Library, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
     ) -> None:
-        self._run, self._pack = library.packed("dp_product", "4P6q")
+        self._run, self._pack = library.packed("dp_product", "5P6q")
         outputs, inputs = weight_NK.shape
         code = DTYPE_CODES[weight_NK.dtype]
-        size = library.function("dp_product_packed_bytes", "iii", "i")(outputs, inputs, code)
-        self._weight = torch.zeros(size // 4, dtype=torch.int32)  # torch aligns memory to 64 bytes
-        assert self._weight.data_ptr() % 64 == 0
-        weight_NK = weight_NK.contiguous()
-        library.function("dp_product_pack", "ppiiii")(
-            weight_NK.data_ptr(), self._weight.data_ptr(), outputs, inputs, code, torch.get_num_threads()
-        )
+        self._weight, self._starts = packed_weight(library, weight_NK.contiguous())
         self._bias_N = None if bias_N is None else bias_N.float().contiguous()
         self._weight_at = self._weight.data_ptr()
+        self._starts_at = 0 if self._starts is None else self._starts.data_ptr()
         self._bias_at = 0 if self._bias_N is None else self._bias_N.data_ptr()
         self._shape = (outputs, inputs, code, DTYPE_CODES[out_dtype])
         self._outputs = outputs
         self._dtype = weight_NK.dtype
         self._out_dtype = out_dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self._weight.nbytes
+
+    def settle(self, arena: Arena) -> None:
+        """Move the packed weight there."""
+        self._weight = arena.keep(self._weight)
+        self._weight_at = self._weight.data_ptr()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         assert x_TK.dtype == self._dtype
@@ -73,10 +93,38 @@ class CompiledLinear:
         out_TN = torch.empty((rows, self._outputs), dtype=self._out_dtype)
         if rows:
             outputs, inputs, code, out_code = self._shape
-            at = x_TK.data_ptr(), self._weight_at, self._bias_at, out_TN.data_ptr()
+            at = x_TK.data_ptr(), self._weight_at, self._starts_at, self._bias_at, out_TN.data_ptr()
             args = self._pack(*at, rows, outputs, inputs, code, out_code, torch.get_num_threads())
             self._run(args, out_TN)
         return out_TN
+
+
+def packed_weight(library: Library, weight_NK: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A contiguous weight as `dp_product` reads it, and where each compressed tile starts, None where it is packed as
+    it is."""
+    outputs, inputs = weight_NK.shape
+    num_threads = torch.get_num_threads()
+    at = weight_NK.data_ptr()
+    if weight_NK.dtype == torch.bfloat16:
+        starts = torch.empty(-(-outputs // TILE) + 1, dtype=torch.int64)
+        find = library.function("dp_product_compressed_starts", "ppiii", "i")
+        if find(at, starts.data_ptr(), outputs, inputs, num_threads):
+            packed = _aligned(int(starts[-1]))
+            compress = library.function("dp_product_compress", "pppiii")
+            compress(at, starts.data_ptr(), packed.data_ptr(), outputs, inputs, num_threads)
+            return packed, starts
+    code = DTYPE_CODES[weight_NK.dtype]
+    packed = _aligned(library.function("dp_product_packed_bytes", "iii", "i")(outputs, inputs, code))
+    pack = library.function("dp_product_pack", "ppiiii")
+    pack(at, packed.data_ptr(), outputs, inputs, code, num_threads)
+    return packed, None
+
+
+def _aligned(num_bytes: int) -> Tensor:
+    """Zeros that begin where a cache line does."""
+    found = torch.zeros(num_bytes // 4, dtype=torch.int32)  # torch aligns memory to 64 bytes
+    assert num_bytes % 4 == 0 and found.data_ptr() % 64 == 0
+    return found
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

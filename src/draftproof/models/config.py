@@ -15,7 +15,8 @@ import torch
 from draftproof import schema
 from draftproof.attention.exactness import AttentionShape
 from draftproof.cache.pool import PagedKV
-from draftproof.models import registry
+from draftproof.cache.states import StateSpec
+from draftproof.models import registry, vision
 from draftproof.models.families import FAMILIES, Family
 from draftproof.models.reading import stored_dtype
 from draftproof.models.rope import RopeConfig
@@ -28,7 +29,6 @@ _OTHER_LAYERS: Mapping[str, str] = {
     "qwen3_5": "has layers of linear attention",
     "qwen3_vl": "reads images",
     "qwen2_vl": "reads images",
-    "qwen2_5_vl": "reads images",
     "minimax": "has layers of linear attention",
     "kimi_linear": "has layers of linear attention",
     "deepseek_v32": "has sparse attention with an indexer",
@@ -77,8 +77,8 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
-        """What its layers keep, of those that keep anything; a window is the longest of the layers that read it."""
-        own = [layer.mixer.cache for layer in self.layers if layer.mixer.cache is not None]
+        """What its layers keep of each token; a window is the longest of the layers that read it."""
+        own = [kept for layer in self.layers for kept in layer.mixer.caches if isinstance(kept, PagedKV)]
         readers: list[list[int]] = [[] for _ in own]
         for layer, cache in zip(self.layers, self.cache_of_layer, strict=True):
             if own:  # else its target lends them
@@ -87,6 +87,11 @@ class ModelConfig:
             dataclasses.replace(kept, window=max(windows) if all(windows) else 0)
             for kept, windows in zip(own, readers, strict=True)
         )
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What its layers keep of each slot."""
+        return tuple(s for layer in self.layers for s in layer.mixer.caches if not isinstance(s, PagedKV))
 
     @property
     def cache_of_layer(self) -> tuple[int, ...]:
@@ -120,6 +125,13 @@ def read_config(
     return language_model(raw, where, families, extra=extra)
 
 
+def read_vision(directory: Path, overrides: Mapping[str, Any] | None = None) -> vision.Vision | None:
+    """The part of a config that concerns images; None for a model that reads none."""
+    raw, where = read_raw(directory, overrides)
+    with reading(where):
+        return vision.read(raw, where, directory)
+
+
 def read_raw(directory: Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     """(config.json of `directory`, what errors call it). Keys of `overrides` replace the file's, objects are merged."""
     path = directory / "config.json"
@@ -139,7 +151,8 @@ def language_model(
     """The config of a language model from the file's content; ValueError too where `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
-    known = families[config.model_type].architectures
+    seeing = vision.FAMILIES.get(str(raw.get("model_type")))
+    known = families[config.model_type].architectures if seeing is None else seeing.architectures
     given = schema.texts(raw, "architectures", where) or known
     if not set(given) & set(known):
         raise ValueError(
@@ -161,6 +174,7 @@ def parse(
     where: how error messages call the source. extra: keys that the caller understands and handles itself. Raises
     ValueError for unknown model types and for keys that may change the arithmetic in a way not implemented here.
     """
+    raw = vision.text_part(raw, where)
     family = _family(raw, families, where)
     raw, body = registry.READERS[family.reader](raw, family, where, extra)
     return ModelConfig(

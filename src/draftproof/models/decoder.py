@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
+from draftproof.attention.given import GivenEmbeddings
 from draftproof.kernels.ops import Ops
 from draftproof.matmul.linear import LinearPlanner, PackedLinear
 from draftproof.matmul.spec import DENSE
@@ -22,7 +23,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.layer_inputs import LayerInputs
 from draftproof.models.layers import Layer, SandwichLayer, load_layers, rope_tables
 from draftproof.models.spec import LayerFn, RopeTables
-from draftproof.models.weights import Weights, WeightSource, root_of
+from draftproof.models.weights import Weights, WeightSource, head_of, root_of
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Decoder:
         "head",
         "kv",
         "rope_tables",
+        "states",
     )
 
     def __init__(
@@ -74,6 +76,7 @@ class Decoder:
         self._cap = config.logit_cap
         self.rope_tables = tables
         self.kv = config.caches
+        self.states = config.states
         self.embed_VH = embed_VH
         self._layers = tuple(layers)
         input_norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
@@ -124,7 +127,9 @@ class Decoder:
         if config.tie_word_embeddings:
             head = builder.pack(embed_VH, out_dtype=torch.float32, kept=True)
         else:
-            head = builder.linear("lm_head", hidden, num_columns or vocab_size, out_dtype=torch.float32)
+            head = builder.linear(
+                head_of(weights), hidden, num_columns or vocab_size, out_dtype=torch.float32
+            )
         if isinstance(weights, Weights):
             _check_leftovers(weights, root, config)
         return cls(config, embed_VH, layers, final_norm, head, tables, ops, inputs)
@@ -135,16 +140,24 @@ class Decoder:
         return embedded_TH if self._embed_scale == 1.0 else embedded_TH * self._embed_scale
 
     def __call__(
-        self, tokens_T: Tensor, attn: PagedAttention, taps: Sequence[int] = (), final: bool = False
+        self,
+        tokens_T: Tensor,
+        attn: PagedAttention,
+        taps: Sequence[int] = (),
+        final: bool = False,
+        given: GivenEmbeddings | None = None,
     ) -> TargetOutput:
         """One pass over rows of any requests; their keys and values are stored.
 
         taps: tap i is the stream entering layer i (0 the embeddings, num_layers the last layer's output); final: the
-        state after the final norm, given last. ValueError where a tap is out of range.
+        state after the final norm, given last; given: embeddings of rows that carry them in place of their tokens'.
+        ValueError where a tap is out of range.
         """
         if taps:
             self.check_taps(taps)
         residual_TH = self.embed(tokens_T)
+        if given is not None:
+            residual_TH = given.over(residual_TH)
         stream = [residual_TH]
         x_TH = self._norms[0](residual_TH)
         layers: Sequence[LayerFn] = self._layers
@@ -185,7 +198,14 @@ def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
         match = layer.match(name)
         if match:
             return int(match[1]) < config.num_layers
-        return name.startswith((root + "norm.", root + "embed_tokens", root + "per_layer_", "lm_head."))
+        ends = (
+            root + "norm.",
+            root + "embed_tokens",
+            root + "per_layer_",
+            "lm_head.",
+            "language_model.lm_head.",
+        )
+        return name.startswith(ends)
 
     unread = [
         re.escape(f"{root}layers.{i}.") + pattern

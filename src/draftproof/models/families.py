@@ -130,6 +130,13 @@ _ROWS: Mapping[str, Family] = {
         ),
         Family(model_type="qwen2", architectures=("Qwen2ForCausalLM",), qkv_bias=True, windows="switched"),
         Family(
+            model_type="qwen2_5_vl_text",
+            architectures=("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel"),
+            qkv_bias=True,
+            windows="switched",
+            default_theta=1e6,
+        ),
+        Family(
             model_type="qwen3",
             architectures=("Qwen3ForCausalLM",),
             qkv_bias="attention_bias",

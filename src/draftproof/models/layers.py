@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
+from draftproof.cache.pool import PagedKV
 from draftproof.models.builder import LayerBuilder, Norm
 from draftproof.models.config import ModelConfig
 from draftproof.models.layer_inputs import LayerInput
@@ -142,13 +143,16 @@ def load_layers(
     """
     hidden = config.hidden_size
     loaded = []
+    num_states = 0
     for i, (layer, cache) in enumerate(zip(config.layers, config.cache_of_layer, strict=True)):
         place = Place(
             hidden_size=hidden,
             input_size=hidden if i or first_input is None else first_input,
             cache=first_cache + cache,
             tables=tables,
+            state=num_states,
         )
+        num_states += sum(not isinstance(kept, PagedKV) for kept in layer.mixer.caches)
         kind = _CLASSES[layer.norms.style]
         loaded.append(kind(builder, f"{prefix}{i}", layer, place, input_norm=first_norm or i > 0))
     return loaded

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     num_turning: int = 0  # "proportional": so many pairs rotate, the others stand still
+    axes: tuple[
+        int, ...
+    ] = ()  # M-RoPE: the axis (time, height, width) by which each pair turns; none: one axis
 
 
 def parse_rope(
@@ -77,6 +80,15 @@ def parse_rope(
     """
     given = dict(_flat(raw, where))
     here = f"{where}: rotary embedding"
+    if given.get("mrope_section") is not None:
+        sections, interleaved = given.pop("mrope_section"), given.pop("mrope_interleaved", None)
+        for key in ("type", "rope_type"):
+            if given.get(key) == "mrope":
+                given[key] = "default"
+        plain = {key: value for key, value in raw.items() if key not in ("rope_scaling", "rope_parameters")}
+        plain["rope_parameters"] = given
+        rope = parse_rope(plain, head_dim, max_positions, where, default_theta, default_rotary)
+        return replace(rope, axes=_axes(sections, interleaved, rope.rotary_dim // 2, here))
     kind = _type(given, here)
     _check_type(kind, where)
     known = _EVERY_TYPE | _KEYS_OF_TYPE[kind]
@@ -106,6 +118,22 @@ def parse_rope(
             original_max_positions=original,
         )
     return _parse_yarn(given, theta, rotary_dim, original, max_positions, here)
+
+
+def _axes(sections: Any, interleaved: Any, num_pairs: int, here: str) -> tuple[int, ...]:
+    """The axis of each pair: as many pairs of time, height and width as the sections say, in this order or in turns."""
+    fits = isinstance(sections, list) and all(isinstance(n, int) and n >= 0 for n in sections)
+    if not fits or len(sections) != 3 or sum(sections) != num_pairs:
+        raise ValueError(
+            f"{here}: mrope_section={shown(sections)}: must be three numbers of pairs, {num_pairs} together"
+        )
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def _rotary_dim(share: float, head_dim: int, where: str, *, whole_heads: bool) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import PagedKV
+from draftproof.cache.pool import CacheSpec
 from draftproof.kernels.exactness import Case
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.cases import Where
@@ -42,12 +42,13 @@ class Norms:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a layer stands. `cache`: the index of the keys and values that it reads, among its model's; `input_size`:
-    the width of its mixer's input."""
+    the width of its mixer's input; `state`: that of its first state."""
 
     hidden_size: int
     input_size: int
     cache: int
     tables: RopeTables
+    state: int = 0
 
 
 class WeightCount(NamedTuple):
@@ -78,8 +79,9 @@ class MixerConfig(Protocol):
         ...
 
     @property
-    def cache(self) -> PagedKV | None:
-        """What it keeps of each token; None: it reads what another layer keeps."""
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What it keeps: of each token, in pages of one kind at most, none where it reads what another layer keeps; and
+        of each slot, as many states as it likes."""
         ...
 
     @property

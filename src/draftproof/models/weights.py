@@ -57,6 +57,13 @@ def root_of(weights: WeightSource) -> str:
     return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
 
 
+def head_of(weights: WeightSource) -> str:
+    """The name of a language model's product that makes logits, less ".weight"."""
+    return next(
+        (name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in weights), "lm_head"
+    )
+
+
 def check_dense(tensor: Tensor, what: str) -> None:
     """ValueError, beginning with `what`, for a tensor that is not all there: sparse, quantised, or a part repeated."""
     stored_as = None

@@ -158,7 +158,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
     if body.prompt is not None:
         ids = await service.llm.encode(partial(tokenizer.encode, body.prompt, body.add_special_tokens))
     else:
-        template = {"add_generation_prompt": body.add_generation_prompt}
+        template: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
         work = partial(tokenizer.chat, body.messages or [], **template)
         ids = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
     answer: dict[str, Any] = {

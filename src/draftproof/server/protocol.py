@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftproof.frontend.images import is_image
 from draftproof.frontend.input_processor import Prompt
 from draftproof.frontend.llm import LLM
 from draftproof.schema import shown, words
@@ -247,12 +248,13 @@ class ChatBody(GenerationBody):
 
     @property
     def num_chars(self) -> int:
-        return sum(len(str(part)) for part in (*self.messages, *(self.tools or ())))
+        texts = [part for message in self.messages for part in _texts(message)]
+        return sum(len(str(part)) for part in (*texts, *(self.tools or ())))
 
     def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
         messages = [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
-        return [llm.tokenizer.chat(messages, **self._template())]
+        return [llm.chat_prompt(messages, **self._template())]
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -266,6 +268,14 @@ class ChatBody(GenerationBody):
         if self.offered:
             told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
         return told
+
+
+def _texts(message: Mapping[str, Any]) -> list[Any]:
+    """What counts as text of a message; images count as bytes of the body."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return [message]
+    return [{**message, "content": None}, *(part for part in content if not is_image(part))]
 
 
 class CompletionBody(GenerationBody):

@@ -41,6 +41,49 @@ SOURCES = {
     "packaging": "Apache-2.0 OR BSD-2-Clause",
     "fsspec": "BSD-3-Clause",
     "pip": "MIT",
+    # what follows is read where it happens to be installed
+    "aiohttp": "Apache-2.0",
+    "alembic": "MIT",
+    "anyio": "MIT",
+    "boto3": "Apache-2.0",
+    "botocore": "Apache-2.0",
+    "cyclopts": "Apache-2.0",
+    "dash": "MIT",
+    "datasets": "Apache-2.0",
+    "faker": "MIT",
+    "flask": "BSD-3-Clause",
+    "fontTools": "MIT",
+    "httpx": "BSD-3-Clause",
+    "joblib": "BSD-3-Clause",
+    "jsonschema": "MIT",
+    "matplotlib": "matplotlib (as Python's)",
+    "more_itertools": "MIT",
+    "mpmath": "BSD-3-Clause",
+    "mypy": "MIT",
+    "narwhals": "MIT",
+    "nltk": "Apache-2.0",
+    "openai": "Apache-2.0",
+    "optuna": "MIT",
+    "pandas": "BSD-3-Clause",
+    "plotly": "MIT",
+    "pyarrow": "Apache-2.0",
+    "pydantic": "MIT",
+    "pygments": "BSD-2-Clause",
+    "pyparsing": "MIT",
+    "requests": "Apache-2.0",
+    "sanic": "MIT",
+    "seaborn": "BSD-3-Clause",
+    "setuptools": "MIT",
+    "sklearn": "BSD-3-Clause",
+    "speculators": "Apache-2.0",
+    "starlette": "BSD-3-Clause",
+    "textual": "MIT",
+    "typer": "MIT",
+    "urllib3": "MIT",
+    "uvicorn": "BSD-3-Clause",
+    "virtualenv": "MIT",
+    "websockets": "BSD-3-Clause",
+    "werkzeug": "BSD-3-Clause",
 }
 STANDARD_LIBRARY = "standard library"
 DEMO_PACKAGES = ("keras", "scipy", "torchtitan", "twisted", "sympy", "fastapi", "sqlalchemy", "pytest")
@@ -56,31 +99,71 @@ DOMAINS = {
     "completion": "code", "function": "code", "explain": "code", "question": "chat", "sums": "chat", "prose": "prose",
 }  # fmt: skip
 HELD_OUT = 20  # one file or topic in so many
-MOST_FILES = 400  # of a package
+MOST_FILES = 1000  # of a package
 MOST_BYTES = 120_000  # of a file
 LEAST_LENGTH = 400
 
 TOPICS = """photosynthesis; the water cycle; black holes; the French Revolution; compound interest; recursion; bread
-baking; jazz music; the immune system; plate tectonics; chess openings; the Roman Empire; solar panels; coffee;
-tides; the Great Wall of China; vaccines; inflation; haiku; volcanoes; the stock market; gravity; sourdough;
-marathon training; the printing press; coral reefs; antibiotics; supply and demand; the Moon; electric cars;
-penguins; origami; DNA; the Silk Road; earthquakes; public speaking; gardening; time zones; the Renaissance;
-magnets; yoga; budgeting; glaciers; bees; the Internet; a good night's sleep; rainbows; job interviews; cheese; the
-human heart; recycling; camping; lasers; the Olympic Games; vitamins; deserts; teamwork; clouds; the Industrial
-Revolution; owls; passwords; learning a language; rivers; the violin; nuclear energy; honesty; spiders; moving to a
-new city; batteries; elephants; democracy; bicycles; the periodic table; tea; lightning; procrastination; sharks;
-the brain; pottery; hurricanes; friendship; trains; algae; the Pyramids; photography; saving money; dinosaurs;
-meditation; bridges; the scientific method; a healthy breakfast; whales; libraries; databases; sorting algorithms;
-version control; unit tests; operating systems; machine learning; neural networks; hash tables; regular expressions;
-web servers; encryption; object-oriented programming; compilers"""
-QUESTIONS = """What is the most important thing to know about {t}?; Explain {t} to a ten-year-old.; Give me five
-facts about {t}.; Write a short story about {t}.; What are common misconceptions about {t}?; How would you describe
-{t} in one paragraph?; Write an email to a friend about {t}.; List the pros and cons of {t}.; Write a poem about
-{t}.; Why does {t} matter?; Compare {t} with {u}.; What should a beginner read about {t}, and in which order?; Write
-a short dialogue between two people who disagree about {t}.; How did people's view of {t} change over time?; Give a
-step-by-step introduction to {t}.; What questions would an expert ask about {t}?; Summarise what you know about {t}
-in three bullet points.; How are {t} and {u} related?; Write a news report that mentions {t} and {u}.; Make a quiz
-with four questions about {t}, with answers."""
+baking; jazz music; the immune system; plate tectonics; chess openings; the Roman Empire; solar panels; coffee; tides;
+the Great Wall of China; vaccines; inflation; haiku; volcanoes; the stock market; gravity; sourdough; marathon
+training; the printing press; coral reefs; antibiotics; supply and demand; the Moon; electric cars; penguins; origami;
+DNA; the Silk Road; earthquakes; public speaking; gardening; time zones; the Renaissance; magnets; yoga; budgeting;
+glaciers; bees; the Internet; a good night's sleep; rainbows; job interviews; cheese; the human heart; recycling;
+camping; lasers; the Olympic Games; vitamins; deserts; teamwork; clouds; the Industrial Revolution; owls; passwords;
+learning a language; rivers; the violin; nuclear energy; honesty; spiders; moving to a new city; batteries; elephants;
+democracy; bicycles; the periodic table; tea; lightning; procrastination; sharks; the brain; pottery; hurricanes;
+friendship; trains; algae; the Pyramids; photography; saving money; dinosaurs; meditation; bridges; the scientific
+method; a healthy breakfast; whales; libraries; databases; sorting algorithms; version control; unit tests; operating
+systems; machine learning; neural networks; hash tables; regular expressions; web servers; encryption; object-oriented
+programming; compilers; allergies; anger; ants; apples; archaeology; architecture; artificial intelligence; asthma;
+autumn; babysitting; ballet; bats; beavers; birthdays; blockchain; board games; bonsai trees; book clubs; butterflies;
+cacti; calculus; calligraphy; car insurance; carbon dioxide; cats; chemistry; child care; chocolate; cities in the
+future; climate; college applications; comets; comic books; community service; concrete; cooking rice; courage;
+creativity; credit cards; cricket; criticism; crosswords; curiosity; dancing; data privacy; dogs; dreams; driving
+tests; drones; drums; dust; eclipses; economics; emotions; English grammar; essays; ethics; evolution; exams;
+exercise; eyesight; fables; failure; family traditions; farming; fashion; fire; first aid; fishing; flags; floods;
+folk tales; football; forests; fractions; freedom of speech; frogs; fruit; furniture; galaxies; genetics; ghosts;
+giraffes; glass; globalisation; goals for the new year; gold; gratitude; guitars; habits; handwriting; happiness;
+headaches; hiking; history; holidays; homework; horses; hospitals; houseplants; humour; hunger; ice cream; icebergs;
+immigration; inventions; islands; jealousy; jellyfish; journalism; jungles; kindness; kites; knitting; lakes; laundry;
+law; leadership; leap years; lemons; letters; lighthouses; lions; loneliness; long-distance running; luck; mammals;
+maps; markets; marriage; Mars; mathematics; measuring; memory; metals; mice; microscopes; milk; mirrors; mobile
+phones; money; monkeys; mountains; mushrooms; music theory; mythology; names; newspapers; night; noise; novels;
+nutrition; oceans; octopuses; office work; oil; online shopping; opera; oranges; orchestras; owning a pet; painting;
+pandas; paper; parenting; parks; patience; peace; physics; pianos; pigeons; pirates; pizza; plastics; poetry;
+politics; pollution; potatoes; poverty; presentations; prime numbers; probability; puzzles; quantum physics; rabbits;
+radio; rain; reading; refrigerators; relativity; renewable energy; restaurants; retirement; rice; robots; rockets;
+rugby; running a small business; salt; sand; satellites; Saturn; sculpture; seasons; seeds; self-driving cars; ships;
+shoes; shyness; silk; skiing; sleep; smell; snakes; snow; soap; social media; soil; sound; soup; spices; spring;
+stars; statistics; steel; stress; students; submarines; sugar; summer; the Sun; surfing; swimming; taxes; teachers;
+teeth; telephones; telescopes; television; tennis; the Amazon; the Arctic; the atom; the bicycle; the calendar; the
+desert; the eye; the liver; the Middle Ages; the sea; the speed of light; the theatre; the zoo; time management;
+tomatoes; tourism; toys; traffic; translation; travel by train; trees; trust; turtles; twins; typing; umbrellas;
+unemployment; universities; urban planning; vegetables; video games; villages; vocabulary; volunteering; voting;
+walking; war; wasps; waste; watches; water; weather forecasts; weddings; weekends; wheat; wind; wine; winter; wolves;
+wood; work from home; World War I; writing; zebras; zero; binary search; caching; command lines; continuous
+integration; data structures; debugging; dependency injection; functional programming; garbage collection; graph
+theory; integers in computers; JSON; linked lists; memory management; microservices; multithreading; network
+protocols; pointers; Python decorators; Python dictionaries; Python generators; race conditions; REST interfaces;
+software licences; SQL joins; static typing; strings in Python; text editors; Unicode; virtual machines; web browsers"""
+QUESTIONS = """What is the most important thing to know about {t}?; Explain {t} to a ten-year-old.; Give me five facts
+about {t}.; Write a short story about {t}.; What are common misconceptions about {t}?; How would you describe {t} in
+one paragraph?; Write an email to a friend about {t}.; List the pros and cons of {t}.; Write a poem about {t}.; Why
+does {t} matter?; Compare {t} with {u}.; What should a beginner read about {t}, and in which order?; Write a short
+dialogue between two people who disagree about {t}.; How did people's view of {t} change over time?; Give a
+step-by-step introduction to {t}.; What questions would an expert ask about {t}?; Summarise what you know about {t} in
+three bullet points.; How are {t} and {u} related?; Write a news report that mentions {t} and {u}.; Make a quiz with
+four questions about {t}, with answers.; What is {t}?; Tell me something surprising about {t}.; I know nothing about
+{t}. Where do I start?; How do I explain {t} to my grandmother?; Write a tweet about {t}.; Write a blog post about
+{t}.; Give me a list of ten words that have to do with {t}.; What are the advantages of {t}?; What could go wrong with
+{t}?; Can you help me with a school essay about {t}?; Write the first paragraph of an essay about {t}.; Write a short
+speech about {t}.; Who should know about {t}, and why?; Describe {t} without using its name.; Write a recipe, a joke
+and a riddle about {t}.; What is the difference between {t} and {u}?; Which is more important, {t} or {u}?; Write a
+story in which {t} and {u} play a part.; Give three examples of {t} in everyday life.; Hi! I want to learn about {t}.;
+Translate "I like {t}" into French, Spanish and German.; Make a plan for a week of learning about {t}.; Define {t} in
+one sentence.; Correct the grammar: "me and him was talk about {t} yesterday".; Write a product description that has
+to do with {t}.; Write a letter of complaint about {t}.; How has technology changed {t}?; Make a table of facts about
+{t} and {u}.; Imagine that you are an expert on {t}. Introduce yourself.; Suggest a title for a book about {t}."""
 NAMES = [
     "Maya",
     "Tom",
@@ -115,16 +198,30 @@ THINGS = [
     "shells",
     "stamps",
 ]
-SUMS = """{a} has {x} {n}. {b} has {k} times as many {n} as {a}. How many {n} do they have together?; A shop sells
-{n} for ${k} each. {a} buys {x} of them and pays with a ${y} note. How much change does {a} get?; {a} collects {x}
-{n} every day for {k} days and then gives {z} of them to {b}. How many {n} are left?; {a} packs {y} {n} into boxes
-of {k}. How many boxes are full, and how many {n} are left over?; {a} reads {x} pages on Monday and twice as many on
-Tuesday. The book has {y} pages. How many pages are left?; {a} and {b} share {y} {n} so that {a} gets {k} more than
-{b}. How many does {b} get?; A train travels {x} miles in {k} hours. How far does it travel in {z} hours at the same
-speed?; {a} earns ${x} an hour and works {k} hours a day, {z} days a week. How much does {a} earn in a week?; {a}
-bakes {x} cakes and cuts each into {k} slices. {b} eats {z} slices. How many slices are left?; A garden is {x}
-meters long and {k} meters wide. What are its area and its perimeter?; {a} had some {n}, gave {k} to {b}, then
-bought {z} more and now has {y}. How many {n} did {a} have at first?; What is {k} percent of {y}?"""
+SUMS = """{a} has {x} {n}. {b} has {k} times as many {n} as {a}. How many {n} do they have together?; A shop sells {n}
+for ${k} each. {a} buys {x} of them and pays with a ${y} note. How much change does {a} get?; {a} collects {x} {n}
+every day for {k} days and then gives {z} of them to {b}. How many {n} are left?; {a} packs {y} {n} into boxes of {k}.
+How many boxes are full, and how many {n} are left over?; {a} reads {x} pages on Monday and twice as many on Tuesday.
+The book has {y} pages. How many pages are left?; {a} and {b} share {y} {n} so that {a} gets {k} more than {b}. How
+many does {b} get?; A train travels {x} miles in {k} hours. How far does it travel in {z} hours at the same speed?;
+{a} earns ${x} an hour and works {k} hours a day, {z} days a week. How much does {a} earn in a week?; {a} bakes {x}
+cakes and cuts each into {k} slices. {b} eats {z} slices. How many slices are left?; A garden is {x} meters long and
+{k} meters wide. What are its area and its perimeter?; {a} had some {n}, gave {k} to {b}, then bought {z} more and now
+has {y}. How many {n} did {a} have at first?; What is {k} percent of {y}?; {a}'s class has {x} students. Each of them
+needs {k} {n}. {n} come in packs of {z}. How many packs must {a} buy?; {a} is {k} years older than {b}. In {z} years,
+the sum of their ages will be {y}. How old is {b} now?; A tank holds {y} liters. {a} fills it at {k} liters a minute,
+and it loses 1 liter a minute. How many minutes does it take to fill it?; {a} has ${y}. {a} spends half of it on {n}
+and then ${x} on lunch. How much money is left?; Every week, {a} saves ${x} and {b} saves ${k} more than that. How
+much have they saved together after {z} weeks?; {a} sells {n} at ${k} apiece. On Friday {a} sold {x}, and on Saturday
+{z} more than on Friday. How much did {a} earn on both days?; A recipe for {k} people needs {z} {n}. How many {n} does
+{a} need for {x} people?; {a} walks {k} miles on every weekday and {z} miles on each day of the weekend. How many
+miles is that in {k} weeks?; {b} bought {x} {n} for ${y}. {a} bought {z} more {n} than {b} at the same price. How much
+did {a} pay?; {a} had {y} {n}. A third of them broke, and {x} of the others were sold. How many are left?; A bus with
+{x} seats makes {k} trips a day. On average, {z} seats are empty. How many people does it carry in a day?; {a} reads
+{x} pages an hour and {b} reads {k} pages an hour more. Both read for {z} hours. How many pages do they read in all?;
+A phone costs ${y}. {a} pays ${x} at once and the rest in {k} equal payments. How much is each payment?; {a} planted
+{x} rows of {k} {n}. {z} percent of them did not grow. How many grew?; It takes {a} {x} minutes to do a task and {b}
+twice as long. How many minutes do {k} tasks take each of them?"""
 ASKS = (
     "Write a Python function `{name}({arguments})`. {what}",
     "In Python, how can I do the following? {what}",
@@ -212,8 +309,9 @@ def build(num_prompts: int, seed: int) -> list[dict[str, Any]]:
 
 def versions() -> dict[str, dict[str, str]]:
     """Version and licence of each package that prompts are made of."""
+    distributions = importlib.metadata.packages_distributions()
     found = {
-        name: {"version": importlib.metadata.version(name), "licence": licence}
+        name: {"version": importlib.metadata.version(distributions[name][0]), "licence": licence}
         for name, licence in SOURCES.items()
         if importlib.util.find_spec(name) is not None
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftproof.frontend.llm import LLM
 from draftproof.train.record import StateReader
-from draftproof.train.settings import AnswerConfig, as_record, check_same, write_record
+from draftproof.train.settings import WHOLE, AnswerConfig, Part, as_record, check_same, write_record
 from draftproof.types import SamplingParams
 
 SHARD = 1024  # texts of a file
@@ -74,6 +74,13 @@ class DataFolder:
     def num_shards(self) -> int:
         return -(-self.num_prompts // SHARD)
 
+    def shards(self, part: Part = WHOLE) -> list[int]:
+        return list(range(part.first, self.num_shards, part.step))
+
+    @property
+    def complete_shards(self) -> list[int]:
+        return [s for s in self.shards() if self.answers(s).is_file() and self.states(s).is_file()]
+
     def answers(self, shard: int) -> Path:
         return self.path / f"answers-{shard:05d}.safetensors"
 
@@ -119,16 +126,20 @@ def params_of(number: int, config: AnswerConfig) -> SamplingParams:
 
 
 def write_answers(
-    llm: LLM, folder: DataFolder, prompts: Sequence[Sequence[int]], config: AnswerConfig, bar: Bar
+    llm: LLM,
+    folder: DataFolder,
+    prompts: Sequence[Sequence[int]],
+    config: AnswerConfig,
+    bar: Bar,
+    part: Part = WHOLE,
 ) -> None:
     """Have the target answer the prompts whose files are missing."""
-    done = 0
-    for shard in range(folder.num_shards):
-        numbers = range(shard * SHARD, min(len(prompts), (shard + 1) * SHARD))
-        bar("prompts answered", done, len(prompts))
-        done += len(numbers)
+    shards = folder.shards(part)
+    for done, shard in enumerate(shards):
+        bar("files of answers", done, len(shards))
         if folder.answers(shard).is_file():
             continue
+        numbers = range(shard * SHARD, min(len(prompts), (shard + 1) * SHARD))
         outputs = llm.generate(
             [{"prompt_token_ids": list(prompts[n])} for n in numbers],
             [params_of(n, config) for n in numbers],
@@ -140,22 +151,23 @@ def write_answers(
             if not output.error and len(output.outputs[0].token_ids) >= LEAST_ANSWER
         ]
         Texts.of(pairs).save(folder.answers(shard))
-    bar("prompts answered", done, len(prompts))
+    bar("files of answers", len(shards), len(shards))
 
 
-def write_states(reader: StateReader, folder: DataFolder, bar: Bar) -> None:
+def write_states(reader: StateReader, folder: DataFolder, bar: Bar, part: Part = WHOLE) -> None:
     """Have the target read the texts whose states are missing."""
-    for shard in range(folder.num_shards):
-        bar("files of states", shard, folder.num_shards)
+    shards = folder.shards(part)
+    for done, shard in enumerate(shards):
+        bar("files of states", done, len(shards))
         if not folder.states(shard).is_file():
             texts = Texts.load(folder.answers(shard)).lists()
             _save(folder.states(shard), {"states_TSH": reader.read(texts)})
-    bar("files of states", folder.num_shards, folder.num_shards)
+    bar("files of states", len(shards), len(shards))
 
 
-def is_complete(folder: DataFolder, *, states: bool) -> bool:
+def is_complete(folder: DataFolder, *, states: bool, part: Part = WHOLE) -> bool:
     name = folder.states if states else folder.answers
-    return all(name(shard).is_file() for shard in range(folder.num_shards))
+    return all(name(shard).is_file() for shard in folder.shards(part))
 
 
 def num_state_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:
@@ -163,14 +175,14 @@ def num_state_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:
 
 
 class TrainingData:
-    """All texts of a folder with their states, on the training device if they fit there, else read from the files."""
+    """Texts of the complete files of a folder with their states, on the training device if they fit there."""
 
     def __init__(self, folder: DataFolder, device: torch.device) -> None:
         self.taps = folder.taps
         self.tokens: list[Tensor] = []
         self.states: list[Tensor] = []
         self._shards: list[Tensor] = []
-        for shard in range(folder.num_shards):
+        for shard in folder.complete_shards:
             texts = Texts.load(folder.answers(shard))
             with safe_open(folder.states(shard), framework="pt") as file:
                 states_TSH = file.get_tensor("states_TSH")

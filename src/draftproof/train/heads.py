@@ -21,6 +21,8 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.ffns.dense import DenseConfig
 from draftproof.models.mixers.attention import AttentionConfig
 from draftproof.schema import words
+from draftproof.train import attention
+from draftproof.train.attention import Places
 from draftproof.train.settings import HeadConfig
 
 DRAFT_VOCAB = 8192
@@ -98,7 +100,10 @@ class TrainedHead:
             preprocess=self._recipe.preprocess,
         )
         batch = collate([self._sample(t, s, columns, last) for t, s in zip(tokens, states, strict=True)])
-        given = {k: v.to(self.device) for k, v in batch.items() if isinstance(v, Tensor)}
+        given: dict[str, Any] = {k: v.to(self.device) for k, v in batch.items() if isinstance(v, Tensor)}
+        if self._recipe.num_dropped is not None:
+            lengths = [len(t) - self._recipe.num_dropped for t in tokens]
+            given["places"] = Places.of(lengths, self.config.tokens_per_step, self.device)
         # compiled, a step would be faster, and the first one would take a minute for each kind of head
         with (
             torch.compiler.set_stance("force_eager"),
@@ -114,9 +119,13 @@ class TrainedHead:
         states_TSH = states_TSH.to(device)
         mask_T = torch.ones(num, device=device)
         mask_T[:2] = 0
+        given_TSH = states_TSH[:, columns]
+        if self.model.training and self.config.state_noise:
+            size_TS1 = given_TSH.float().square().mean(-1, keepdim=True).sqrt()
+            given_TSH = given_TSH + self.config.state_noise * size_TS1 * torch.randn_like(given_TSH.float())
         return {
             "input_ids": tokens_T.to(device),
-            "hidden_states": states_TSH[:, columns].flatten(1),
+            "hidden_states": given_TSH.flatten(1),
             "verifier_last_hidden_states": states_TSH[:, last],
             "loss_mask": mask_T,
             "lengths": torch.tensor([num]),
@@ -177,6 +186,7 @@ class _Recipe:
     taps: list[int]
     preprocess: Callable[[Any], Any] | None
     call: Mapping[str, Any]
+    num_dropped: int | None = None  # tokens of a text that its row lacks, where the head attends text by text
 
 
 def _eagle3(config: HeadConfig, target: Target) -> _Recipe:
@@ -185,6 +195,7 @@ def _eagle3(config: HeadConfig, target: Target) -> _Recipe:
     from speculators.models.eagle3.data import shift_batch
 
     *taps, _ = tapped_layers(target.model.num_layers)
+    attention.register()
 
     def make(**vocabulary: Any) -> Any:
         return Eagle3DraftModel.from_training_args(
@@ -194,12 +205,16 @@ def _eagle3(config: HeadConfig, target: Target) -> _Recipe:
             norm_before_residual=True,
             fc_norm=True,  # states of late layers are larger by far
             ttt_steps=config.num_drafts,
-            draft_attn_impl="sdpa",
+            draft_attn_impl=attention.NAME,
             **vocabulary,
         )
 
-    call = {"ttt_steps": config.num_drafts, "loss_config": resolve_loss_config("kl_div", "eager")}
-    return _Recipe(make, taps, shift_batch, call)
+    call = {
+        "ttt_steps": config.num_drafts,
+        "ttt_step_loss_decay": config.loss_decay,
+        "loss_config": resolve_loss_config("kl_div", "eager"),
+    }
+    return _Recipe(make, taps, shift_batch, call, num_dropped=1)
 
 
 def _dflash(config: HeadConfig, target: Target) -> _Recipe:

@@ -33,7 +33,10 @@ def train(head: TrainedHead, data: TrainingData, folder: Path, show: Show) -> di
     """Train until steps or seconds are spent, from the last checkpoint if there is one; metrics on texts held back."""
     config = head.config
     optimizer = torch.optim.AdamW(
-        list(head.parameters.values()), lr=config.learning_rate, weight_decay=0.01, betas=(0.9, 0.95)
+        list(head.parameters.values()),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        betas=(0.9, 0.95),
     )
     step, before = _resume(folder / CHECKPOINT, head, optimizer)
     num_held = max(1, len(data.tokens) // HELD_SHARE) if len(data.tokens) > 1 else 0

@@ -20,7 +20,16 @@ from draftproof.train import data, heads, loop
 from draftproof.train.data import Bar, DataFolder, TrainingData
 from draftproof.train.heads import Target, TrainedHead
 from draftproof.train.record import StateReader
-from draftproof.train.settings import FILE, AnswerConfig, HeadConfig, as_record, check_same, write_record
+from draftproof.train.settings import (
+    FILE,
+    WHOLE,
+    AnswerConfig,
+    HeadConfig,
+    Part,
+    as_record,
+    check_same,
+    write_record,
+)
 from draftproof.types import SamplingParams
 
 PROBE_TOKENS = 24  # answers of this length show the speed
@@ -51,7 +60,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained and where it is put. `engine`: keywords of `LLM`, the target's among them; `prompts`: ids."""
+    """What is trained and where it is put. `engine`: keywords of `LLM`, the target's among them; `prompts`: ids;
+    `part`: what this process writes of the data; `allow_missing`: train on the files that there are."""
 
     engine: dict[str, Any]
     prompts: Sequence[Sequence[int]]
@@ -60,6 +70,8 @@ class Training:
     answers: AnswerConfig = field(default_factory=AnswerConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     target_name: str | None = None
+    part: Part = WHOLE
+    allow_missing: bool = False
 
     def target(self) -> Target:
         model = self.engine.get("model") or assets.default_model().where
@@ -128,19 +140,22 @@ def estimate(training: Training, target: Target, llm: LLM) -> Estimate:
 
 def make_data(training: Training, folder: DataFolder, llm: LLM, bar: Bar) -> None:
     """Write what is missing of answers and states. The engine is closed in between: both may not fit."""
-    if not data.is_complete(folder, states=False):
-        data.write_answers(llm, folder, training.prompts, training.answers, bar)
+    part = training.part
+    if not data.is_complete(folder, states=False, part=part):
+        data.write_answers(llm, folder, training.prompts, training.answers, bar, part)
     llm.close()
-    if not data.is_complete(folder, states=True):
+    if not data.is_complete(folder, states=True, part=part):
         reader = StateReader(folder.taps, training.engine)
-        data.write_states(reader, folder, bar)
+        data.write_states(reader, folder, bar, part)
         reader.close()
 
 
 def make_head(training: Training, target: Target, folder: DataFolder, show: loop.Show) -> dict[str, float]:
     """Train, and write the head with its record; what it reached on texts that it was not trained on."""
-    if not data.is_complete(folder, states=True):
-        raise ValueError(f"{folder.path}: answers or states are missing; run the stage 'data' first")
+    if not (training.allow_missing or data.is_complete(folder, states=True)):
+        raise ValueError(
+            f"{folder.path}: answers or states are missing; run the stage 'data' first, or --allow-missing"
+        )
     texts = TrainingData(folder, training.device)
     head = TrainedHead(training.head, target, texts.frequencies(target.model.vocab_size), training.device)
     reached = loop.train(head, texts, training.folder, show)

@@ -50,6 +50,13 @@ class HeadConfig:
     max_seconds: float | None = documented(None, "Most seconds of training, data and checks apart.")
     tokens_per_step: int = documented(4096, "Tokens of a training step.")
     learning_rate: float = documented(1e-3, "Highest learning rate.")
+    loss_decay: float = documented(
+        0.8, "Weight of an eagle3 draft's loss, as a share of the draft's before it."
+    )
+    state_noise: float = documented(
+        0.0, "Noise added to the states that the head is given, as a share of their size."
+    )
+    weight_decay: float = documented(0.01, "Weight decay of the optimizer.")
     train_seed: int = documented(0, "Seed of the head's weights and of the order of texts.")
     checkpoint_every: int = documented(200, "Steps from one checkpoint to the next.")
 
@@ -65,7 +72,21 @@ class HeadConfig:
         if self.max_seconds is not None:
             check_number("max_seconds", self.max_seconds, above=0)
         check_number("learning_rate", self.learning_rate, above=0)
+        check_number("loss_decay", self.loss_decay, high=1, above=0)
+        check_number("state_noise", self.state_noise)
+        check_number("weight_decay", self.weight_decay)
         check_whole("train_seed", self.train_seed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Every `step`-th file from `first` on: what one process of several writes."""
+
+    first: int = 0
+    step: int = 1
+
+
+WHOLE = Part()
 
 
 def as_record(config: Any) -> dict[str, Any]:

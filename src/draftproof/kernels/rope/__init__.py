@@ -28,6 +28,7 @@ class RopeStore(Protocol):
         v_cache: Tensor | None,
         block_table_SB: Tensor,  # int32
         v_norm_D: Tensor | None = None,
+        shift_S: Tensor | None = None,  # int64, a slot: added to a position to find its row of cos_sin_PD
     ) -> Tensor:
         """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D].
 

@@ -18,7 +18,7 @@ class RopeStoreCompiled:
     """`RopeStore` in C++; dtypes and shapes it does not know go to the twin."""
 
     def __init__(self, library: Library) -> None:
-        self._run, self._pack = library.packed("dp_rope_store", "11P11qd")
+        self._run, self._pack = library.packed("dp_rope_store", "12P11qd")
 
     def __call__(
         self,
@@ -33,23 +33,15 @@ class RopeStoreCompiled:
         v_cache: Tensor | None,
         block_table_SB: Tensor,
         v_norm_D: Tensor | None = None,
+        shift_S: Tensor | None = None,
     ) -> Tensor:
         codes = _dtype_codes(qkv_TX, k_cache, (q_norm_D, k_norm_D, v_norm_D))
         _, num_kv_heads, block_size, head_dim = k_cache.shape
         if codes is None or head_dim > MAX_HEAD_DIM:
             return rope_store_torch(
-                qkv_TX,
-                positions_T,
-                slots_T,
-                cos_sin_PD,
-                q_norm_D,
-                k_norm_D,
-                eps,
-                k_cache,
-                v_cache,
-                block_table_SB,
-                v_norm_D,
-            )
+                qkv_TX, positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D, eps, k_cache, v_cache,
+                block_table_SB, v_norm_D, shift_S,
+            )  # fmt: skip
         assert positions_T.dtype == slots_T.dtype == torch.int64 and block_table_SB.dtype == torch.int32
         rows, width = qkv_TX.shape
         num_heads = width // head_dim - (1 if v_cache is None else 2) * num_kv_heads
@@ -65,6 +57,7 @@ class RopeStoreCompiled:
             k_cache.data_ptr(),
             0 if v_cache is None else v_cache.data_ptr(),
             block_table_SB.data_ptr(),
+            0 if shift_S is None else shift_S.data_ptr(),
             rows,
             num_heads,
             num_kv_heads,

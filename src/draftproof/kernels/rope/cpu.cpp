@@ -61,8 +61,8 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 
 template <class T, class C>
 void run(const T* qkv, const int64_t* positions, const int64_t* slots, const float* cos_sin, const float* q_norm,
-         const float* k_norm, const float* v_norm, T* q_out, C* k_cache, C* v_cache, const int32_t* table, const Shape& s,
-         int64_t threads) {
+         const float* k_norm, const float* v_norm, T* q_out, C* k_cache, C* v_cache, const int32_t* table,
+         const int64_t* shift, const Shape& s, int64_t threads) {
     int64_t all_heads = s.heads + (v_cache ? 2 : 1) * s.kv_heads, D = s.head_dim;
     int64_t members = team(threads, s.rows * all_heads * D);
     parallel_items(members, s.rows, [&](int64_t r) {
@@ -73,7 +73,7 @@ void run(const T* qkv, const int64_t* positions, const int64_t* slots, const flo
             std::memset((void*)q, 0, s.heads * D * sizeof(T));
             return;
         }
-        const float* cos = cos_sin + position * s.rotary_dim;
+        const float* cos = cos_sin + (position + (shift ? shift[slots[r]] : 0)) * s.rotary_dim;
         int64_t half = s.rotary_dim / 2;
         int64_t block = table[slots[r] * s.table_width + position / s.block_size];
         int64_t offset = position % s.block_size;
@@ -113,6 +113,7 @@ struct RopeStoreArgs {
     const void *q_norm, *k_norm, *v_norm;  // may be null
     void *q_out, *k_cache, *v_cache;  // v_cache may be null: rows hold no v then
     const int32_t* table;
+    const int64_t* shift;  // of each slot; may be null
     int64_t rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width;  // head_dim <= MAX_HEAD_DIM
     int64_t dtype, cache_dtype, norm_dtype, threads;
     double eps;
@@ -127,6 +128,6 @@ extern "C" void dp_rope_store(const RopeStoreArgs* a) {
                    a->rotary_dim, a->block_size, a->table_width, (float)a->eps};
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->cache_dtype, C,
                                          run((const T*)a->qkv, a->positions, a->slots, a->cos_sin, q_weight, k_weight,
-                                             v_weight, (T*)a->q_out, (C*)a->k_cache, (C*)a->v_cache, a->table, shape,
-                                             a->threads)));
+                                             v_weight, (T*)a->q_out, (C*)a->k_cache, (C*)a->v_cache, a->table, a->shift,
+                                             shape, a->threads)));
 }

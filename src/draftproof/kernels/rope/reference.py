@@ -23,6 +23,7 @@ def rope_store_torch(
     v_cache: Tensor | None,
     block_table_SB: Tensor,
     v_norm_D: Tensor | None = None,
+    shift_S: Tensor | None = None,
 ) -> Tensor:
     """See `RopeStore`. All arithmetic is fp32 and each value is rounded once; returns q [T, heads, D]."""
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
@@ -31,7 +32,7 @@ def rope_store_torch(
     q_TND, k_TND, v_TND = qkv_TND.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
 
     live_T = positions_T >= 0
-    cos_sin_T1R = cos_sin_PD[positions_T.clamp(min=0)].unsqueeze(1)
+    cos_sin_T1R = cos_sin_PD[turns(positions_T, slots_T, shift_S)].unsqueeze(1)
     q_TND = norm_rotate(q_TND, q_norm_D, eps, cos_sin_T1R).to(qkv_TX.dtype)
     k_TND = norm_rotate(k_TND, k_norm_D, eps, cos_sin_T1R)
     if v_norm_D is not None:
@@ -46,6 +47,12 @@ def rope_store_torch(
     if v_cache is not None:
         v_cache[blocks, :, offsets] = v_TND[kept].to(v_cache.dtype)
     return torch.where(live_T[:, None, None], q_TND, torch.zeros((), dtype=q_TND.dtype, device=q_TND.device))
+
+
+def turns(positions_T: Tensor, slots_T: Tensor, shift_S: Tensor | None) -> Tensor:
+    """The rows of the table of cosines and sines; a padding row's is the first."""
+    turns_T = positions_T if shift_S is None else positions_T + shift_S[slots_T]
+    return torch.where(positions_T >= 0, turns_T, 0)
 
 
 def norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: Tensor) -> Tensor:

@@ -77,13 +77,13 @@ def _store(out, stride, low, high, tail, count, D: tl.constexpr, HALF: tl.conste
 
 @triton.jit(
     do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["positions", "slots", "table"],
+    do_not_specialize_on_alignment=["positions", "slots", "table", "shift"],
 )
 def _rope_store_kernel(
-    qkv, positions, slots, cos_sin, q_norm, k_norm, v_norm, eps, q_out, k_cache, v_cache, table, width,
+    qkv, positions, slots, cos_sin, q_norm, k_norm, v_norm, eps, q_out, k_cache, v_cache, table, shift, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    V_NORM: tl.constexpr, HAS_V: tl.constexpr, PDL: tl.constexpr,
+    V_NORM: tl.constexpr, HAS_V: tl.constexpr, HAS_SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store HB heads of one row; first come the programs of q, then k's, then v's if there are any."""
     begin(PDL)
@@ -93,7 +93,10 @@ def _rope_store_kernel(
     kv_parts = tl.cdiv(KV_HEADS + (KV_HEADS == 0), HB)
     x = qkv + row * (HEADS + KV_HEADS + HAS_V * KV_HEADS) * D
     position = tl.load(positions + row)
-    angles = cos_sin + tl.maximum(position, 0) * 2 * HALF
+    turn = tl.maximum(position, 0)
+    if HAS_SHIFT:
+        turn = tl.maximum(position + tl.load(shift + tl.load(slots + row)), 0)
+    angles = cos_sin + turn * 2 * HALF
     if part < q_parts:
         head = part * HB
         low, high, tail = _rotated(
@@ -132,6 +135,7 @@ def rope_store(
     v_cache: Tensor | None,
     block_table_SB: Tensor,
     v_norm_D: Tensor | None = None,
+    shift_S: Tensor | None = None,
 ) -> Tensor:
     """See `RopeStore`."""
     _, kv_heads, block_size, dim = k_cache.shape
@@ -158,6 +162,7 @@ def rope_store(
             k_cache,
             v_cache,
             block_table_SB,
+            slots_T if shift_S is None else shift_S,
             block_table_SB.shape[1],
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -171,6 +176,7 @@ def rope_store(
             K_NORM=k_norm_D is not None,
             V_NORM=v_norm_D is not None,
             HAS_V=each == 2,
+            HAS_SHIFT=shift_S is not None,
             **pdl(qkv_TX),
             num_warps=4,
         )

@@ -128,7 +128,7 @@ struct StoreArgs {
     int64_t* draft_count;
     const int64_t *slots, *drafts, *count, *k;
     int64_t* out;
-    int64_t columns, requests, num_drafts, vocab_size;
+    int64_t columns, requests, num_drafts, vocab_size, never;
 };
 
 extern "C" void dp_store_drafts(const StoreArgs* a) {
@@ -137,10 +137,11 @@ extern "C" void dp_store_drafts(const StoreArgs* a) {
         int64_t claimed = std::max<int64_t>(0, std::min({a->count[r], a->k[r], a->num_drafts}));
         const int64_t* drafts = a->drafts + r * a->num_drafts;
         int32_t* to = a->tokens + slot * a->columns + a->length[slot];
-        while (good < claimed && drafts[good] >= 0 && drafts[good] < a->vocab_size) good++;
+        auto fits = [&](int64_t draft) { return draft >= 0 && draft < a->vocab_size && draft != a->never; };
+        while (good < claimed && fits(drafts[good])) good++;
         for (int64_t i = 0; i < a->num_drafts; i++)
             to[i] = (int32_t)std::max<int64_t>(0, std::min(drafts[i], a->vocab_size - 1));
         a->draft_count[slot] = a->out[r] = good;
-        a->out[a->requests + r] = good < claimed;
+        a->out[a->requests + r] = good < claimed && drafts[good] != a->never;
     }
 }

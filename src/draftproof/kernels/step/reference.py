@@ -152,15 +152,17 @@ class TorchStep:
         count_R: Tensor,
         k_R: Tensor,
         vocab_size: int,
+        never: int = -1,
     ) -> tuple[Tensor, Tensor]:
         at_K = torch.arange(tokens_RK.shape[1], device=slots_R.device)
         claimed_R = torch.minimum(count_R, k_R).clamp(0, tokens_RK.shape[1])
-        valid_RK = (tokens_RK >= 0) & (tokens_RK < vocab_size) & (at_K < claimed_R[:, None])
-        count_R = valid_RK.long().cumprod(1).sum(1)
+        own_RK = (tokens_RK >= 0) & (tokens_RK < vocab_size) & (at_K < claimed_R[:, None])
+        count_R = (own_RK & (tokens_RK != never)).long().cumprod(1).sum(1)
+        is_cut_R = (own_RK.long().cumprod(1).sum(1) == count_R) & (count_R < claimed_R)
         at_RK = state.length_S[slots_R][:, None] + at_K
         state.tokens_SL[slots_R[:, None], at_RK] = tokens_RK.clamp(0, vocab_size - 1).int()
         state.draft_count_S[slots_R] = count_R
-        return count_R, (count_R < claimed_R).long()
+        return count_R, is_cut_R.long()
 
 
 def _owners(count_R: Tensor, total: int) -> Tensor:

@@ -150,7 +150,8 @@ class StepOps(Protocol):
         count_R: Tensor,
         k_R: Tensor,
         vocab_size: int,
+        never: int = -1,
     ) -> tuple[Tensor, Tensor]:
-        """Put drafts behind the known tokens, cut at k_R and at the first id outside the vocabulary: (count_R, 1 where
-        an id cut them)."""
+        """Put drafts behind the known tokens, cut at k_R, at the first id outside the vocabulary and at the first that
+        is `never`, which stands for no token: (count_R, 1 where an id outside cut them)."""
         ...

@@ -20,6 +20,7 @@ SIZES = [
     "width",
     "num_drafts",
     "vocab_size",
+    "never",
     "mask_token",
     "padded",
 ]
@@ -248,7 +249,7 @@ def draft_rows_kernel(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def store_drafts_kernel(
-    tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size,
+    tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size, never,
     KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write count_R, 1 where an id cut a proposal, and the slots' tokens and draft counts."""
@@ -259,10 +260,11 @@ def store_drafts_kernel(
     inside = i < num_drafts
     claimed = tl.minimum(tl.minimum(tl.load(count + r), tl.load(k + r)), num_drafts)
     draft_K = tl.load(drafts + r * num_drafts + i, mask=inside, other=-1).to(tl.int64)
-    is_valid = (draft_K >= 0) & (draft_K < vocab_size) & (i < claimed)
+    is_valid = (draft_K >= 0) & (draft_K < vocab_size) & (draft_K != never) & (i < claimed)
     taken = tl.min(tl.where(is_valid, KP, i), axis=0).to(tl.int64)
     kept_K = tl.minimum(tl.maximum(draft_K, 0), vocab_size - 1).to(tl.int32)
     tl.store(tokens + slot * columns + tl.load(length + slot) + i, kept_K, mask=inside)
     tl.store(draft_count + slot, taken)
     tl.store(out + r, taken)
-    tl.store(out + requests + r, (taken < claimed).to(tl.int64))
+    stops = tl.sum(tl.where((i == taken) & (draft_K == never), 1, 0), axis=0)
+    tl.store(out + requests + r, ((taken < claimed) & (stops == 0)).to(tl.int64))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import PagedKV
+from draftproof.cache.pool import CacheSpec, PagedKV
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -50,8 +50,8 @@ class AttentionConfig:
         )
 
     @property
-    def cache(self) -> PagedKV:
-        return PagedKV(heads=self.num_kv_heads, head_dim=self.head_dim, window=self.window)
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return (PagedKV(heads=self.num_kv_heads, head_dim=self.head_dim, window=self.window),)
 
     @property
     def reads(self) -> None:
@@ -123,6 +123,7 @@ class Attention:
             q_norm_D=q_norm_D,
             k_norm_D=k_norm_D,
             v_norm_D=v_norm_D,
+            axes=config.rope.axes,
         )
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
-from draftproof.cache.pool import PagedKV
+from draftproof.cache.pool import CacheSpec, PagedKV
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -65,8 +65,8 @@ class LatentConfig:
         )
 
     @property
-    def cache(self) -> PagedKV:
-        return PagedKV(heads=1, head_dim=self.cached_dim, shared=True, window=self.window)
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return (PagedKV(heads=1, head_dim=self.cached_dim, shared=True, window=self.window),)
 
     @property
     def reads(self) -> None:

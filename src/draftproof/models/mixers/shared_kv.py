@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionSpec, PagedAttention
 from draftproof.attention.exactness import AttentionShape
+from draftproof.cache.pool import CacheSpec
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 from draftproof.models.builder import LayerBuilder
@@ -44,8 +45,8 @@ class SharedKVConfig:
         )
 
     @property
-    def cache(self) -> None:
-        return None
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return ()
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -93,6 +94,7 @@ class SharedKV:
             window=config.window,
             eps=norms.eps,
             cos_sin_PD=place.tables[config.rope],
+            axes=config.rope.axes,
             q_norm_D=builder.norm_weight(f"{prefix}.q_norm", dim, norms.offset),
         )
 

@@ -1,0 +1,151 @@
+"""Cells of adaptive speculation that are to be shown, each drafter of them in a process on cores of its own.
+
+`rows` runs them and gives the rows of `bench/adaptive.py`; `table` is what goes into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+NAMES = ("cpu",)
+CORES_EACH = 2
+PREDICTED_WITHIN = 0.10
+VLLM, SGLANG = "auto/vLLM's", "auto/SGLang's"
+MODELS = Path(
+    os.environ.get("DRAFTPROOF_MODELS", "../shared/models")
+)  # `small` and its head, where there are any
+DATA, ASSETS = Path("tests/data"), Path("src/draftproof/assets")
+CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
+
+Drafters = dict[str, dict[str, Any]]
+
+
+def tiny() -> Drafters:
+    heads = {path.name: {"model": str(path)} for path in sorted((DATA / "heads").glob("tiny-*"))}
+    return {
+        "n-gram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
+        "draft model": {"model": str(DATA / "draft")},
+        "eagle3": {"model": str(ASSETS / "tiny-eagle3")},
+        "mtp": {"model": str(DATA / "tiny-mtp")},
+        "dflash": {"model": str(DATA / "tiny-dflash")},
+        **{name.removeprefix("tiny-"): config for name, config in heads.items()},
+        "chain": {"method": "chain", "drafters": CHAIN},
+    }
+
+
+def small() -> Drafters:
+    head = {"model": str(MODELS / "small-eagle3")}
+    return {
+        "eagle3": head,
+        "n-gram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
+        "chain": {"method": "chain", "drafters": [{"method": "suffix"}, head]},
+    }
+
+
+def processes() -> Iterator[tuple[str, list[str]]]:
+    """What each process is called and given; the longest first."""
+    models = {"small": (MODELS / "small", small()), "tiny": (ASSETS / "tiny", tiny())}
+    for model, (path, drafters) in models.items():
+        if not path.is_dir():
+            print(f"{path} is missing: no cells of {model}", file=sys.stderr)
+            continue
+        for name, config in drafters.items():
+            drafter = ["--model", str(path), "--drafter", json.dumps(config), "--waves", "1"]
+            # one request at a time has the fewest tokens a turn, and needs the most turns
+            yield f"{model}, {name}", [*drafter, "--batches", "64,16,4,1", "--seconds", "9"]
+            if name == "eagle3":
+                never = [*drafter, "--batches", "1,4,16,64", "--rates", "0", "--seconds", "8"]
+                yield f"{model}, {name}, never right", never
+            if name in ("eagle3", "n-gram"):
+                changing = [*drafter, "--batches", "1,4", "--changing", "--num-turns", "9"]
+                yield f"{model}, {name}, changing text", changing
+
+
+def rows(name: str, num_jobs: int, program: str) -> list[dict[str, Any]]:
+    """The rows of all cells, `num_jobs` processes at a time, each on two cores that no other has."""
+    assert name in NAMES
+    mine = sorted(os.sched_getaffinity(0))
+    free: queue.Queue[set[int]] = queue.Queue()
+    for number in range(num_jobs):
+        cores = set(mine[number * CORES_EACH : (number + 1) * CORES_EACH])
+        if not cores:
+            raise SystemExit(
+                f"--jobs={num_jobs}: {len(mine)} cores are for {len(mine) // CORES_EACH} at most"
+            )
+        free.put(cores)
+
+    def run(named: tuple[str, list[str]]) -> list[dict[str, Any]]:
+        cores = free.get()
+        try:
+            return _run(program, *named, cores)
+        finally:
+            free.put(cores)
+
+    with ThreadPoolExecutor(num_jobs) as pool:
+        return [row for found in pool.map(run, processes()) for row in found]
+
+
+def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        command = [sys.executable, program, *arguments, "--json", str(file)]
+        pin = partial(os.sched_setaffinity, 0, cores)
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=pin, check=False)
+        if not file.is_file():
+            raise SystemExit(f"{name}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+        print(done.stdout, flush=True)
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+    return [{**row, "cell": name} for row in found]
+
+
+def holds(row: dict[str, Any]) -> bool:
+    """Whether the outputs are equal and no interval lies below its bound."""
+    return bool(row["same"] and all(r["ok"] for r in row["ratios"].values()))
+
+
+def is_predicted(row: dict[str, Any]) -> bool:
+    return abs(row["predicted"] / row["measured"] - 1.0) <= PREDICTED_WITHIN
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """All cells: ratios to plain decoding, to the best fixed number and to the rules; predicted and measured."""
+    head = (
+        "| cell | batch | turns | auto to plain | new to plain | auto to best fixed | auto to vLLM's, SGLang's "
+        "| predicted / measured | holds |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratios = row["ratios"]
+    best = next(name for name in ratios if name.startswith("auto/best"))
+
+    def shown(name: str) -> str:
+        r = ratios[name]
+        return f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]{'' if r['ok'] else ' **fails**'}"
+
+    predicted = f"{row['predicted']:.2f} / {row['measured']:.2f} (K={row['predicted_k']})"
+    columns = (
+        row["cell"],
+        str(row["batch"]),
+        str(row["num_turns"]),
+        shown("auto/plain"),
+        shown("new/plain"),
+        f"{shown(best)} {best.removeprefix('auto/best ')}",
+        f"{shown(VLLM)}, {shown(SGLANG)}",
+        predicted + ("" if is_predicted(row) else " off"),
+        "yes" if holds(row) else "no",
+    )
+    return f"| {' | '.join(columns)} |"

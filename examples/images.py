@@ -1,0 +1,48 @@
+"""Ask a model that reads images about pictures, with drafts: python examples/images.py MODEL PICTURE...
+
+The answers with and without drafts are the same; the second line of each says what drafting brought.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from draftproof import LLM, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a folder or hub id, such as Qwen/Qwen2.5-VL-3B-Instruct")
+    parser.add_argument("pictures", nargs="+")
+    parser.add_argument("--question", default="What is in the picture?")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    given = parser.parse_args()
+    chats = [
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": open_(path)},
+                    {"type": "text", "text": given.question},
+                ],
+            }
+        ]
+        for path in given.pictures
+    ]
+    params = SamplingParams(temperature=0, max_tokens=given.max_tokens)
+    with LLM(given.model, speculative_config={"method": "ngram"}) as llm:
+        for path, output in zip(given.pictures, llm.chat(chats, params), strict=True):
+            print(f"{path}: {output.outputs[0].text.strip() or output.error}")
+            speculation = output.metrics.speculation
+            print(f"  {speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafts were right")
+
+
+def open_(path: str) -> object:
+    """The picture; what is wrong with it is said by `LLM.chat`."""
+    from PIL import Image
+
+    return Image.open(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""What a prompt holds beside tokens, on the device's side of the wall: items' inputs, and the embeddings made of them.
+
+An item is known by its content, the hash of all that its embeddings are made of. Its embeddings are made when a step
+first needs a row of them, each item alone, so that their bits do not depend on the batch, and are kept while there is
+room.
+Shapes: N rows of an item, H hidden size, S slots, W positions of a window, E embeddings of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.attention.given import GivenRows, WholeRows
+from draftproof.attention.turns import Turns, Window
+from draftproof.engine.interface import Item, ScheduledRequest
+
+EMBEDS = "embeds"  # the kind of an item that is its embeddings
+Encoder = Callable[[Mapping[str, Tensor]], Tensor]  # an item's tensors -> its embeddings [N, H]
+
+
+class Places(NamedTuple):
+    """Where an item's rows stand, int64 [3, N] from the place of its first row on, and by how much text moves on."""
+
+    axes_3N: np.ndarray[Any, np.dtype[np.int64]]
+    advance: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ItemInput:
+    """An item as its encoder reads it: tensors by the encoder's own names. `content`: the hash of kind and tensors.
+
+    `places`: of its rows on the axes of a family that has several, from the item's own on; a function of the tensors.
+    """
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+    num_rows: int
+    content: bytes
+    places: Places | None = None
+
+    @classmethod
+    def of(
+        cls, kind: str, tensors: Mapping[str, Tensor], num_rows: int, places: Places | None = None
+    ) -> ItemInput:
+        """An input of tensors on the host, which must not change any more."""
+        digest = hashlib.sha256(repr((kind, num_rows)).encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return cls(kind, tensors, num_rows, digest.digest(), places)
+
+
+class ItemStore:
+    """Inputs of items that somebody still holds, and the embeddings that were made last.
+
+    `encoders`: by kind of item. Embeddings beyond `max_bytes` are forgotten, least recently used first, and made again
+    when they are needed again; the last ones stay whatever their size. `num_encoded`: how many were made.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_bytes: int,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.max_bytes = max_bytes
+        self.num_encoded = 0
+        self.num_bytes = 0
+        self.encoders: dict[str, Encoder] = {EMBEDS: lambda tensors: tensors[EMBEDS]}
+        self._device = device
+        self._dtype = dtype
+        self._inputs: WeakValueDictionary[bytes, ItemInput] = WeakValueDictionary()
+        self._embeddings: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def hold(self, given: ItemInput) -> ItemInput:
+        """The input by which an item of this content is known; it stays known while somebody refers to it."""
+        return self._inputs.setdefault(given.content, given)
+
+    def input(self, content: bytes) -> ItemInput:
+        """The input of an item that whoever asked for it still holds."""
+        return self._inputs[content]
+
+    def rows(self, given: ItemInput) -> Tensor:
+        """The embeddings [N, H] of an item, on the device and in the model's dtype."""
+        found = self._embeddings.get(given.content)
+        if found is not None:
+            self._embeddings.move_to_end(given.content)
+            return found
+        made = self.encoders[given.kind](given.tensors).to(self._device, self._dtype).contiguous()
+        if made.shape != (given.num_rows, self.hidden_size):
+            raise ValueError(
+                f"an item of kind {given.kind!r}: its encoder gave embeddings of shape {tuple(made.shape)}, but its "
+                f"prompt has room for {(given.num_rows, self.hidden_size)}; does the processor belong to this model?"
+            )
+        self.num_encoded += 1
+        self.num_bytes += made.nbytes
+        self._embeddings[given.content] = made
+        while self.num_bytes > self.max_bytes and len(self._embeddings) > 1:
+            _, gone = self._embeddings.popitem(last=False)
+            self.num_bytes -= gone.nbytes
+        return made
+
+
+class SlotItems:
+    """The items of the requests that have slots: what a step asks for the embeddings of its rows."""
+
+    def __init__(
+        self,
+        store: ItemStore,
+        num_slots: int,
+        reads_ahead: int,
+        device: torch.device,
+        turns: Turns | None = None,
+        num_drafts: int = 0,
+    ) -> None:
+        """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
+        turns: of a target with several axes."""
+        self.turns = turns
+        self._beyond = num_drafts + reads_ahead + 1
+        self._store = store
+        self._num_slots = num_slots
+        self._device = device
+        self._before = max(0, reads_ahead - 1)  # rows that a drafter computes again
+        self._after = max(1, reads_ahead)
+        self._placed: dict[int, list[tuple[Item, ItemInput]]] = {}
+        self._axes: dict[int, _Axes] = {}
+
+    def admit(self, slot: int, items: Sequence[Item]) -> None:
+        """A request with items takes a slot; their inputs stay known while it has it."""
+        self._placed[slot] = placed = [(item, self._store.input(item.content)) for item in items]
+        if self.turns is not None:
+            self._axes[slot] = axes = _axes_of(placed)
+            self.turns.shift_S[slot] = axes.shift
+
+    def release(self, slot: int) -> None:
+        if self._placed.pop(slot, None) and self.turns is not None:
+            del self._axes[slot]
+            self.turns.shift_S[slot] = 0
+
+    def begin(self, scheduled: Sequence[ScheduledRequest]) -> StepItems | None:
+        """What a step is beside a function of the slots' memory, None: nothing; sets the window of positions that its
+        rows turn by."""
+        if self.turns is not None:
+            self.turns.window = None
+        if not self._placed:
+            return None
+        given, whole = self.given(scheduled), self._whole(scheduled)
+        if self.turns is None or not any(
+            s.slot in self._axes and s.start - self._before < self._axes[s.slot].axes_3P.shape[1]
+            for s in scheduled
+        ):
+            return None if given is None else StepItems(given, whole)
+        self.turns.window = self._window(scheduled)
+        return StepItems(given, whole)
+
+    def _whole(self, scheduled: Sequence[ScheduledRequest]) -> WholeRows | None:
+        """Rows of items that see each other."""
+        positions = np.concatenate([np.arange(s.start, s.start + s.num_rows) for s in scheduled])
+        more = np.zeros_like(positions)
+        first = 0
+        for s in scheduled:
+            for item, _ in self._placed.get(s.slot, ()):
+                there = _overlap((s.slot, s.start, s.start + s.num_rows), item)
+                if item.is_whole and there:
+                    at = first + there.start - s.start
+                    more[at : at + len(there)] = item.end - 1 - np.asarray(there)
+            first += s.num_rows
+        return WholeRows(torch.from_numpy(more).to(self._device), more, positions) if more.any() else None
+
+    def _window(self, scheduled: Sequence[ScheduledRequest]) -> Window:
+        """Positions from so far before the rows that a pass in flight may still add them, and drafts beyond them."""
+        shift_S = np.zeros(self._num_slots, dtype=np.int64)
+        pieces = []
+        num_entries = 0
+        for s in scheduled:
+            first, end = s.start - 2 * self._beyond, s.start + s.num_rows + self._beyond
+            shift_S[s.slot] = num_entries - first
+            pieces.append(self._axes[s.slot].at(first, end) if s.slot in self._axes else _text(first, end))
+            num_entries += end - first
+        axes, shift = (
+            torch.from_numpy(x).to(self._device) for x in (np.concatenate(pieces, axis=1), shift_S)
+        )
+        return Window(axes, shift)
+
+    def given(self, scheduled: Sequence[ScheduledRequest]) -> GivenRows | None:
+        """The embeddings that rows of a step carry, and its drafter's rows; None where there are none."""
+        spans = [(s.slot, s.start - self._before, s.start + s.num_rows + self._after) for s in scheduled]
+        spans = [
+            span for span in spans if any(_overlap(span, item) for item, _ in self._placed.get(span[0], ()))
+        ]
+        if not spans:
+            return None
+        index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
+        first_S = np.zeros(self._num_slots, dtype=np.int64)
+        pieces = list[Tensor]()
+        num_rows = 0
+        for span in spans:
+            slot, first, _ = span
+            first_S[slot] = first
+            for item, source in self._placed[slot]:
+                there = _overlap(span, item)
+                if there:
+                    pieces.append(
+                        self._store.rows(source)[there.start - item.start : there.stop - item.start]
+                    )
+                    rows = np.arange(num_rows, num_rows + len(there))
+                    index_SW[slot, there.start - first : there.stop - first] = rows
+                    num_rows += len(there)
+        index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
+        return GivenRows(torch.cat(pieces), index, firsts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepItems:
+    """What a step's rows carry in place of tokens, and which of them see beyond their position."""
+
+    given: GivenRows | None
+    whole: WholeRows | None
+
+
+class _Axes(NamedTuple):
+    """A prompt's positions up to the end of its last item, and what is added to a place behind it."""
+
+    axes_3P: np.ndarray[Any, np.dtype[np.int64]]
+    shift: int
+
+    def at(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Those of the places from `first` up to `end`; below 0 there are none, and any will do."""
+        known = self.axes_3P.shape[1]
+        inner = self.axes_3P[:, max(0, first) : max(0, end)]
+        parts = [_text(first, min(end, 0)), inner, _text(max(first, known), end) + self.shift]
+        return np.concatenate(parts, axis=1)
+
+
+def _text(first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(first, max(first, end)) + np.zeros((3, 1), dtype=np.int64)
+
+
+def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
+    """Text stands on all axes alike, one further with every token; an item's rows as the item says."""
+    pieces = []
+    place = shift = 0
+    for item, source in placed:
+        axes_3N, advance = source.places or Places(_text(0, item.num_rows), item.num_rows)
+        pieces += [_text(place, item.start) + shift, axes_3N + item.start + shift]
+        place = item.start + item.num_rows
+        shift += advance - item.num_rows
+    return _Axes(np.concatenate(pieces, axis=1), shift)
+
+
+def _overlap(span: tuple[int, int, int], item: Item) -> range:
+    """Positions of a span (slot, first, end) that are an item's."""
+    _, first, end = span
+    return range(max(first, item.start), min(end, item.start + item.num_rows))

@@ -1,0 +1,272 @@
+"""Families whose prompts hold images: a table with one row a family, and the encoders that transformers has for them.
+
+What is the families' own is where an encoder's output enters: which ids stand for an image's rows, how many there are,
+and where they stand for the rotary embedding. Encoders run one image at a time, on one thread of a CPU, so that an
+image's embeddings depend on nothing else.
+Shapes: N rows of an image, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof import schema
+from draftproof.models.weights import WeightSource
+from draftproof.runtime.threads import threads
+
+Grid = np.ndarray[Any, np.dtype[np.int64]]
+Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFamily:
+    """One row. `text`: the family of its language model where the config does not name one, empty where that family's
+    reader takes nested configs; `flat`: a config may hold that one's keys beside the others. `placeholders`: config
+    keys of the id that stands for a row of an image, the first found counts. `keys`: those of a config that are not its
+    language model's. `inputs`: the processor's tensors that its encoder takes. `towers`: types of encoders that are
+    understood, none: whatever is there. `is_whole`: an image's rows see each other. `marks`: config keys of the ids
+    that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
+    by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
+    text moves on; None: in a row, as text does. `prefixes`: what names of the module's tensors begin with, and what
+    files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...]
+    text: str
+    flat: bool = False
+    placeholders: tuple[str, ...] = ("image_token_id", "image_token_index")
+    keys: frozenset[str]
+    inputs: tuple[str, ...] = ("pixel_values",)
+    towers: tuple[str, ...] = ()
+    is_whole: bool = False
+    marks: tuple[tuple[str, ...], ...] = ()
+    num_rows: Callable[[Mapping[str, Any], Tensors], int]
+    places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
+    prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
+    text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def text_keys(self) -> frozenset[str]:
+        """Keys of a nested config that hold for its language model too."""
+        return schema.words(
+            "eos_token_id bos_token_id dtype torch_dtype tie_word_embeddings quantization_config"
+        )
+
+
+def _rows_of_grid(config: Mapping[str, Any], tensors: Tensors) -> int:
+    merge = int(config["vision_config"].get("spatial_merge_size", 2))
+    return int(tensors["image_grid_thw"].prod()) // merge**2
+
+
+def _places_of_grid(config: Mapping[str, Any], tensors: Tensors) -> tuple[Grid, int]:
+    """Rows in order of time, height and width; text goes on past the longer side."""
+    merge = int(config["vision_config"].get("spatial_merge_size", 2))
+    time, height, width = (int(x) for x in tensors["image_grid_thw"].view(-1))
+    sides = height // merge, width // merge
+    return np.indices((time, *sides), dtype=np.int64).reshape(3, -1), max(sides)
+
+
+def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
+    """A row a patch; CLIP's own row, which is about the whole image, is left out unless the config says otherwise."""
+    patch = int(config["vision_config"].get("patch_size", 14))
+    height, width = tensors["pixel_values"].shape[-2:]
+    is_whole = config.get("vision_feature_select_strategy", "default") == "full"
+    has_own = str(config["vision_config"].get("model_type")) == "clip_vision_model"
+    return (height // patch) * (width // patch) + (is_whole and has_own)
+
+
+def _rows_as_told(config: Mapping[str, Any], tensors: Tensors) -> int:
+    return int(config.get("mm_tokens_per_image", 256))
+
+
+_LLAMA = {
+    **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+}
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
+FAMILIES: Mapping[str, VisionFamily] = {
+    row.model_type: row
+    for row in (
+        VisionFamily(
+            model_type="qwen2_5_vl",
+            architectures=("Qwen2_5_VLForConditionalGeneration",),
+            text="qwen2_5_vl_text",
+            flat=True,
+            keys=schema.words(
+                "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id"
+            ),
+            inputs=("pixel_values", "image_grid_thw"),
+            num_rows=_rows_of_grid,
+            places=_places_of_grid,
+        ),
+        VisionFamily(
+            model_type="llava",
+            architectures=("LlavaForConditionalGeneration",),
+            text="llama",
+            keys=schema.words(
+                """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias
+                projector_hidden_act vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id
+                vocab_size"""
+            ),
+            towers=("clip_vision_model", "siglip_vision_model"),
+            num_rows=_rows_of_square,
+            prefixes=(("", ""), ("", "model."), ("vision_tower.", "vision_tower.vision_model.")),
+            text_defaults={"llama": _LLAMA, "mistral": _MISTRAL},
+        ),
+        VisionFamily(
+            model_type="gemma3",
+            architectures=("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+            text="",
+            keys=frozenset(),
+            num_rows=_rows_as_told,
+            is_whole=True,
+            marks=(("boi_token_id", "boi_token_index"), ("eoi_token_id", "eoi_token_index")),
+            prefixes=(
+                ("", ""),
+                ("", "model."),
+                ("vision_tower.", "vision_tower.vision_model."),
+                ("vision_tower.", "model.vision_tower.vision_model."),
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vision:
+    """The part of a model that reads images, as data. `config`: the file's content; `placeholder`: the id that stands
+    for a row of an image; `directory`: where its processor's settings are; `marks`: see `VisionFamily`, -1 where the
+    config names none."""
+
+    family: VisionFamily
+    config: Mapping[str, Any]
+    placeholder: int
+    directory: Path
+    marks: tuple[int, ...] = ()
+
+    def num_rows(self, tensors: Tensors) -> int:
+        return self.family.num_rows(self.config, tensors)
+
+    @property
+    def most_whole_rows(self) -> int:
+        """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
+        return self.family.num_rows(self.config, {}) if self.family.is_whole else 0
+
+    def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
+        """See `VisionFamily`."""
+        return None if self.family.places is None else self.family.places(self.config, tensors)
+
+
+def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
+    """The part of a config that concerns images; None for a model that reads none."""
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None or (not family.text and "vision_config" not in raw):
+        return None
+    key = next((key for key in family.placeholders if raw.get(key) is not None), None)
+    if key is None and not family.text:
+        return None
+    if key is None or not isinstance(raw.get("vision_config"), Mapping):
+        raise ValueError(f"{where}: must hold {family.placeholders[0]!r} and 'vision_config'; add them")
+    tower = raw["vision_config"].get("model_type")
+    if family.towers and tower not in family.towers:
+        known = " or ".join(family.towers)
+        raise ValueError(
+            f"{where}: vision_config: model_type={schema.shown(tower)}: not supported, only {known}"
+        )
+    marks = tuple(
+        next((schema.whole(raw, name, where, 0) for name in names if raw.get(name) is not None), -1)
+        for names in family.marks
+    )
+    return Vision(family, raw, schema.whole(raw, key, where, 0), directory, marks)
+
+
+def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The config of the language model in a config that reads images; any other as it is."""
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None or not family.text:
+        return raw
+    if "text_config" not in raw and family.flat:
+        return {**{k: v for k, v in raw.items() if k not in family.keys}, "model_type": family.text}
+    inner = schema.section(raw, "text_config", where)
+    outer = {k: v for k, v in raw.items() if k in family.text_keys and v is not None}
+    known = (
+        family.keys
+        | family.text_keys
+        | {"text_config", "model_type", "architectures", "transformers_version"}
+    )
+    strange = next((k for k in raw if k not in known), None)
+    if strange is not None:
+        raise schema.unknown_key(strange, raw[strange], where, known)
+    kind = str(inner.get("model_type", family.text))
+    return {"model_type": kind, **family.text_defaults.get(kind, {}), **inner, **outer}
+
+
+class ImageEncoder:
+    """transformers' encoder of a model's images, with what takes its output to the language model's width."""
+
+    def __init__(
+        self, vision: Vision, weights: WeightSource, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """ValueError where the files lack one of its tensors, or hold one of another shape."""
+        self._module = _module(vision, dtype)
+        self._inputs = vision.family.inputs
+        self._device = device
+        self._dtype = dtype
+        named = {**dict(self._module.named_parameters()), **_stored_buffers(self._module)}
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(
+                    weights.get(_name_in(weights, name, vision.family.prefixes), tuple(tensor.shape))
+                )
+        self._module.to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._module.parameters())
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        """The embeddings [N, H] of one image."""
+        given = {name: tensors[name].to(self._device) for name in self._inputs}
+        given = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
+        with torch.inference_mode(), threads(1):
+            found = self._module.get_image_features(**given).pooler_output
+            embeds = (
+                found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
+            )
+            return embeds.reshape(-1, embeds.shape[-1]).clone()
+
+
+def _module(vision: Vision, dtype: torch.dtype) -> Any:
+    """The model without its language model, of which a stump is made and dropped."""
+    from transformers import AutoConfig, AutoModel
+
+    raw = {k: v for k, v in vision.config.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
+    config = AutoConfig.for_model(**raw)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    module = AutoModel.from_config(config, dtype=dtype)
+    del module.language_model
+    return module.eval().requires_grad_(False)
+
+
+def _stored_buffers(module: Any) -> dict[str, Tensor]:
+    """Buffers that checkpoints hold."""
+    state = module.state_dict()
+    return {name: buffer for name, buffer in module.named_buffers() if name in state}
+
+
+def _name_in(weights: WeightSource, name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    """What files call a tensor of the module."""
+    names = (theirs + name.removeprefix(own) for own, theirs in prefixes if name.startswith(own))
+    return next((each for each in names if each in weights), name)

@@ -1,0 +1,82 @@
+"""The pace of steps: what is the machine's is told from what is a fault of the profile. No clock."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from draftproof.engine.pace import LEAST_NOISE, SURPRISE, UNKNOWN_PACE, Pace
+
+PLAIN, DRAFTING, OTHER = 0, 1, 2
+
+
+def fed(pace: Pace, num_rounds: int, times: dict[int, float], noise: float = 0.0, seed: int = 0) -> Pace:
+    """`pace`, after steps of these kinds that took turns and so many times as long as the profile says."""
+    rng = random.Random(seed)
+    for _ in range(num_rounds):
+        for kind, factor in times.items():
+            pace.observe(kind, math.log(factor) + rng.gauss(0.0, noise))
+    return pace
+
+
+def test_a_slow_machine_slows_every_kind_alike() -> None:
+    pace = fed(Pace(), 20, {PLAIN: 1.5})
+    assert math.exp(pace.at(PLAIN)) == pytest.approx(1.5, rel=0.02)
+    assert pace.at(DRAFTING) == pace.at(PLAIN), "nothing is known of them but the profile"
+    fed(pace, 20, {DRAFTING: 1.5})
+    assert pace.at(DRAFTING) - pace.at(PLAIN) == pytest.approx(0.0, abs=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_a_fault_of_the_profile_is_told_from_the_pace(noise: float) -> None:
+    pace = fed(Pace(), 400, {PLAIN: 1.3, DRAFTING: 1.3 * 1.25, OTHER: 1.3 * 0.9}, noise)
+    found = [pace.at(kind) - pace.at(PLAIN) for kind in (DRAFTING, OTHER)]
+    assert found == pytest.approx([math.log(1.25), math.log(0.9)], abs=0.02 + 0.3 * noise)
+
+
+def test_a_machine_that_becomes_busy_changes_no_correction() -> None:
+    """Only drafting steps are met meanwhile."""
+    pace = fed(Pace(), 200, {PLAIN: 1.0, DRAFTING: 1.1})
+    known = pace.at(DRAFTING) - pace.at(PLAIN)
+    fed(pace, 100, {DRAFTING: 2.2})
+    assert math.exp(pace.at(DRAFTING)) == pytest.approx(2.2, rel=0.03)
+    assert pace.at(DRAFTING) - pace.at(PLAIN) == pytest.approx(known, abs=0.1)
+
+
+def test_how_noisy_steps_are_is_found_out() -> None:
+    quiet, busy = (fed(Pace(), 300, {PLAIN: 1.0}, noise) for noise in (0.0, 0.4))
+    assert quiet.noise == pytest.approx(LEAST_NOISE**2, rel=0.1)
+    assert 0.25 < math.sqrt(busy.noise) < 0.45
+    moved = []
+    for pace in (quiet, busy):
+        before = pace.at(PLAIN)
+        pace.observe(PLAIN, before + 0.3)
+        moved.append(pace.at(PLAIN) - before)
+    assert moved[1] < 0.04 < moved[0], "what is usual says little"
+
+
+def test_one_wild_step_says_no_more_than_a_surprising_one() -> None:
+    wild, surprising = (fed(Pace(), 100, {PLAIN: 1.0}, 0.1) for _ in range(2))
+    wild.observe(PLAIN, math.log(1e6))
+    surprising.observe(PLAIN, surprising.at(PLAIN) + SURPRISE)
+    assert wild.at(PLAIN) == pytest.approx(surprising.at(PLAIN)) and wild.at(PLAIN) < 0.1
+
+
+def test_a_correction_of_steps_that_are_not_met_fades() -> None:
+    pace = fed(Pace(), 100, {PLAIN: 1.0, DRAFTING: 1.5})
+    before = pace.at(DRAFTING)
+    fed(pace, 200, {PLAIN: 1.0})
+    assert before > 0.35 and abs(pace.at(DRAFTING)) < 0.05
+    fed(pace, 10, {DRAFTING: 1.5})
+    assert pace.at(DRAFTING) > 0.2, "and is soon learnt again"
+
+
+def test_a_successor_begins_at_the_machine_s_pace() -> None:
+    pace = fed(Pace(), 50, {PLAIN: 2.0, DRAFTING: 3.0})
+    after = pace.successor()
+    assert after.at(PLAIN) == after.at(DRAFTING) == pace.at(PLAIN)
+    after.observe(PLAIN, math.log(2.6))
+    assert after.at(PLAIN) > math.log(2.4), "other sizes were measured for themselves"
+    assert Pace().covariances == [[UNKNOWN_PACE**2]]

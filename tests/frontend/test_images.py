@@ -1,0 +1,467 @@
+"""Prompts with images: what transformers computes, whatever is drafted, and however prompts are batched."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof.bench.compare import compare
+from draftproof.server import protocol
+from tests.made import vision
+from tests.made.vision import IMAGE, MROPE, picture
+
+START, END = 92, 93
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=4, max_tokens=16, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=20, logprobs=0),
+    SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.5, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=12, logprobs=1),
+]
+
+
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "qwen2_5_vl": vision.qwen2_5_vl,
+    "llava": vision.llava,
+    "gemma3": vision.gemma3,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def each(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """(transformers' model, its folder), of each family."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return FAMILIES[request.param](folder), folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """Those of the family with three axes."""
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    return vision.qwen2_5_vl(folder), folder
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("drafters")
+    head = vision.eagle3(folder / "eagle3", MROPE)
+    flat = vision.eagle3(folder / "flat", {"rope_type": "default", "rope_theta": 10000.0})
+    return {
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "suffix": {"method": "suffix"},
+        "text model": {"model": vision.text_draft(folder / "text")},
+        "eagle3": {"model": head},
+        "eagle3, tokens": {"model": head, "image_inputs": "tokens"},
+        "eagle3, one axis": {"model": flat},
+    }
+
+
+def prompt(images: list[Any], *texts: list[int]) -> dict[str, Any]:
+    """Texts with the images between them."""
+    ids = list(texts[0])
+    for text in texts[1:]:
+        ids += [START, IMAGE, END, *text]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+
+
+def text(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 89, length).tolist()
+
+
+A, B, C = picture(30, 50, 1), picture(64, 24, 2), picture(30, 50, 3)
+PROMPTS = [
+    prompt([A], text(9, 0), text(5, 1)),
+    prompt([B, A], text(3, 2), [], text(2, 3)),
+    prompt([C], [], text(40, 4) + text(6, 5) * 3),
+    {"prompt_token_ids": text(30, 6)},
+    prompt([A, B, C], text(1, 7), text(11, 8), text(2, 9), text(1, 10)),
+]
+
+
+def theirs(
+    model: Any, folder: Path, given: dict[str, Any], num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    """transformers' (logits of the prompt's last row and the answer's, greedy ids)."""
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    images = given["multi_modal_data"]["image"]
+    found = processor(images=images, return_tensors="pt")
+    grids = found.get("image_grid_thw")
+    counts = iter([16] * len(images) if grids is None else (grids.prod(1) // 4).tolist())
+    ids = [
+        i for token in given["prompt_token_ids"] for i in [token] * (next(counts) if token == IMAGE else 1)
+    ]
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(_logits(model, ids, found)[-1].argmax()))
+    return _logits(model, ids[:-1], found)[start - 1 :], ids[start:]
+
+
+def _logits(model: Any, ids: list[int], found: Any) -> torch.Tensor:
+    tokens = torch.tensor([ids])
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    kinds = {} if model.config.model_type == "llava" else {name: (tokens == IMAGE).int()}
+    kept = {key: found[key] for key in ("pixel_values", "image_grid_thw") if key in found}
+    model.model.rope_deltas = None
+    with torch.no_grad():
+        return model(input_ids=tokens, **kinds, **kept).logits[0]
+
+
+def seen(llm: LLM) -> list[torch.Tensor]:
+    """Logits of the sampled rows of the steps to come."""
+    kept: list[torch.Tensor] = []
+    target, logits = llm.engine.runner.target, llm.engine.runner.target.logits
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(target, name)
+
+        def __call__(self, *given: Any) -> Any:
+            return target(*given)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            kept.append(logits(hidden))
+            return kept[-1]
+
+    llm.engine.runner.target = Recorder()  # type: ignore[assignment]
+    return kept
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+def test_logits_and_greedy_ids_are_transformers(each: tuple[Any, Path], number: int) -> None:
+    model, folder = each
+    expected, ids = theirs(model, folder, PROMPTS[number], 8)
+    with LLM(str(folder), dtype="float32", enforce_eager=True) as llm:
+        logits = seen(llm)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        output = llm.generate(PROMPTS[number], params, use_tqdm=False)[0]
+        assert output.outputs[0].token_ids == ids
+        torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def plain(made: tuple[Any, Path]) -> list[RequestOutput]:
+    with LLM(str(made[1]), dtype="float32", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert not any(o.error for o in outputs)
+        return outputs
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "chunks of 1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "preempted": {"num_kv_blocks": 52, "max_model_len": 144, "block_size": 4},
+    "small blocks": {"block_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [None, "ngram", "suffix", "text model", "eagle3", "eagle3, tokens", "eagle3, one axis"]
+)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_output_depends_on_neither_batch_nor_drafter(
+    made: tuple[Any, Path],
+    plain: list[RequestOutput],
+    drafters: dict[str, dict[str, Any]],
+    settings: str,
+    name: str | None,
+) -> None:
+    config = {} if name is None else {"speculative_config": {**drafters[name], "num_speculative_tokens": 3}}
+    with LLM(str(made[1]), dtype="float32", **config, **SETTINGS[settings]) as llm:
+        for _ in range(2):  # the second time, what was cached is found
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            assert not compare(plain, outputs)
+        assert llm.stats.num_cached_tokens > 0 or settings == "preempted"
+        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+        assert llm.stats.num_drafter_faults == 0
+        if name is not None and settings != "chunks of 1":
+            assert llm.stats.speculation.num_draft_tokens > 0
+        assert llm.requests.inputs._store.num_encoded == 3, "each picture is encoded once"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}], ids=["whole", "chunks"]
+)
+@pytest.mark.parametrize("name", ["ngram", "eagle3, one axis"])
+def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
+    each: tuple[Any, Path], drafters: dict[str, dict[str, Any]], settings: dict[str, Any], name: str
+) -> None:
+    with LLM(str(each[1]), dtype="float32", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    config = {**drafters[name], "num_speculative_tokens": 3}
+    with LLM(str(each[1]), dtype="float32", speculative_config=config, **settings) as llm:
+        for _ in range(2):
+            assert not compare(expected, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert llm.stats.num_cached_tokens > 0 and llm.stats.speculation.num_draft_tokens > 0
+        assert llm.stats.num_drafter_faults == 0
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("name", ["eagle3", "text model"])
+def test_drafts_do_not_depend_on_how_a_prompt_was_computed(
+    made: tuple[Any, Path], drafters: dict[str, dict[str, Any]], name: str, chunk: int
+) -> None:
+    """By law 1 a wrong embedding or position of a drafter's row shows in its drafts alone."""
+    proposed = []
+    for num_rows in (2048, chunk):
+        config = {**drafters[name], "num_speculative_tokens": 3}
+        with LLM(
+            str(made[1]), dtype="float32", max_num_batched_tokens=num_rows, speculative_config=config
+        ) as llm:
+            request = llm.requests.add(
+                PROMPTS[4], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            )
+            drafts = []
+            while not request.finished:
+                llm.requests.step()
+                for running in llm.engine.scheduler.running:
+                    if running.num_outputs:
+                        known, num = len(running.tokens), running.num_drafts
+                        drafts.append(llm.engine.runner.known_drafts(running.slot, known, num))
+            proposed.append(drafts)
+    assert proposed[0] == proposed[1] and len(proposed[0]) > 3
+
+
+def test_a_prefix_is_shared_by_the_content_of_its_images(made: tuple[Any, Path]) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": 4}
+    first, same, other = (prompt([x], text(9, 0), text(9, 1)) for x in (A, A.copy(), C))
+    with (
+        LLM(str(made[1]), **settings) as llm,
+        LLM(str(made[1]), enable_prefix_caching=False, **settings) as fresh,
+    ):
+        assert A.size == C.size
+        expected = fresh.generate([first, other], GREEDY, use_tqdm=False)
+        assert expected[0].outputs[0].token_ids != expected[1].outputs[0].token_ids
+        found = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in (first, same, other, first)]
+        assert not compare([expected[0], expected[0], expected[1], expected[0]], found)
+        cached = [o.metrics.num_cached_tokens for o in found]
+        size = len(found[0].prompt_token_ids)
+        before = 8  # nine ids and one that begins an image: two whole blocks
+        assert cached[0] == 0 and cached[1] == cached[3] >= size - 4 and cached[2] == before
+        assert llm.requests.inputs._store.num_encoded == 2
+        within = prompt([A], text(9, 0), text(3, 5))  # goes another way behind the image
+        assert not compare(
+            fresh.generate([within], GREEDY, use_tqdm=False), llm.generate([within], GREEDY, use_tqdm=False)
+        )
+
+
+def test_an_id_that_stands_for_an_image_is_never_drafted(made: tuple[Any, Path]) -> None:
+    config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}
+    with LLM(str(made[1]), dtype="float32", speculative_config=config) as llm:
+        inputs = llm.requests.inputs
+        for middle, expected in (([11, 12], [11, 12, 5, 7]), ([11, IMAGE], [11]), ([IMAGE], [])):
+            given = {
+                "prompt_token_ids": [7, 8, *middle, 5, 7, 8],
+                "multi_modal_data": {"image": [A] * middle.count(IMAGE)},
+            }
+            prepared = inputs.prepare(given, GREEDY)
+            assert llm.engine.draft(inputs.spec(prepared, 0), 4) == expected
+        assert llm.stats.num_drafter_faults == 0
+
+
+def test_what_was_forgotten_is_encoded_again(made: tuple[Any, Path], plain: list[RequestOutput]) -> None:
+    with LLM(str(made[1]), dtype="float32", max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+        store = llm.requests.inputs._store
+        store.max_bytes = 1
+        assert not compare(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert store.num_encoded > 3 and len(store._embeddings) == 1
+        assert not store._inputs, "what nobody asks for is nobody's"
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def test_an_image_may_be_given_in_many_forms(made: tuple[Any, Path], tmp_path: Path) -> None:
+    data = encoded(A, "PNG")
+    (tmp_path / "a.png").write_bytes(data)
+    pixels = np.asarray(A)
+    forms: list[Any] = [A, str(tmp_path / "a.png"), tmp_path / "a.png", data, pixels, torch.tensor(pixels)]
+    forms += [pixels.transpose(2, 0, 1)]
+    with LLM(str(made[1]), dtype="float32") as llm:
+        expected = llm.generate(prompt([A], text(5, 0), text(5, 1)), GREEDY, use_tqdm=False)
+        for form in forms:
+            found = llm.generate(prompt(form, text(5, 0), text(5, 1)), GREEDY, use_tqdm=False)
+            assert not compare(expected, found)
+        assert llm.requests.inputs._store.num_encoded == 1
+
+
+def _truncated(tmp: Path) -> Any:
+    return encoded(picture(200, 200, 0), "PNG")[:900]
+
+
+def _bomb(tmp: Path) -> Any:
+    """A small file that claims 30000 x 30000 pixels."""
+    data = bytearray(encoded(Image.new("L", (8, 8)), "PNG"))
+    data[16:24] = (30000).to_bytes(4, "big") * 2
+    import zlib
+
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+def _animated(tmp: Path) -> Any:
+    return encoded(A, "GIF", save_all=True, append_images=[C])
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "bomb": (_bomb, "900000000 pixels"),
+    "truncated": (_truncated, "cannot be read"),
+    "thin": (lambda tmp: Image.new("RGB", (1, 100000)), "more than 200 times"),
+    "mode": (lambda tmp: Image.new("F", (8, 8)), "mode 'F'"),
+    "animated": (_animated, "animated, with 2 frames"),
+    "text": (lambda tmp: b"no image", "cannot be read"),
+    "missing": (lambda tmp: tmp / "none.png", "cannot be read"),
+    "number": (lambda tmp: 5, "must be a PIL image"),
+    "floats": (lambda tmp: np.zeros((8, 8, 3)), "must be uint8"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_image_gets_one_error_and_the_others_go_on(
+    made: tuple[Any, Path], plain: list[RequestOutput], tmp_path: Path, kind: str
+) -> None:
+    image, words = HOSTILE[kind][0](tmp_path), HOSTILE[kind][1]
+    bad = prompt([A, image], [], [], text(3, 0))
+    with LLM(str(made[1]), dtype="float32") as llm:
+        outputs = llm.generate(
+            [PROMPTS[0], bad, PROMPTS[1]], [PARAMS[0], PARAMS[0], PARAMS[1]], use_tqdm=False
+        )
+        assert (
+            outputs[1].error is not None
+            and outputs[1].error.startswith("image 1")
+            and words in outputs[1].error
+        )
+        assert not compare(plain[:1], outputs[:1]) and outputs[2].error is None
+        with pytest.raises(ValueError, match="image 1"):
+            llm.generate(bad, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": [A]}},
+            "has 0 places for images.*1 are given",
+        ),
+        ({"prompt_token_ids": [IMAGE], "multi_modal_data": {}}, "has 1 places for images.*0 are given"),
+        ({"prompt_token_ids": [IMAGE], "multi_modal_data": {"audio": [1]}}, "multi_modal_data"),
+    ],
+)
+def test_prompts_without_sense_are_refused(made: tuple[Any, Path], given: Any, words: str) -> None:
+    with LLM(str(made[1]), dtype="float32") as llm, pytest.raises(ValueError, match=words):
+        llm.generate(given, GREEDY, use_tqdm=False)
+
+
+def test_a_model_of_text_reads_no_images() -> None:
+    with LLM(dtype="float32") as llm, pytest.raises(ValueError, match="reads no images"):
+        llm.generate(prompt([A], [1], [2]), GREEDY, use_tqdm=False)
+
+
+def test_an_image_that_fails_its_encoder_costs_nobody_else(
+    made: tuple[Any, Path], plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(made[1]), dtype="float32") as llm:
+        store = llm.requests.inputs._store
+        encoder = store.encoders["image"]
+
+        def failing(tensors: Any) -> torch.Tensor:
+            if int(tensors["image_grid_thw"][0, 1]) == 2:
+                raise RuntimeError("no such picture")
+            return encoder(tensors)
+
+        store.encoders["image"] = failing
+        bad = prompt([picture(60, 8, 9)], [], text(3, 0))
+        outputs = llm.generate([PROMPTS[0], bad, PROMPTS[3]], [PARAMS[0], GREEDY, PARAMS[3]], use_tqdm=False)
+        assert "no such picture" in str(outputs[1].error)
+        assert not compare([plain[0], plain[3]], [outputs[0], outputs[2]])
+
+
+def url_of(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(encoded(image, "PNG")).decode()
+
+
+def message(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def image_url(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.fixture(scope="module")
+def chatting(made: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a model with a chat template, a folder of pictures that messages may name)."""
+    folder = tmp_path_factory.mktemp("chat")
+    for file in made[1].iterdir():
+        (folder / file.name).symlink_to(file)
+    vision.tokenizer(folder)
+    pictures = tmp_path_factory.mktemp("pictures")
+    (pictures / "a b.png").write_bytes(encoded(A, "PNG"))
+    return folder, pictures
+
+
+def test_messages_hold_images(chatting: tuple[Path, Path]) -> None:
+    folder, pictures = chatting
+    words = {"type": "text", "text": "w5 w6 w7"}
+    forms = [
+        image_url(url_of(A)),
+        image_url((pictures / "a b.png").as_uri()),
+        image_url(str(pictures / "a b.png")),
+        {"type": "input_image", "image_url": url_of(A)},
+        {"type": "image", "image": A},
+    ]
+    with LLM(str(folder), dtype="float32", allowed_local_media_path=str(pictures)) as llm:
+        given = {"prompt_token_ids": [IMAGE, 5, 6, 7], "multi_modal_data": {"image": A}}
+        expected = llm.generate(given, GREEDY, use_tqdm=False)
+        for form in forms:
+            found = llm.chat(message(form, words), GREEDY, use_tqdm=False)
+            assert not compare(expected, found)
+            assert found[0].prompt_token_ids == expected[0].prompt_token_ids
+        assert llm.requests.inputs._store.num_encoded == 1
+        body = protocol.ChatBody(model="m", messages=message(image_url(url_of(A)), words))
+        assert body.num_chars < 200 < len(url_of(A)), "an image is no text"
+        (prompted,) = body.prompts(llm)
+        assert not compare(expected, llm.generate(prompted, GREEDY, use_tqdm=False))
+        texts = [[{"role": "user", "content": "w5 w6"}], message(words, image_url(url_of(C)))]
+        assert [o.error for o in llm.chat(texts, GREEDY, use_tqdm=False)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (image_url("http://127.0.0.1/a.png"), "nothing is fetched"),
+        (image_url("https://example.com/a.png"), "nothing is fetched"),
+        (image_url("file:///etc/hostname"), "not inside allowed_local_media_path"),
+        (image_url("../../etc/hostname"), "not inside allowed_local_media_path"),
+        (image_url("data:image/png;base64,!!"), "no base64"),
+        (image_url("data:image/png,abc"), "in base64"),
+        ({"type": "image_url"}, "must be"),
+        ({"type": "audio_url", "audio_url": {"url": "data:"}}, "messages.0.: content.0."),
+    ],
+)
+def test_messages_name_no_other_files(chatting: tuple[Path, Path], part: Any, words: str) -> None:
+    folder, pictures = chatting
+    (pictures / "out").unlink(missing_ok=True)
+    with LLM(str(folder), dtype="float32", allowed_local_media_path=str(pictures)) as llm:
+        with pytest.raises(ValueError, match=words):
+            llm.chat(message(part, {"type": "text", "text": "w1"}), GREEDY, use_tqdm=False)
+        (pictures / "out").symlink_to("/etc/hostname")
+        with pytest.raises(ValueError, match="not inside"):
+            llm.chat(message(image_url(str(pictures / "out"))), GREEDY, use_tqdm=False)
+    with LLM(str(folder), dtype="float32") as llm, pytest.raises(ValueError, match="=None"):
+        llm.chat(message(image_url(str(pictures / "a b.png"))), GREEDY, use_tqdm=False)

@@ -1,0 +1,135 @@
+"""Prompts of embeddings: those of a text's tokens give the very answers that the text gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from draftproof import LLM, RequestOutput, SamplingParams
+from draftproof.bench.compare import compare
+from draftproof.engine import step_vector
+from draftproof.engine.interface import StepInput
+from tests.conformance.cases import CASES, REPEATS
+from tests.made.shared import prompts
+from tests.slow import few
+
+TEXTS = [REPEATS, *prompts()[:3]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=24, logprobs=0),
+]
+
+
+def embedded(llm: LLM, text: str) -> dict[str, Any]:
+    """The text as its tokens' embeddings."""
+    return {"prompt_embeds": llm.engine.runner.target.embed(torch.tensor(llm.tokenizer.encode(text)))}
+
+
+def answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Outputs without what they say of the prompt."""
+    for output in outputs:
+        output.prompt = None
+        output.prompt_token_ids = []
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[RequestOutput]:
+    with LLM(dtype="float32", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        return answers(llm.generate(TEXTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize("method", few([None, *CASES], None, "eagle3"))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 64},
+        {"num_kv_blocks": 38, "max_model_len": 288},
+    ],
+    ids=["chunks of 1", "chunks of 7", "chunks of 64", "preempted"],
+)
+def test_embeddings_of_tokens_give_what_the_tokens_give(
+    plain: list[RequestOutput], method: str | None, settings: dict[str, Any]
+) -> None:
+    drafting = {} if method is None else CASES[method].llm()
+    if drafting.get("model"):
+        pytest.skip("has a target of its own")
+    with LLM(dtype="float32", **{**drafting, **settings}) as llm:
+        mixed: list[Any] = [embedded(llm, text) for text in TEXTS]
+        mixed[2] = TEXTS[2]  # beside a request of tokens
+        outputs = llm.generate(mixed, PARAMS, use_tqdm=False)
+        assert outputs[0].prompt_token_ids == [0] * len(mixed[0]["prompt_embeds"])
+        assert not compare(plain, answers(outputs))
+        assert (llm.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+        assert method is None or llm.stats.num_drafter_faults == 0
+        if method in ("ngram", "eagle3", "draft_model") and settings.get("max_num_batched_tokens") != 1:
+            assert llm.stats.speculation.num_accepted_tokens > 0  # a pass of one row has no room for drafts
+
+
+def test_a_head_drafts_from_embeddings_what_it_drafts_from_tokens() -> None:
+    """What a head is fed at such rows shows in acceptance only."""
+    accepted = {}
+    for inputs in ("embeddings", "tokens"):
+        config = {**CASES["eagle3"].llm()["speculative_config"], "image_inputs": inputs}
+        with LLM(dtype="float32", max_num_batched_tokens=7, max_num_seqs=4, speculative_config=config) as llm:
+            counts = []
+            for as_prompt in (lambda text: text, lambda text: embedded(llm, text)):
+                before = llm.stats.speculation.num_accepted_tokens
+                llm.generate([as_prompt(text) for text in TEXTS], PARAMS, use_tqdm=False)
+                counts.append(llm.stats.speculation.num_accepted_tokens - before)
+        accepted[inputs] = counts
+    assert accepted["embeddings"][0] == accepted["embeddings"][1] == accepted["tokens"][0]
+    assert accepted["tokens"][1] < accepted["tokens"][0]
+
+
+def test_a_prefix_is_shared_by_content() -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+    with LLM(dtype="float32") as llm, LLM(dtype="float32", enable_prefix_caching=False) as fresh:
+        one, other = embedded(llm, TEXTS[1] * 3), embedded(llm, TEXTS[2] * 3)
+        size = min(len(p["prompt_embeds"]) for p in (one, other))
+        one, other = ({"prompt_embeds": p["prompt_embeds"][:size]} for p in (one, other))
+        expected = fresh.generate([one, other], params, use_tqdm=False)
+        for prompt, wanted in zip((one, other), expected, strict=True):
+            first = llm.generate(prompt, params, use_tqdm=False)[0]
+            again = llm.generate(prompt, params, use_tqdm=False)[0]
+            assert not compare([wanted, wanted], [first, again])
+            assert first.metrics.num_cached_tokens == 0 and again.metrics.num_cached_tokens >= size - 16
+        assert expected[0].outputs[0].token_ids != expected[1].outputs[0].token_ids
+        text = llm.generate([[0] * size], params, use_tqdm=False)[0]
+        assert text.metrics.num_cached_tokens == 0, "ids that stand for embeddings are no tokens"
+        assert llm.requests.inputs._store.num_encoded == 2
+
+
+def test_a_step_with_items_survives_as_integers() -> None:
+    steps: list[StepInput] = []
+    with LLM(dtype="float32") as llm:
+        run = llm.engine.runner.run
+        llm.engine.runner.run = lambda step: (steps.append(step), run(step))[1]  # type: ignore[method-assign]
+        llm.generate(embedded(llm, TEXTS[1]), SamplingParams(max_tokens=1), use_tqdm=False)
+    (admitted,) = [a for step in steps for a in step.admitted]
+    assert len(admitted.items) == 1 and admitted.items[0].num_rows == admitted.num_prompt
+    assert step_vector.unpack(step_vector.pack(steps[0])).admitted[0].items == admitted.items
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ({"prompt_embeds": torch.zeros(3, 5)}, {}, r"shape \(3, 5\).*rows, 256"),
+        ({"prompt_embeds": torch.zeros(0, 256)}, {}, "shape"),
+        ({"prompt_embeds": torch.zeros(3, 256, dtype=torch.int64)}, {}, "must be floats"),
+        ({"prompt_embeds": torch.full((3, 256), torch.nan)}, {}, "finite"),
+        ({"prompt_embeds": torch.zeros(3, 256), "prompt": "a"}, {}, "goes alone"),
+        ({"prompt_embeds": torch.zeros(3, 256)}, {"prompt_logprobs": 1}, "no tokens to score"),
+        ({"prompt_embeds": torch.zeros(3, 256)}, {"repetition_penalty": 1.2}, "counts the prompt's tokens"),
+        ({"prompt_embeds": torch.zeros(600, 256)}, {}, "no room for an answer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(prompt: Any, params: dict[str, Any], words: str) -> None:
+    with LLM(dtype="float32", max_model_len=128) as llm, pytest.raises(ValueError, match=words):
+        llm.generate(prompt, SamplingParams(**params), use_tqdm=False)

@@ -1,0 +1,167 @@
+"""Small random models that read images, made with transformers, and drafters for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.made.native import Maker
+
+VOCAB = 96
+IMAGE = 90  # the id that stands for a row of an image
+HIDDEN = 64
+_TEXT: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2},
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Coloured noise."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def qwen2_5_vl(folder: Path) -> Any:
+    """transformers' model, saved in `folder` with its image processor."""
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_TEXT, "rope_parameters": MROPE},
+        vision_config={
+            **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+            **{"window_size": 16, "out_hidden_size": HIDDEN, "fullatt_block_indexes": [1]},
+        },
+        image_token_id=IMAGE,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return _saved(model, folder, _QWEN_PROCESSOR)
+
+
+def llava(folder: Path) -> Any:
+    """As `qwen2_5_vl`: positions in a row, and as many rows for every image."""
+    config = transformers.LlavaConfig(
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={
+            **{"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48},
+            **{"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
+        },
+        image_token_index=IMAGE,
+        image_seq_length=16,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    size = {"height": 32, "width": 32}
+    processor = {"image_processor_type": "CLIPImageProcessor", "size": size, "crop_size": size}
+    return _saved(model, folder, processor)
+
+
+def gemma3(folder: Path) -> Any:
+    """As `llava`: an image's rows see each other, and some layers see a window."""
+    config = transformers.Gemma3Config(
+        text_config={
+            **{**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 32, "patch_size": 4},
+        },
+        **{
+            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE,
+            "boi_token_index": 92,
+            "eoi_token_index": 93,
+        },
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    processor = {
+        **{"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    }
+    return _saved(model, folder, processor)
+
+
+def _saved(model: Any, folder: Path, processor: Mapping[str, Any]) -> Any:
+    """The model with weights that keep the length of vectors, so that answers depend on all of it."""
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            noise = torch.randn(tensor.shape, generator=random)
+            if tensor.ndim == 1:
+                tensor.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+            else:
+                tensor.copy_(noise * tensor[0].numel() ** -0.5)
+        model.get_output_embeddings().weight[IMAGE:] = (
+            0.0  # transformers takes an id of an image for one more row
+        )
+    model.eval().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model
+
+
+def tokenizer(folder: Path) -> None:
+    """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
+    words = {f"w{i}": i for i in range(VOCAB)}
+    words["<img>"] = words.pop(f"w{IMAGE}")
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<img>"])
+    made.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for p in m['content'] %}{% if p['type'] == 'image' %} <img> {% else %}{{ p['text'] }}{% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def text_draft(folder: Path) -> str:
+    """A language model of the same vocabulary that has never heard of images."""
+    config = transformers.Qwen2Config(**{**_TEXT, "num_hidden_layers": 1})
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def eagle3(folder: Path, rope: Mapping[str, Any]) -> str:
+    """A random EAGLE-3 head."""
+    made = Maker(1.0)
+    made.add("fc.weight", HIDDEN, 3 * HIDDEN)
+    for name, rows, width in (("q", HIDDEN, 2 * HIDDEN), ("k", 32, 2 * HIDDEN), ("v", 32, 2 * HIDDEN)):
+        made.add(f"midlayer.self_attn.{name}_proj.weight", rows, width)
+    made.add("midlayer.self_attn.o_proj.weight", HIDDEN, HIDDEN)
+    made.mlp("midlayer.mlp", 96)
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        made.add(f"midlayer.{name}.weight", HIDDEN)
+    made.add("norm.weight", HIDDEN)
+    made.add("lm_head.weight", VOCAB, HIDDEN)
+    folder.mkdir()
+    save_file(made.tensors, folder / "model.safetensors")
+    raw = {
+        **_TEXT,
+        "num_hidden_layers": 1,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "rope_parameters": rope,
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)
