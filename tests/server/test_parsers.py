@@ -212,7 +212,7 @@ def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: boo
     """The calls of a form are what its grammar takes, and what the family's reader makes calls of."""
     llguidance, tokenizer = pytest.importorskip("llguidance"), llguidances_tokenizer()
     search = {**SCHEMAS["search"], "required": ["text", "most"], "description": "a text ::= not GBNF"}
-    schemas = {"search": search, "now": None}  # of which the second takes any object
+    schemas = {"search": search, "now": None}  # None: any object
     ids = {marker: 1 + i for i, marker in enumerate(TOOLS[family][1])} if are_tokens else {}
     rule = StructuredOutputsParams(grammar=call_grammar(form, schemas, ids.get, is_single=is_single))
     grammar = grammar_text(rule, frozenset())
