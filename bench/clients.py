@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,13 +108,15 @@ class Server:
         command = [sys.executable, "-m", "draftproof", "serve", "--port", "0", *own, *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
+        last: deque[str] = deque(maxlen=20)
         for line in self.process.stderr:
+            last.append(line)
             if line.startswith("serving at http://"):
                 host, _, port = line.split()[2].removeprefix("http://").removesuffix("/v1").rpartition(":")
                 self.address = (host, int(port))
                 break
         else:
-            raise RuntimeError("the server did not start")
+            raise RuntimeError(f"the server did not start; the last that it said:\n{''.join(last)}")
         self.log = subprocess.Popen(["cat"], stdin=self.process.stderr, stdout=subprocess.DEVNULL)
 
     def rss(self) -> float:
