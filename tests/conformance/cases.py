@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     "xpress": Case({"model": shared.xpress}, max_drafts=7),
     "suffix": Case({"method": "suffix"}, forgets=False),
     # beside a head, since by itself it drafts for requests with a grammar alone: test_grammar.py
-    "ff": Case({"method": "chain", "drafters": [{"method": "ff"}, {"model": EAGLE3}]}),
+    "ff": Case({"method": "chain", "drafters": [{"method": "ff"}, {"model": EAGLE3}]}, max_drafts=5),
     "replay": Case(
         {
             "method": "replay",

@@ -112,7 +112,7 @@ def test_drafts_change_no_answer(name: str) -> None:
         assert llm.stats.num_preemptions > 0
         assert llm.stats.num_drafter_faults == 0 or name == "custom"
         speculation = llm.stats.speculation
-        assert speculation.num_draft_tokens > 0
+        assert speculation.num_draft_tokens > 0 or name == "replay"  # whose recordings are other answers
         if name == "ff":
             forced = llm.stats.drafters[-1]
             assert forced.name == "ff"

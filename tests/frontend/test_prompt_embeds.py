@@ -17,10 +17,10 @@ from tests.slow import few
 
 TEXTS = [REPEATS, *prompts()[:3]]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=20, logprobs=1),
-    SamplingParams(temperature=0, max_tokens=16, presence_penalty=0.5, logprobs=1),
-    SamplingParams(temperature=0, max_tokens=24, logprobs=0),
+    SamplingParams(temperature=0, max_tokens=56, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=48, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=48, presence_penalty=0.5, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=56, logprobs=0),
 ]
 
 
@@ -50,7 +50,7 @@ def plain() -> list[RequestOutput]:
         {"max_num_batched_tokens": 1, "max_num_seqs": 1},
         {"max_num_batched_tokens": 7, "max_num_seqs": 4},
         {"max_num_batched_tokens": 64},
-        {"num_kv_blocks": 38, "max_model_len": 288},
+        {"num_kv_blocks": 41, "max_model_len": 320},
     ],
     ids=["chunks of 1", "chunks of 7", "chunks of 64", "preempted"],
 )

@@ -185,14 +185,14 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
 @pytest.mark.parametrize("ops", STEPS)
 def test_drafts_are_cut_at_the_first_bad_id_and_at_what_was_asked_for(ops: StepOps) -> None:
     slots = state(random.Random(0), 6)
-    tokens = torch.tensor([[1, 2, 3], [1, 99, 3], [4, 5, -1], [6, 7, 8], [1, 1, 1]])
-    slots_R, k_R = torch.tensor([4, 1, 0, 5, 2]), torch.tensor([3, 3, 3, 1, 3])
-    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 2, 3, -4]), k_R, 10)
-    assert count_R.tolist() == [3, 1, 2, 1, 0]
-    assert cut_R.tolist() == [0, 1, 0, 0, 0]
+    tokens = torch.tensor([[1, 2, 3], [1, 99, 3], [4, 5, -1], [6, 7, 8], [1, 1, 1], [-1, 2, 3]])
+    slots_R, k_R = torch.tensor([4, 1, 0, 5, 2, 3]), torch.tensor([3, 3, 3, 1, 3, 3])
+    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 2, 3, -4, 3]), k_R, 10)
+    assert count_R.tolist() == [3, 1, 2, 1, 0, 0]
+    assert cut_R.tolist() == [0, 1, 0, 0, 0, 1]
     assert slots.draft_count_S[slots_R].tolist() == count_R.tolist()
     stored = [slots.tokens_SL[s, slots.length_S[s] :][:3].tolist() for s in slots_R.tolist()]
-    assert stored == [[1, 2, 3], [1, 9, 3], [4, 5, 0], [6, 7, 8], [1, 1, 1]]
+    assert stored == [[1, 2, 3], [1, 9, 3], [4, 5, 0], [6, 7, 8], [1, 1, 1], [0, 2, 3]]
 
 
 @pytest.mark.parametrize("ops", STEPS)

@@ -79,9 +79,9 @@ class Recorder:
         return ChunkedAttention(TREES)(*arguments)
 
     def _noted(self, name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             self.called.add(f"{name} {_key(name, arguments)}")
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return call
 

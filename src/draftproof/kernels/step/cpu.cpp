@@ -137,11 +137,11 @@ extern "C" void dp_store_drafts(const StoreArgs* a) {
         int64_t claimed = std::max<int64_t>(0, std::min({a->count[r], a->k[r], a->num_drafts}));
         const int64_t* drafts = a->drafts + r * a->num_drafts;
         int32_t* to = a->tokens + slot * a->columns + a->length[slot];
-        auto fits = [&](int64_t draft) { return draft >= 0 && draft < a->vocab_size && draft != a->never; };
-        while (good < claimed && fits(drafts[good])) good++;
+        auto is_id = [&](int64_t draft) { return draft >= 0 && draft < a->vocab_size; };
+        while (good < claimed && is_id(drafts[good]) && drafts[good] != a->never) good++;
         for (int64_t i = 0; i < a->num_drafts; i++)
             to[i] = (int32_t)std::max<int64_t>(0, std::min(drafts[i], a->vocab_size - 1));
         a->draft_count[slot] = a->out[r] = good;
-        a->out[a->requests + r] = good < claimed && drafts[good] != a->never;
+        a->out[a->requests + r] = good < claimed && !is_id(drafts[good]);
     }
 }

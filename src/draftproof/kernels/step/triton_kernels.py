@@ -260,11 +260,11 @@ def store_drafts_kernel(
     inside = i < num_drafts
     claimed = tl.minimum(tl.minimum(tl.load(count + r), tl.load(k + r)), num_drafts)
     draft_K = tl.load(drafts + r * num_drafts + i, mask=inside, other=-1).to(tl.int64)
-    is_valid = (draft_K >= 0) & (draft_K < vocab_size) & (draft_K != never) & (i < claimed)
-    taken = tl.min(tl.where(is_valid, KP, i), axis=0).to(tl.int64)
+    is_id = (draft_K >= 0) & (draft_K < vocab_size)
+    taken = tl.min(tl.where(is_id & (draft_K != never) & (i < claimed), KP, i), axis=0).to(tl.int64)
     kept_K = tl.minimum(tl.maximum(draft_K, 0), vocab_size - 1).to(tl.int32)
     tl.store(tokens + slot * columns + tl.load(length + slot) + i, kept_K, mask=inside)
     tl.store(draft_count + slot, taken)
     tl.store(out + r, taken)
-    stops = tl.sum(tl.where((i == taken) & (draft_K == never), 1, 0), axis=0)
-    tl.store(out + requests + r, ((taken < claimed) & (stops == 0)).to(tl.int64))
+    num_ids = tl.sum(tl.where((i == taken) & is_id, 1, 0), axis=0)  # at the first that is not taken
+    tl.store(out + requests + r, ((taken < claimed) & (num_ids == 0)).to(tl.int64))
