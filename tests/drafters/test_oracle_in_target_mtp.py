@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from draftproof.cache.recent import RecentRows
-from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Verified
 from draftproof.drafters.modules import ModulesDrafter
 from tests.drafters.heads import Pair, close
@@ -89,7 +88,7 @@ class Rounds:
         num_drafts = max(p.wanted for p in parts)
         v, proposal = verified, self.pair.drafter.propose(verified, num_drafts)
         if self.recent is not None:  # as the engine does
-            rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+            rows = v.pass_of_rows
             self.recent.commit(rows)
         assert proposal.count_R.tolist() == [p.wanted for p in parts]
         return proposal.tokens_RK, torch.stack(draw.logits, 1) if draw.logits else torch.zeros(0)

@@ -19,7 +19,7 @@ from draftproof.attention.exactness import AttentionShape
 from draftproof.attention.given import GivenRows
 from draftproof.attention.turns import Turns
 from draftproof.cache.pool import PagedCache, PagedKV
-from draftproof.cache.states import StateSpec
+from draftproof.cache.states import PassOfRows, StateSpec
 from draftproof.kernels.ops import Ops
 from draftproof.models.cost import Cost
 from draftproof.runtime.graphs import Graphs
@@ -84,6 +84,13 @@ class Verified:
     @property
     def num_requests(self) -> int:
         return len(self.slots_R)
+
+    @property
+    def pass_of_rows(self) -> PassOfRows:
+        """The pass as what keeps states of slots reads it."""
+        return PassOfRows.of(
+            self.slots_R, self.query_start_loc_R1, self.positions_T, self.live_R, self.tokens_T
+        )
 
     @property
     def cu_R1(self) -> Tensor:  # noqa: N802

@@ -77,7 +77,7 @@ class ModulesDrafter(Drafter):
         assert runtime is not None, "bind comes before propose"
         num = min(num_drafts, len(self._modules))
         num_requests = len(v.slots_R)
-        rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+        rows = v.pass_of_rows
         table = self._recent.write(rows, v.taps[0])
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)

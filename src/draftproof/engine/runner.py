@@ -21,7 +21,6 @@ from torch import Tensor
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.given import GivenEmbeddings, WholeRows
 from draftproof.cache.pool import PagedCache
-from draftproof.cache.states import PassOfRows
 from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.costs import MAX_GRAPH_ROWS, levels_of, rounded_rows
@@ -484,8 +483,7 @@ class ModelRunner:
         written theirs, the drafter's layers too if it was shown them."""
         states = self.cache.states + (self.draft_cache.states if with_drafter else [])
         if states:
-            v = verified
-            rows = PassOfRows.of(v.slots_R, v.query_start_loc_R1, v.positions_T, v.live_R, v.tokens_T)
+            rows = verified.pass_of_rows
             for state in states:
                 state.commit(rows)
 
