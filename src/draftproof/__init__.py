@@ -42,6 +42,8 @@ __all__ = [
     "Verified",
 ]
 
+__version__ = "0.1.0"
+
 _MODULES = {
     "config": ("EngineConfig", "SpeculativeConfig"),
     "drafters.base": ("Drafter", "DraftSpec", "Proposal", "Taps", "Verified"),

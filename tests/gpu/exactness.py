@@ -70,7 +70,7 @@ class Scale:
 
 def scale_of(model: str, quick: bool) -> Scale:
     if quick:
-        return Scale(prompts=6, tokens=24, longest=40, alone=2, alone_eager=1)
+        return Scale(prompts=6, tokens=32, longest=40, alone=2, alone_eager=1)
     return Scale(prompts=8, tokens=64, alone=8, alone_eager=8) if model in SHAPES_OF else Scale()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import click
 
+from draftproof import __version__
 from draftproof.schema import did_you_mean
 
 # name -> (module, one line of help): a command's module is imported when it is called
@@ -75,7 +76,7 @@ Examples:
 """,
 )
 @click.option("--traceback", is_flag=True, help="On an error, show where it came from.")
-@click.version_option(package_name="draftproof")
+@click.version_option(__version__, package_name="draftproof")
 def commands(traceback: bool) -> None:
     """Language-model inference whose speculative decoding cannot change the output, bit for bit."""
 

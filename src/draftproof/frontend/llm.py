@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftproof import assets
+from draftproof import __version__, assets
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
@@ -135,8 +135,8 @@ class LLM:
     def fingerprint(self) -> str:
         """A name of all but the weights and settings of requests that bits of answers depend on: two engines with one
         fingerprint and one model give the same answers."""
-        versions = [importlib.metadata.version(name) for name in ("draftproof", "torch")]
         exact = (self.config.exact, self.config.verification)
+        versions = (__version__, importlib.metadata.version("torch"))
         facts = (*versions, platform.machine(), self.arithmetic, self.operators, *exact)
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from draftproof import __version__
 from draftproof.frontend.async_llm import ClosedError
 from draftproof.server import errors
 from draftproof.server.agent_routes import add_agent_routes
@@ -42,15 +42,14 @@ def create_app(service: Service) -> ASGIApp:
         yield
         await service.shut_down()
 
-    version = importlib.metadata.version("draftproof")
-    app = FastAPI(title="draftproof", version=version, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="draftproof", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     _answer_errors(app)
     for path, kind in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
         post(app, path, kind, partial(_generate, service, kind))
     post(app, "/tokenize", TokenizeBody, partial(_tokenize, service))
     post(app, "/detokenize", DetokenizeBody, partial(_detokenize, service))
     add_agent_routes(app, service)
-    _add_looks(app, service, version)
+    _add_looks(app, service)
     if service.config.api_key:
         _add_orders(app, service)
     _name_schemas(app)
@@ -91,7 +90,7 @@ def _add_orders(app: FastAPI, service: Service) -> None:
         return Response()
 
 
-def _add_looks(app: FastAPI, service: Service, version: str) -> None:
+def _add_looks(app: FastAPI, service: Service) -> None:
     """Routes that only look."""
     started = int(time.time())
 
@@ -121,7 +120,7 @@ def _add_looks(app: FastAPI, service: Service, version: str) -> None:
 
     @app.get("/version")
     async def told_version() -> dict[str, str]:
-        return {"version": version, "system_fingerprint": service.llm.llm.fingerprint}
+        return {"version": __version__, "system_fingerprint": service.llm.llm.fingerprint}
 
     @app.get("/load")
     async def load() -> dict[str, int]:
