@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from draftproof import LLM, SamplingParams
+from draftproof.cli.verify import failures
 
 ITEM = {
     "type": "object",
@@ -47,6 +48,8 @@ def speed(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingPa
     steps, start = llm.stats.num_steps, time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds, num_steps = time.perf_counter() - start, llm.stats.num_steps - steps
+    if wrong := failures(outputs):
+        raise SystemExit(wrong[0])
     return 1e3 * seconds / num_steps, sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
 
 
