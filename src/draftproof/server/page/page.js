@@ -82,8 +82,10 @@ async function start() {
     return;
   }
   tell("");
-  $("model").textContent = state.model.id;
-  document.title = `${state.model.id} · draftproof`;
+  const name = state.model.id.split("/").at(-1);
+  $("model").textContent = name;
+  $("model").title = `The model that this server runs: ${state.model.id}`;
+  document.title = `${name} · draftproof`;
   offer();
   $("send").disabled = false;
   $("text").focus();
