@@ -311,7 +311,8 @@ class Delta:
 
     `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with. `logprobs`: one dict for
     each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why
-    `finish_reason` is "error".
+    `finish_reason` is "error". `num_drafted`: drafts that the step verified; None where it was no round, as at
+    the end of a prompt.
     """
 
     request_id: str
@@ -323,3 +324,4 @@ class Delta:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    num_drafted: int | None = None

@@ -15,8 +15,9 @@ from draftproof import assets
 from draftproof.bench.compare import Tally, compare
 from draftproof.cli import options
 from draftproof.cli.prompts import Prompt, read_file
-from draftproof.cli.stream import ACCEPTED, Painter, write_stream
+from draftproof.cli.stream import ACCEPTED, write_stream
 from draftproof.cli.verify import failures, seeded
+from draftproof.frontend.painter import Painter
 from draftproof.types import RequestOutput
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import click
 
 from draftproof.cli import options
 from draftproof.cli.prompts import Prompt, read_prompts
-from draftproof.cli.stream import Painter, write_stream
+from draftproof.cli.stream import write_stream
+from draftproof.frontend.painter import Painter
 from draftproof.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._defaults = defaults
         self._engine_seed = engine_seed
-        self._methods = tuple(methods)
+        self.methods = tuple(methods)
         self._compiler: GrammarCompiler | None = None
         if tokenizer is not None:
             self._compiler = GrammarCompiler(
@@ -193,11 +193,11 @@ class InputProcessor:
         """Numbers of the chain's members of a method; none where it names all there are."""
         if method is None:
             return ()
-        if not self._methods:
+        if not self.methods:
             raise ValueError(f"method={shown(method)}: this engine has no drafter; leave it out")
-        check_choice("method", method, self._methods)
-        named = tuple(number for number, own in enumerate(self._methods) if own == method)
-        return () if len(named) == len(self._methods) else named
+        check_choice("method", method, self.methods)
+        named = tuple(number for number, own in enumerate(self.methods) if own == method)
+        return () if len(named) == len(self.methods) else named
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Those that end an output, and that min_tokens holds back."""

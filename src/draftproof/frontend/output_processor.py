@@ -110,7 +110,8 @@ class OutputProcessor:
         choice.finish_reason, choice.stop_reason, choice.error = new.finish_reason, new.stop_reason, new.error
         if result.stop is not None:
             choice.finish_reason, choice.stop_reason, choice.error = "stop", result.stop, None
-        self._deliver(request, choice, result.text, num_kept, num_accepted)
+        num_drafted = new.num_drafted if new.is_round else None
+        self._deliver(request, choice, result.text, num_kept, num_accepted, num_drafted)
         return result.stop is not None and new.finish_reason is None
 
     def abort(self, request: Request, choice: Choice) -> None:
@@ -149,7 +150,13 @@ class OutputProcessor:
         )
 
     def _deliver(
-        self, request: Request, choice: Choice, text: str, num_tokens: int, num_accepted: int
+        self,
+        request: Request,
+        choice: Choice,
+        text: str,
+        num_tokens: int,
+        num_accepted: int,
+        num_drafted: int | None = None,
     ) -> None:
         first = len(choice.token_ids) - num_tokens
         delta = Delta(
@@ -161,6 +168,7 @@ class OutputProcessor:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             error=choice.error,
+            num_drafted=num_drafted,
         )
         if request.given.params.logprobs is not None:
             delta.logprobs = [self._logprobs(row) for row in choice.logprobs[first:]]

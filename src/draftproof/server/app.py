@@ -22,7 +22,8 @@ from draftproof.server import errors
 from draftproof.server.agent_routes import add_agent_routes
 from draftproof.server.answering import GONE, post, read, unless_gone, unread
 from draftproof.server.errors import RefusalError
-from draftproof.server.limits import Gate, within
+from draftproof.server.limits import OPEN_ROUTES, Gate, within
+from draftproof.server.page import FILES, add_page
 from draftproof.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -52,8 +53,11 @@ def create_app(service: Service) -> ASGIApp:
     _add_looks(app, service)
     if service.config.api_key:
         _add_orders(app, service)
+    if service.config.page:
+        add_page(app)
     _name_schemas(app)
-    gated: ASGIApp = Gate(app, service.config.api_key, lambda: service.is_draining)
+    open_routes = OPEN_ROUTES + (tuple(FILES) if service.config.page else ())
+    gated: ASGIApp = Gate(app, service.config.api_key, lambda: service.is_draining, open_routes)
     if service.config.cors_origin:
         origins = list(service.config.cors_origin)
         gated = CORSMiddleware(gated, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -96,12 +100,14 @@ def _add_looks(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        facts = {"object": "model", "created": started, "owned_by": "draftproof", "root": service.names[0]}
-        longest = service.llm.llm.max_model_len
-        return {
-            "object": "list",
-            "data": [{"id": name, **facts, "max_model_len": longest} for name in service.names],
+        facts: dict[str, Any] = {
+            "object": "model",
+            "created": started,
+            "owned_by": "draftproof",
+            "root": service.names[0],
         }
+        facts |= service.abilities
+        return {"object": "list", "data": [{"id": name, **facts} for name in service.names]}
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

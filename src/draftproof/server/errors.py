@@ -31,6 +31,7 @@ BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
 OURS = frozenset({"draft", "params", "limit"})
 INNER_FIELDS = (
     "include_usage",
+    "include_drafts",
     "num_speculative_tokens",
     "method",
     "function",

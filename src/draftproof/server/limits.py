@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,10 +34,17 @@ PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent ba
 
 class Gate:
     """Middleware: asks for a key, gives every request an id, which its answer carries, and answers those that a server
-    which ends waits for no longer; `is_draining` says whether it does."""
+    which ends waits for no longer; `is_draining` says whether it does. `open_routes` need no key."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        is_draining: Callable[[], bool],
+        open_routes: Collection[str] = OPEN_ROUTES,
+    ) -> None:
         self._app = app
+        self._open_routes = open_routes
         self._is_draining = is_draining
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -62,7 +69,7 @@ class Gate:
                     _log_refusal(scope, request_id, message["status"])
             await send(message)
 
-        if self._digests and scope["path"] not in OPEN_ROUTES and not self._is_known(headers):
+        if self._digests and scope["path"] not in self._open_routes and not self._is_known(headers):
             refused = RefusalError(
                 401, "Authorization: no such key; send 'Authorization: Bearer KEY'", code="invalid_api_key"
             )

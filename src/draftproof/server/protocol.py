@@ -40,10 +40,12 @@ SAMPLING = words(
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: a last chunk with the usage and no choices."""
+    """`include_usage`: a last chunk with the usage and no choices. `include_drafts`: chunks say how many drafts their
+    step verified, and which stretches of its text were drafted."""
 
     model_config = ConfigDict(strict=True)
     include_usage: bool = False
+    include_drafts: bool = False
 
 
 class Speculation(BaseModel):
@@ -128,6 +130,10 @@ class GenerationBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    @property
+    def shows_drafts(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_drafts
 
     @property
     def max_num_tokens(self) -> int | None:

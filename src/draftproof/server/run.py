@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._watch = watch
-        self._told = told or _print_address
+        self._told = told or partial(_print_address, has_page=service.config.page)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
@@ -76,8 +76,10 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
 
-def _print_address(address: str) -> None:
+def _print_address(address: str, *, has_page: bool) -> None:
     print(f"serving at {address}/v1", file=sys.stderr, flush=True)
+    if has_page:
+        print(f"a page to try it: {address}/", file=sys.stderr, flush=True)
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:

@@ -61,6 +61,7 @@ class Service:
         self.meter = Meter(llm, self.admission, config.metrics_prefix, self.names[0])
         self.defaults = llm.llm.default_sampling_params()
         self.is_draining = False
+        self.has_chat_template = False
         self.syntax = self._warm_up()
 
     def _warm_up(self) -> Syntax:
@@ -70,7 +71,24 @@ class Service:
         with contextlib.suppress(ValueError):  # there is no tokenizer, or no template
             self.llm.llm.tokenizer.chat([{"role": "user", "content": "Hi"}])
             template = self.llm.llm.tokenizer.chat_template()
+        self.has_chat_template = bool(template)
         return Syntax(template, self.config.tool_call_parser, self.config.reasoning_parser)
+
+    @property
+    def abilities(self) -> dict[str, Any]:
+        """What clients may ask the model for: how long a prompt and its answer may be, chats, images, drafts."""
+        llm = self.llm.llm
+        reads_images = llm.requests.inputs.images is not None
+        drafts = {
+            "num_speculative_tokens": llm.num_speculative_tokens,
+            "methods": llm.requests.inputs.methods,
+        }
+        return {
+            "max_model_len": llm.max_model_len,
+            "has_chat_template": self.has_chat_template,
+            "input_modalities": ["text", "image"] if reads_images else ["text"],
+            "speculation": drafts,
+        }
 
     def parser(self, job: Job) -> Parser | None:
         """What reads an answer of a job that may be more than text."""

@@ -19,8 +19,10 @@ class ServerConfig:
     host: str = documented("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
     port: int = documented(8000, "Port to listen at; 0 for any that is free.")
     api_key: Sequence[str] = documented(
-        (), "Key that every route but /health and /ready asks for; may be given several times."
+        (),
+        "Key that every route but /health, /ready and the page's files asks for; may be given several times.",
     )
+    page: bool = documented(True, "Whether there is a page at /, to try the model in a browser.")
     served_model_name: Sequence[str] = documented(
         (), "Name that clients call the model by; may be given several times. Left out: the model as given."
     )

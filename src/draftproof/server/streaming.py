@@ -10,6 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftproof.frontend.async_llm import together
+from draftproof.frontend.painter import Painter
 from draftproof.server import answers
 from draftproof.server.errors import RefusalError
 from draftproof.server.parsers import Parser
@@ -86,6 +87,7 @@ class Chunks:
         self._num_chars: dict[int, int] = {}  # a number for each choice that has begun
         self._parsers: dict[int, Parser | None] = {}  # likewise
         self._num_calls: dict[int, int] = {}  # of choices with calls, less one
+        self._painters: dict[int, Painter] = {}  # of choices whose drafts are shown
         self.head = service.head(job, "chat.completion.chunk" if job.is_chat else "text_completion")
 
     def of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
@@ -102,13 +104,32 @@ class Chunks:
                 *self._parsed(delta, index, parser),
                 *self._last(delta, index),
             ]
-        wants_ids = self._job.body.return_token_ids
-        if delta.text or (delta.token_ids and (wants_ids or delta.logprobs is not None)):
-            part = self._content(delta, index)
-            if wants_ids:
-                part |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
-            parts.append(part)
+        told = self._told(delta, index)
+        if delta.text or (delta.token_ids and (told or delta.logprobs is not None)):
+            parts.append(self._content(delta, index) | told)
         return [*self._headed(parts, index), *self._last(delta, index)]
+
+    def _told(self, delta: Delta, index: int) -> dict[str, Any]:
+        """What was asked for beside the text: the step's tokens, and where drafts are in it."""
+        told: dict[str, Any] = {}
+        if self._job.body.return_token_ids:
+            told |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
+        if self._job.body.shows_drafts:
+            runs = self._painter(index).cut(delta)
+            pieces = [{"text": text, "accepted": accepted} for text, accepted in runs]
+            told["drafts"] = {
+                "num_drafted": delta.num_drafted,
+                "num_accepted": sum(delta.accepted),
+                "pieces": pieces,
+            }
+        return told
+
+    def _painter(self, index: int) -> Painter:
+        if index not in self._painters:
+            stream = self._job.streams[index // self._job.params.n]
+            tokenizer, skips = self._service.llm.llm.tokenizer, self._job.params.skip_special_tokens
+            self._painters[index] = Painter(tokenizer, stream.prompt_token_ids, skips)
+        return self._painters[index]
 
     def _headed(self, parts: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
         return [{**self.head, "choices": [{**part, "index": index}]} for part in parts]
@@ -125,11 +146,11 @@ class Chunks:
         for piece in parser.push(delta.text, is_over=delta.finish_reason is not None):
             self._num_calls[index] = self._num_calls.get(index, -1) + isinstance(piece, CallStart)
             parts.append({"delta": answers.piece_delta(piece, self._num_calls[index]), **nothing})
-        if delta.token_ids and (body.return_token_ids or delta.logprobs is not None):
+        told = self._told(delta, index)
+        if delta.token_ids and (told or delta.logprobs is not None):
             parts = parts or [{"delta": {}, **nothing}]
             parts[0]["logprobs"] = answers.chat_delta(delta, body.num_logprobs)["logprobs"]
-            if body.return_token_ids:
-                parts[0] |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
+            parts[0] |= told
         return self._headed(parts, index)
 
     def _last(self, delta: Delta, index: int) -> list[dict[str, Any]]:
