@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 Content = int | bytes  # a row's token, or the content of the item that it belongs to
 
@@ -52,7 +53,7 @@ def block_hashes(contents: Sequence[Content], block_size: int) -> Iterator[int]:
 def _hash(parent: int | None, contents: Sequence[Content]) -> int:
     digest = hashlib.blake2b(b"" if parent is None else parent.to_bytes(8, "little"), digest_size=8)
     try:
-        digest.update(array("q", contents))  # type: ignore[arg-type]
+        digest.update(array("q", cast("Sequence[int]", contents)))
     except TypeError:  # there are items among them
         digest.update(repr(list(contents)).encode())
     return int.from_bytes(digest.digest(), "little")

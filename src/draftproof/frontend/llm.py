@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftproof import assets
 from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded, ProgressCallback, build
+from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
 from draftproof.frontend.images import IMAGE, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
@@ -172,6 +173,13 @@ class LLM:
         exact = (self.config.exact, self.config.verification)
         facts = (*versions, platform.machine(), self.device_name, self.arithmetic, self.operators, *exact)
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine, for those who look into it. ValueError where it is not in this process."""
+        if not isinstance(self.engine, EngineCore):
+            raise ValueError("data_parallel_size: must be 1 for this, which looks into the engine")
+        return self.engine
 
     @property
     def has_tokenizer(self) -> bool:

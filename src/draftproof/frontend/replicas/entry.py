@@ -184,6 +184,9 @@ class Replicas:
             block_size=blank.block_size,
         )
 
+    def keep_cache_events(self) -> None:
+        """They do."""
+
     def take_cache_events(self) -> list[CacheEvent]:
         """None: each replica tells of its own."""
         return []

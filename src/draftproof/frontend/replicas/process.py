@@ -158,12 +158,11 @@ class Replica:
         how = self._reap(line)
         writer.join()
         line.channel.end.close()
-        if self._closing.is_set():
-            return line.is_ready, failure
-        if line.is_ready:
+        was_ready = line.is_ready
+        if was_ready and not self._closing.is_set():
             log.error("replica %d has ended, %s; it is started again", self.number, how)
             self._listener.lost(line)
-        return line.is_ready, failure or wire.Failed(f"ended while it was started, {how}", is_users=False)
+        return was_ready, failure or wire.Failed(f"ended while it was started, {how}", is_users=False)
 
     def _listen(self, line: Line) -> wire.Failed | None:
         """Until it is no use any more; why it never was, where it was not."""
