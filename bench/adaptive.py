@@ -89,7 +89,7 @@ class Way:
 
     def run(self, prompts: Ids, params: list[SamplingParams]) -> None:
         if self.policy is not None:
-            self.llm.engine.policy = Watched(self.policy(), self.steps)
+            self.llm.core.policy = Watched(self.policy(), self.steps)
         start = time.perf_counter()
         found = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         self.seconds.append(time.perf_counter() - start)
@@ -146,7 +146,7 @@ class Bench:
     ) -> dict[str, Any]:
         """All ways over the prompts, as new engines; over `noise`, too, where the workload is to change. `accepted`:
         what is known of drafts for these prompts."""
-        engine = self.drafting.engine
+        engine = self.drafting.core
         engine.policy = auto = copy.deepcopy(self.new)
         assert isinstance(auto, AutoPolicy)
         levels = auto.costs.levels
@@ -223,7 +223,7 @@ class Bench:
 
     def asked(self, prompts: Ids) -> Acceptance:
         """What is accepted of drafts for these prompts, of which as many as possible are always asked for."""
-        self.drafting.engine.policy = copy.deepcopy(self.new)
+        self.drafting.core.policy = copy.deepcopy(self.new)
         asker = internals.asking_anyway(self.drafting)
         params = [self._params(i) for i in range(len(prompts))]
         Way("asking", self.drafting, lambda: asker).run(prompts, params)
@@ -305,7 +305,7 @@ def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batches: tupl
         num_tokens=given.tokens,
         num_turns=given.num_turns,
         temperature=given.temperature,
-        new=copy.deepcopy(drafting.engine.policy),
+        new=copy.deepcopy(drafting.core.policy),
     )
 
 

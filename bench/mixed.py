@@ -78,7 +78,7 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         for request_id in (*self._texts, *self._others):
             self._stepper.close(request_id)
-        self._way.llm.engine.drain()
+        self._way.llm.core.drain()
         self._way.texts = list(self._texts.values())
 
     def step(self, num_waiting: int = 0) -> int:

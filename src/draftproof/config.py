@@ -20,6 +20,7 @@ from draftproof.schema import (
 )
 
 Verification = Literal["exact", "rejection", "block"]
+Routing = Literal["prefix", "load", "round_robin"]
 T = TypeVar("T")
 ENGINE_WIDE = (
     "policy",
@@ -30,7 +31,6 @@ ENGINE_WIDE = (
 VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "there is one device"),
     "pipeline_parallel_size": ((1,), "there is one device"),
-    "data_parallel_size": ((1,), "there is one device"),
     "trust_remote_code": ((False,), "no code of a checkpoint is ever run"),
     "enable_chunked_prefill": ((True,), "prompts longer than max_num_batched_tokens are computed in chunks"),
     "disable_log_stats": ((True, False), "statistics are in LLM.stats, and go to the log at level INFO"),
@@ -44,6 +44,7 @@ VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 MOST_BLOCK_SIZE = 1024  # attention is certified on blocks that are full
+MOST_REPLICAS = 64
 MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
 
 
@@ -144,6 +145,47 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """What is told of the prefix cache, and where. Names and defaults are vLLM's: events go out at `endpoint`, the last
+    `buffer_steps` batches again at `replay_endpoint` for whoever missed some, at most `max_queue_size` wait to be sent.
+    Of several replicas each has ports of its own, the number of the replica higher. `publisher` None: zmq, where events
+    are enabled."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        where = "kv_events_config: "
+        check_flag(where + "enable_kv_cache_events", self.enable_kv_cache_events)
+        check_choice(where + "publisher", self.publisher, (None, "null", "zmq"))
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            check_whole(where + name, getattr(self, name), 1)
+        for name in ("endpoint", "replay_endpoint", "topic"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, str) and not (name == "replay_endpoint" and value is None):
+                raise ValueError(f"{where}{name}={shown(value)}: must be text")
+
+    @property
+    def is_published(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> KVEventsConfig:
+        if not isinstance(raw, Mapping):
+            raise ValueError(
+                f"kv_events_config={shown(raw)}: must be a dict such as {{'enable_kv_cache_events': True}}"
+            )
+        reject_unknown_keys("kv_events_config", raw, [f.name for f in dataclasses.fields(cls)])
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine. Counts are numbers of tokens, requests or blocks.
 
@@ -180,7 +222,21 @@ class EngineConfig:
         "auto (safetensors, or a .gguf file), gguf, or dummy: random weights, of the models' folders only config.json "
         "is read.",
     )
-    device: str = documented("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+    device: str = documented(
+        "auto",
+        "cpu, cuda, cuda:1; auto takes a GPU if there is one. With replicas also one for each: cuda:0,cuda:2.",
+    )
+    data_parallel_size: int = documented(
+        1, "Replicas: engines in processes of their own, each with its share of the cores or its own GPU."
+    )
+    data_parallel_routing: Routing = documented(
+        "prefix",
+        "Where a request goes among replicas: prefix (where least is left to compute), load or round_robin.",
+    )
+    kv_events_config: KVEventsConfig | None = documented(
+        None,
+        "Events of the prefix cache for routers, JSON with vLLM's keys: '{\"enable_kv_cache_events\": true}'.",
+    )
     max_model_len: int | None = documented(None, "Longest prompt and output together, in tokens.")
     max_num_seqs: int = documented(64, "Most requests decoded at once.")
     max_num_batched_tokens: int = documented(
@@ -214,6 +270,8 @@ class EngineConfig:
         check_choice("load_format", self.load_format, ("auto", "gguf", "dummy"))
         check_choice("bf16_arithmetic", self.bf16_arithmetic, ("auto", "widened"))
         check_choice("verification", self.verification, ("exact", "rejection", "block"))
+        check_choice("data_parallel_routing", self.data_parallel_routing, ("prefix", "load", "round_robin"))
+        check_whole("data_parallel_size", self.data_parallel_size, 1, MOST_REPLICAS)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             check_whole(name, getattr(self, name), 1)
         check_whole("block_size", self.block_size, 1, MOST_BLOCK_SIZE)
@@ -248,6 +306,9 @@ class EngineConfig:
         raw = kwargs.get("speculative_config")
         if raw is not None and not isinstance(raw, SpeculativeConfig):
             kwargs["speculative_config"] = SpeculativeConfig.from_dict(raw)
+        events = kwargs.get("kv_events_config")
+        if events is not None and not isinstance(events, KVEventsConfig):
+            kwargs["kv_events_config"] = KVEventsConfig.from_dict(events)
         return cls(**kwargs)
 
 

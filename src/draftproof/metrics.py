@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 
@@ -127,3 +127,27 @@ class EngineStats:
         """Time of steps in which the host neither ran or launched a pass nor waited for one."""
         busy = self.target_seconds + self.draft_seconds + self.waiting_seconds
         return max(0.0, self.step_seconds - busy)
+
+    def add(self, other: EngineStats) -> None:
+        """Sum `other`, of an engine of the same drafters, into this one."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.last_drafter_fault = other.last_drafter_fault or self.last_drafter_fault
+        self.speculation.add(other.speculation)
+        for own, drafter in zip(self.drafters, other.drafters, strict=True):
+            own.add(drafter)
+
+
+SUMS = tuple(f.name for f in fields(EngineStats) if f.name.startswith("num_") or f.name.endswith("_seconds"))
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineLoad:
+    """What one engine is at. Blocks are those of its key-value cache, without the one that is the pool's own."""
+
+    stats: EngineStats
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 1
+    block_size: int = 1

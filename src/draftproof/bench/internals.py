@@ -126,7 +126,7 @@ def drafter_of(llm: LLM) -> Drafter | None:
 
 def runs_ahead(llm: LLM) -> bool:
     """Whether passes are in flight between steps, so that the host's clock tells nothing of them."""
-    return bool(llm.engine.runner.async_depth)
+    return bool(llm.core.runner.async_depth)
 
 
 def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
@@ -134,7 +134,7 @@ def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
     p = _runner(llm)
     each = -(-context // llm.config.block_size)
     width = p.state.block_table_SB.shape[1]
-    fits = each <= width and num_requests * each < llm.engine.scheduler.pages.num_blocks
+    fits = each <= width and num_requests * each < llm.core.scheduler.pages.num_blocks
     assert fits, "the cache has no room for that"
     blocks_RB = 1 + torch.arange(num_requests * each, device=p.state.device).view(num_requests, each)
     for layer in (*p.cache.layers, *p.draft_cache.layers):
@@ -219,7 +219,7 @@ def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
 @contextlib.contextmanager
 def using(llm: LLM, policy: Policy) -> Iterator[None]:
     """Inside `with`, the engine's policy is another."""
-    engine, before = llm.engine, llm.engine.policy
+    engine, before = llm.core, llm.core.policy
     engine.policy = policy
     try:
         yield
@@ -241,7 +241,7 @@ def captured_step(
 
     What they leave behind on the device is thrown away at the end.
     """
-    engine, runner, queue = llm.engine, _runner(llm), llm.requests
+    engine, runner, queue = llm.core, _runner(llm), llm.requests
     num_requests = next((R for R in runner.buckets if len(prompts) <= R), 0)
     shape = BatchShape.decoding(num_requests, 1 + runner.num_drafts, runner.num_drafts)
     if shape not in runner.captured:
@@ -279,7 +279,7 @@ def captured_step(
 def steps_of(llm: LLM, most_rows: int, *, is_captured: bool) -> Iterator[None]:
     """Inside `with`, a step has so many rows at most. `is_captured` False: steps with prompts are neither filled up to
     sizes that come again, nor do they draft by what was recorded or captured."""
-    scheduler, runner, heads = llm.engine.scheduler, _runner(llm), _heads(drafter_of(llm))
+    scheduler, runner, heads = llm.core.scheduler, _runner(llm), _heads(drafter_of(llm))
     before = scheduler.max_num_batched_tokens, runner.mixed_sizes
     runtimes = [head.runtime for head in heads]
     scheduler.max_num_batched_tokens = most_rows
@@ -306,7 +306,7 @@ def _heads(drafter: Drafter | None) -> list[HeadDrafter]:
 
 
 def _runner(llm: LLM) -> ModelRunner:
-    runner = llm.engine.runner
+    runner = llm.core.runner
     assert isinstance(runner, ModelRunner)
     return runner
 
@@ -323,6 +323,6 @@ class AskingAnyway(AutoPolicy):
 
 def asking_anyway(llm: LLM) -> AskingAnyway:
     """A policy for measuring, which learns about acceptance from nothing and forgets nothing."""
-    auto = llm.engine.policy
+    auto = llm.core.policy
     assert isinstance(auto, AutoPolicy)
     return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.cache.blocks import BlockPool
+from draftproof.cache.events import CacheEvent, Content, EventLog
 
-Content = int | bytes  # a row's token, or the content of the item that it belongs to
 PageKey = tuple[int, tuple[Content, ...]]
 ROOT = 0  # id of the empty prefix
 
@@ -44,6 +44,7 @@ class PageAllocator:
         self._sharing = sharing
         self._lookahead = lookahead
         self._next_node = ROOT + 1  # never used twice: layers of a window know pages by these
+        self._log: EventLog | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -53,6 +54,16 @@ class PageAllocator:
         self._key_of: dict[int, PageKey] = {}
         self._node_of: dict[int, int] = {}  # registered block -> its id in chains
         self._without_drafts: set[int] = set()  # registered blocks without the drafter's keys and values
+        if self._log is not None:
+            self._log.cleared()
+
+    def keep_events(self) -> None:
+        """From now on note what becomes findable and what ceases to be; `take_events` has it."""
+        self._log = EventLog(self.block_size)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What was noted since they were taken last."""
+        return [] if self._log is None else self._log.take()
 
     @property
     def num_free(self) -> int:
@@ -118,9 +129,17 @@ class PageAllocator:
         return self._lookahead
 
     def register(
-        self, block: int, node: int, tokens: Sequence[Content], page: int, *, has_drafts: bool = True
+        self,
+        block: int,
+        node: int,
+        tokens: Sequence[Content],
+        page: int,
+        *,
+        has_drafts: bool = True,
+        token_ids: Sequence[int] = (),
     ) -> int:
         """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; its id in the chain.
+        `token_ids`: what events say that it holds, ids in the place of contents.
 
         If an equal page is known already, the chain goes on from it, and it stays the known one unless it lacks the
         drafter's keys and values and this one has them.
@@ -134,9 +153,11 @@ class PageAllocator:
         if known is None:
             self._node_of[block] = self._next_node
             self._next_node += 1
-        else:
+            if self._log is not None:
+                self._log.stored(self._node_of[block], node, tokens, token_ids, page)
+        else:  # as far as others can tell, it is the same block
             self._node_of[block] = self._node_of[known]
-            self._forget(known)
+            self._unlearn(known)
         self._block_of[key] = block
         self._key_of[block] = key
         if not has_drafts:
@@ -162,8 +183,15 @@ class PageAllocator:
         return block in self._key_of
 
     def _forget(self, block: int) -> None:
+        node = self._unlearn(block)
+        if node is not None and self._log is not None:
+            self._log.removed(node)
+
+    def _unlearn(self, block: int) -> int | None:
+        """The id in the chain that a block no longer has; None where it had none."""
         key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._block_of[key]
-            del self._node_of[block]
-            self._without_drafts.discard(block)
+        if key is None:
+            return None
+        del self._block_of[key]
+        self._without_drafts.discard(block)
+        return self._node_of.pop(block)

@@ -33,6 +33,7 @@ from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.engine import Engine
 from draftproof.engine.items import ItemStore, SlotItems
 from draftproof.engine.locate import locate
 from draftproof.engine.logprobs import LogprobScorer
@@ -87,7 +88,7 @@ ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 class Loaded:
     """An engine and what its front needs to know of it."""
 
-    engine: EngineCore
+    engine: Engine
     items: ItemStore
     vision: Vision | None
     directory: Path
@@ -98,6 +99,7 @@ class Loaded:
     memory: memory.Memory
     arithmetic: str
     operators: str
+    device_name: str  # "cpu", or a GPU's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +181,11 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
         memory=used,
         arithmetic=base.arithmetic,
         operators=operators.describe(base.library),
+        device_name=torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else "cpu",
     )
 
 
-def _vision(config: EngineConfig, directory: Path) -> Vision | None:
+def vision_of(config: EngineConfig, directory: Path) -> Vision | None:
     """What reads images; None for a model without such a part, or of whose part the files hold nothing."""
     vision = read_vision(directory, config.hf_overrides)
     if vision is None or config.load_format == "dummy":
@@ -228,7 +231,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
     where, library = operators.where_to_run(config, model, progress)
     log.info("%s", memory.forecast(directory, config, model, where, max_model_len))
     ops, backend = operators.select(config, model, where, library, progress)
-    vision = _vision(config, directory)
+    vision = vision_of(config, directory)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)
     return _Base(
         config=config,

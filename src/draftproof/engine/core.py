@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from draftproof.cache.events import CacheEvent
 from draftproof.engine.checks import check_request
 from draftproof.engine.costs import StepOutcome
 from draftproof.engine.interface import (
@@ -19,6 +20,7 @@ from draftproof.engine.interface import (
     LogprobRow,
     PendingStep,
     RequestSpec,
+    Resumed,
     RowResult,
     Runner,
     ScheduledRequest,
@@ -27,7 +29,7 @@ from draftproof.engine.interface import (
 from draftproof.engine.policy import Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
-from draftproof.metrics import DrafterStats, EngineStats
+from draftproof.metrics import DrafterStats, EngineLoad, EngineStats
 from draftproof.types import FinishReason
 
 PLAIN_EVERY = 8  # steps without drafts are alike: the policy hears of one in so many
@@ -83,6 +85,7 @@ class EngineCore:
         self.stats = stats or EngineStats()
         self.stats.drafters = [DrafterStats(name) for name in runner.drafter_names]
         self.error: str | None = None  # why the engine takes no more requests
+        self._is_paused = False
         self._requests: dict[str, Progress] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._deltas: list[TokenDelta] = []
@@ -96,9 +99,9 @@ class EngineCore:
         scheduler.will_draft = self._will_draft
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
-    def add_request(self, request_id: str, spec: RequestSpec) -> None:
+    def add_request(self, request_id: str, spec: RequestSpec, resumed: Resumed | None = None) -> None:
         """Queue a request. ValueError for one that cannot be computed, and for an id that is running; RuntimeError once
-        the engine has ended."""
+        the engine has ended. `resumed`: it goes on from there, token for token, and deltas have what is new."""
         if self.error is not None:
             raise RuntimeError(self.error)
         if request_id in self._requests:
@@ -108,8 +111,11 @@ class EngineCore:
         if spec.grammar is not None:
             request.matcher = spec.grammar.matcher()
             self._num_matched += 1
+        if resumed is None:
+            self.stats.num_prompt_tokens += len(spec.token_ids)
+        else:
+            request.resume(resumed)
         self._queue(request)
-        self.stats.num_prompt_tokens += len(spec.token_ids)
 
     def abort(self, request_id: str) -> None:
         """Take a request out; an id that is not running is ignored. What is in flight for it is dropped."""
@@ -126,6 +132,44 @@ class EngineCore:
     def has_work(self) -> bool:
         return not self.scheduler.is_idle or bool(self._in_flight or self._deltas)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a step has something to do: rows, results on their way, or slots to give back; once the engine has
+        ended, whether somebody has not been told."""
+        if self.error is not None:
+            return self.has_work
+        return not self._is_paused and (self.has_work or bool(self.scheduler.released))
+
+    def set_paused(self, is_paused: bool) -> None:
+        """While it is paused no step is due; requests are taken and wait."""
+        self._is_paused = is_paused
+
+    def wake(self) -> None:
+        """Called by any thread when there is something to do between two steps: no step of this engine waits for
+        another's doing, so none is to be woken."""
+
+    def loads(self) -> list[EngineLoad]:
+        """What the engine is at; one entry."""
+        pages = self.scheduler.pages
+        return [
+            EngineLoad(
+                stats=self.stats,
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_free_blocks=pages.num_free,
+                num_blocks=pages.num_blocks - 1,
+                block_size=pages.block_size,
+            )
+        ]
+
+    def keep_cache_events(self) -> None:
+        """From now on note what happens in the prefix cache, for `take_cache_events`."""
+        self.scheduler.pages.keep_events()
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What has happened in the prefix cache since this was last asked."""
+        return self.scheduler.pages.take_events()
+
     def step(self) -> list[TokenDelta]:
         """One step; what the steps that came back added to their requests."""
         if self.error is None:
@@ -140,6 +184,11 @@ class EngineCore:
         """Wait for what is in flight; its deltas come with the next step's."""
         if self.error is None:
             self._guarded(lambda: self._take_in(0))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+        self.drain()
+        self.recompute_all()
 
     def recompute_all(self) -> None:
         """Trust nothing computed: everybody is computed again from its ids, and nothing is cached."""

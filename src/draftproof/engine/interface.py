@@ -71,6 +71,22 @@ class RequestSpec:
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
     items: tuple[Item, ...] = ()  # in order; the ids of their rows stand for them wherever only ids count
 
+    def contents(self, tokens: Sequence[int]) -> Sequence[int | bytes]:
+        """What the rows of prompt and output so far, `tokens`, are made of: a token, or its item's content."""
+        if not self.items:
+            return tokens
+        contents: list[int | bytes] = list(tokens)
+        for item in self.items:
+            contents[item.start : item.start + item.num_rows] = [item.content] * item.num_rows
+        return contents
+
+
+class Resumed(NamedTuple):
+    """How far another engine came with a request: the tokens of its output, and so many of its prompt's scores."""
+
+    token_ids: Sequence[int]
+    num_scores: int = 0
+
 
 @dataclass(slots=True)
 class LogprobRow:

@@ -231,7 +231,7 @@ def check_tables(config: EngineConfig, max_model_len: int, rotary_sizes: int, de
 
 def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
     if device.type != "cuda":
-        return int(free * CACHE_SHARE)
+        return int(free * CACHE_SHARE / config.data_parallel_size)  # replicas share a host's memory
     total = torch.cuda.get_device_properties(device).total_memory
     return int(config.gpu_memory_utilization * total) - (total - free)
 

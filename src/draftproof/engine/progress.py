@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from draftproof.cache.pages import ROOT
 from draftproof.engine.acceptance import AcceptanceRecord
-from draftproof.engine.interface import Admission, RequestSpec, TableEntry
+from draftproof.engine.interface import Admission, RequestSpec, Resumed, TableEntry
 from draftproof.grammar.matcher import Matcher
 from draftproof.types import FinishReason
 
@@ -87,6 +87,13 @@ class Progress:
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
 
+    def resume(self, resumed: Resumed) -> None:
+        """Begin where another engine left it, as after a preemption."""
+        self.tokens += resumed.token_ids
+        self.num_scored = self.num_scores_out = resumed.num_scores
+        if self.matcher is not None:
+            self.matcher.advance(resumed.token_ids)
+
     @property
     def turn(self) -> tuple[int, int]:
         """What orders those that wait: the least comes first."""
@@ -100,12 +107,7 @@ class Progress:
     def contents(self) -> Sequence[int | bytes]:
         """What its rows are made of, by which the prefix cache tells pages apart: a token, or its item's content. An
         item's rows follow from its content, so a chain of pages says which of them a page begins with."""
-        if not self.spec.items:
-            return self.tokens
-        contents: list[int | bytes] = list(self.tokens)
-        for item in self.spec.items:
-            contents[item.start : item.start + item.num_rows] = [item.content] * item.num_rows
-        return contents
+        return self.spec.contents(self.tokens)
 
     def whole_rows(self, start: int, num_rows: int) -> int:
         """So many rows from `start` on, or fewer or more of them, so that no item is cut in two that must not be.

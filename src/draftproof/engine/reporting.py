@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from draftproof.drafters import registry
 from draftproof.drafters.base import DraftSpec
@@ -55,19 +55,21 @@ def speculation_line(predictions: Sequence[Prediction]) -> str:
 
 
 class AcceptanceReport:
-    """Lines about what the engine counts in `stats`, each about the time since the one before. Times in seconds."""
+    """Lines about what the engine counts, which `stats` gives, each about the time since the one before. Times in
+    seconds."""
 
-    def __init__(self, stats: SpeculationStats, now: float) -> None:
+    def __init__(self, stats: Callable[[], SpeculationStats], now: float) -> None:
         self._stats = stats
-        self._then, self._before = now, stats.since(SpeculationStats())
+        self._then, self._before = now, stats().since(SpeculationStats())
 
     def due(self, now: float) -> str | None:
         """The line, where the interval is over and something was drafted in it."""
         seconds = now - self._then
         if seconds < INTERVAL:
             return None
-        new = self._stats.since(self._before)
-        self._then, self._before = now, self._stats.since(SpeculationStats())
+        stats = self._stats()
+        new = stats.since(self._before)
+        self._then, self._before = now, stats.since(SpeculationStats())
         if not new.num_draft_tokens:
             return None
         by_position = " ".join(f"{n / new.num_rounds:.2f}" for n in new.accepted_per_position)

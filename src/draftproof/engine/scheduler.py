@@ -280,6 +280,7 @@ class Scheduler:
                 contents,
                 page,
                 has_drafts=request.draft_hole is None or page_end + margin <= request.draft_hole,
+                token_ids=request.tokens,
             )
             for window, held in zip(self.windows, request.windows, strict=True):
                 if self.pages.sharing and held.blocks[page]:

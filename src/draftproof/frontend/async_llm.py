@@ -146,7 +146,7 @@ class AsyncLLM:
         self._streams: dict[str, AnswerStream] = {}
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # between the last look at `_actions` and whoever adds one
-        self._is_closing = self._is_stopped = self._is_ended = self._is_paused = False
+        self._is_closing = self._is_stopped = self._is_ended = False
         self._deadline = math.inf  # when requests that run are ended, once it is shutting down
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
         self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
@@ -232,18 +232,14 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
 
-        def reset() -> None:
-            self.llm.engine.drain()
-            self.llm.engine.recompute_all()
-
-        await self._in_engine(reset)
+        await self._in_engine(self._requests.reset_prefix_cache)
 
     async def pause(self) -> None:
         """Make no steps until `resume`; requests are taken and wait."""
-        await self._in_engine(partial(self._set_paused, True))
+        await self._in_engine(partial(self.llm.engine.set_paused, True))
 
     async def resume(self) -> None:
-        await self._in_engine(partial(self._set_paused, False))
+        await self._in_engine(partial(self.llm.engine.set_paused, False))
 
     async def shutdown(self, patience: float = 0.0, grace: float | None = None) -> None:
         """Take no more requests, give those that run `patience` seconds, end the rest with finish_reason "abort", and
@@ -323,11 +319,13 @@ class AsyncLLM:
             if self._is_ended:
                 raise ClosedError(f"AsyncLLM: {self.error}")
             self._actions.put(action)
+        self.llm.engine.wake()
 
     def _soon_if_open(self, action: Callable[[], None]) -> None:
         with self._gate:
             if not self._is_ended:
                 self._actions.put(action)
+        self.llm.engine.wake()
 
     async def _in_engine(self, work: Callable[[], T]) -> T:
         """The result of `work`, done between two steps."""
@@ -353,7 +351,7 @@ class AsyncLLM:
         try:
             while not self._is_stopped:
                 self._act()
-                if self._has_work():
+                if self.llm.engine.is_due:
                     self._requests.step()
                 self._hand_out()
         except BaseException as error:
@@ -362,17 +360,9 @@ class AsyncLLM:
         else:
             self._end(None)
 
-    def _has_work(self) -> bool:
-        """Whether a step has something to do: rows, results on their way, or slots to give back; once the engine has
-        ended, whether somebody has not been told."""
-        engine = self.llm.engine
-        if engine.error is not None:
-            return engine.has_work
-        return not self._is_paused and (engine.has_work or bool(engine.scheduler.released))
-
     def _act(self) -> None:
         """What was asked for since the last step; where there is nothing to compute, wait to be asked."""
-        if not self._has_work():
+        if not self.llm.engine.is_due:
             self._actions.get()()
         while not self._actions.empty():
             self._actions.get()()
@@ -392,9 +382,6 @@ class AsyncLLM:
         if self._streams.get(stream.request_id) is stream:
             self._requests.close(stream.request_id)
             del self._streams[stream.request_id]
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
 
     def _stop(self) -> None:
         self._is_stopped = True

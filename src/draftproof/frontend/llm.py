@@ -8,10 +8,10 @@ import importlib.metadata
 import logging
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftproof import __version__, assets
 from draftproof.config import EngineConfig
@@ -21,12 +21,16 @@ from draftproof.engine.memory import must_fit
 from draftproof.frontend.images import IMAGE, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
+from draftproof.frontend.replicas.build import build as build_replicas
 from draftproof.frontend.requests import Requests
 from draftproof.frontend.text import Tokenizer
 from draftproof.frontend.turns import Turns, claim_process
 from draftproof.metrics import EngineStats, SpeculationStats
 from draftproof.models.loading import read_generation_config, resolve_tokenizer
 from draftproof.types import CompletionOutput, Delta, RequestMetrics, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from draftproof.frontend.kv_events import Publisher
 
 log = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
@@ -44,13 +48,20 @@ class LLM:
 
     `arithmetic` names what the bits of results depend on beside the model: two machines on which it is "float32" or
     the same kind of bf16 agree, where both run the compiled operators and have fused multiply-adds. `operators`
-    names the library of compiled ones and its fingerprint, or "torch". `engine` is the `EngineCore`, `requests` what is
-    asked of it; while another thread may use this object they are for looking at only.
+    names the library of compiled ones and its fingerprint, or "torch". `engine` is the `EngineCore`, or with
+    `data_parallel_size` above 1 several of them in processes of their own; `requests` what is asked of it. While
+    another thread may use this object they are for looking at only.
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: ProgressCallback | None = None, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        progress: ProgressCallback | None = None,
+        replica: int = 0,
+        **settings: Any,
     ) -> None:
+        """replica: the number of this engine among several, whose ports follow each other."""
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         claim_process()
         note = assets.default_model().note if model is None else ""
@@ -58,15 +69,18 @@ class LLM:
             log.warning("%s", note)
         self._turns = Turns()
         self._closed = False
+        publisher = self._publisher(replica)  # first: its ports may be taken
         with must_fit(self.config):
-            loaded = build(self.config, progress or show_progress)
+            loaded = self._build(progress or show_progress)
+        self.directory, self.items, self.methods = loaded.directory, loaded.items, loaded.methods
         self._defaults = read_generation_config(loaded.directory)
-        self.engine: EngineCore = loaded.engine
+        self.engine = loaded.engine
         self.model_config = loaded.model
         self.max_model_len = loaded.max_model_len
         self.memory = loaded.memory
         self.arithmetic = loaded.arithmetic
         self.operators = loaded.operators
+        self.device_name = loaded.device_name
         facts = (self.memory, self.arithmetic, self.operators)
         log.info("%s; arithmetic: %s; compiled operators: %s", *facts)
         self.num_speculative_tokens = loaded.num_drafts
@@ -81,7 +95,28 @@ class LLM:
             loaded.items,
             self._image_reader(loaded),
         )
-        self.requests = Requests(self.engine, inputs)
+        self.requests = Requests(self.engine, inputs, publisher)
+
+    def _build(self, progress: ProgressCallback) -> Loaded:
+        return (build_replicas if self.has_replicas else build)(self.config, progress)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether requests are computed by processes of their own."""
+        return self.config.data_parallel_size > 1
+
+    def _publisher(self, replica: int) -> Publisher | None:
+        """What tells of this engine's prefix cache; replicas tell of their own each."""
+        config = self.config.kv_events_config
+        if config is None or not config.is_published or self.has_replicas:
+            return None
+        try:
+            from draftproof.frontend.kv_events import Publisher
+        except ImportError as error:
+            raise ValueError(
+                f"kv_events_config: {error.name} is missing; pip install 'draftproof[events]'"
+            ) from None
+        return Publisher(config, replica)
 
     def close(self) -> None:
         """Give the memory back: no more requests are taken (RuntimeError), and those that run are aborted. What other
@@ -89,7 +124,7 @@ class LLM:
         "abort". Closing twice is closing once."""
         self._turns.check_caller()
         self._closed = True
-        self._turns.soon(self.requests.shutdown)
+        self._soon(self.requests.shutdown)
         with self._turns.take():
             pass  # done by now, by whoever had the turn
 
@@ -127,8 +162,7 @@ class LLM:
         True, as in vLLM."""
         self._check_open()
         with self._turns.take():
-            self.engine.drain()
-            self.engine.recompute_all()
+            self.requests.reset_prefix_cache()
         return True
 
     @functools.cached_property
@@ -137,8 +171,15 @@ class LLM:
         fingerprint and one model give the same answers."""
         exact = (self.config.exact, self.config.verification)
         versions = (__version__, importlib.metadata.version("torch"))
-        facts = (*versions, platform.machine(), self.arithmetic, self.operators, *exact)
+        facts = (*versions, platform.machine(), self.device_name, self.arithmetic, self.operators, *exact)
         return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine, for those who look into it. ValueError where it is not in this process."""
+        if not isinstance(self.engine, EngineCore):
+            raise ValueError("data_parallel_size: must be 1 for this, which looks into the engine")
+        return self.engine
 
     @property
     def has_tokenizer(self) -> bool:
@@ -249,8 +290,13 @@ class LLM:
     def _start(self, prepared: PreparedRequest, *, streamed: bool = False) -> Request:
         """Queue a request for the next step, whoever makes it."""
         request, arrival = self.requests.new(prepared, streamed=streamed)
-        self._turns.soon(partial(self.requests.start, request, arrival))
+        self._soon(partial(self.requests.start, request, arrival))
         return request
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Do it when nobody is in the middle of a step, as `Turns.soon`."""
+        self._turns.soon(action)
+        self.engine.wake()  # a step may wait for what others do
 
     def _check_open(self) -> None:
         """RuntimeError after `close`, once the engine has ended, and in a forked process."""
@@ -264,7 +310,7 @@ class LLM:
         """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. Called in the
         middle of a step, or while another thread is in one, it takes effect when that ends."""
         self._turns.check_process()
-        self._turns.soon(partial(self.requests.abort, request_id))
+        self._soon(partial(self.requests.abort, request_id))
 
     def draft(
         self, prompt_token_ids: Sequence[int], k: int | None = None, next_token: int | None = None
@@ -320,7 +366,7 @@ class LLM:
 
     def _forget(self, entries: Sequence[Request | RequestOutput]) -> None:
         for entry in entries:
-            self._turns.soon(partial(self.requests.close, entry.request_id))
+            self._soon(partial(self.requests.close, entry.request_id))
 
 
 def _at_most(number: int, requests: Sequence[Request]) -> bool:

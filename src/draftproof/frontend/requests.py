@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.cache.events import AllCleared, CacheEvent
+from draftproof.engine.core import TokenDelta
+from draftproof.engine.engine import Engine
 from draftproof.engine.reporting import AcceptanceReport
 from draftproof.frontend.input_processor import NO_HINTS, InputProcessor, PreparedRequest, Prompt
 from draftproof.frontend.output_processor import Choice, OutputProcessor, Request
 from draftproof.types import RequestHints, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from draftproof.frontend.kv_events import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -18,14 +25,21 @@ log = logging.getLogger(__name__)
 class Requests:
     """Who asked for what, over an engine. Only `prepare` and `new` may be called by a thread without a turn."""
 
-    def __init__(self, engine: EngineCore, inputs: InputProcessor) -> None:
+    def __init__(self, engine: Engine, inputs: InputProcessor, publisher: Publisher | None = None) -> None:
+        """publisher: tells others what happens in the engine's prefix cache."""
         self.engine = engine
+        self._publisher = publisher
+        if publisher is not None:
+            engine.keep_cache_events()
+            publisher.publish(
+                [AllCleared()], engine.loads()[0].block_size
+            )  # whatever was said before a restart
         self.inputs = inputs
         self.running: dict[str, Request] = {}
         self._outputs = OutputProcessor(inputs.tokenizer, [d.name for d in engine.stats.drafters])
         self._choices: dict[str, tuple[Request, Choice]] = {}
         self._arrivals = itertools.count()
-        self._report = AcceptanceReport(engine.stats.speculation, time.perf_counter())
+        self._report = AcceptanceReport(lambda: engine.stats.speculation, time.perf_counter())
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
@@ -73,7 +87,25 @@ class Requests:
 
     def step(self) -> None:
         """One engine step; its deltas wait in their requests."""
-        for delta in self.engine.step():
+        self.take(self.engine.step())
+        if self._publisher is not None:
+            self.publish(self.engine.take_cache_events())
+        if (line := self._report.due(time.perf_counter())) is not None:
+            log.info("%s", line)
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Tell others of events of the prefix cache, where they are to be told."""
+        if self._publisher is not None and events:
+            self._publisher.publish(events, self.engine.loads()[0].block_size)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+        self.engine.reset_prefix_cache()
+        self.publish(self.engine.take_cache_events())
+
+    def take(self, deltas: Sequence[TokenDelta]) -> None:
+        """What a step brought, to those who asked for it."""
+        for delta in deltas:
             found = self._choices.get(delta.id)
             if found is None:
                 continue
@@ -81,8 +113,6 @@ class Requests:
                 self.engine.abort(delta.id)
             if found[1].finish_reason is not None:
                 self._choices.pop(delta.id, None)
-        if (line := self._report.due(time.perf_counter())) is not None:
-            log.info("%s", line)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; what it has so far stays in its output. An id that is not running is ignored."""
@@ -99,6 +129,8 @@ class Requests:
         for request_id in list(self.running):
             self.abort(request_id)
         self.engine.shutdown()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def close(self, request_id: str) -> None:
         """Forget a request, aborting it if it still runs."""

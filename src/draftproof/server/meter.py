@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM
+from draftproof.metrics import DrafterStats, EngineLoad, EngineStats
 from draftproof.server.limits import Admission
 from draftproof.types import RequestOutput
 
@@ -24,7 +25,7 @@ class Meter:
 
     def __init__(self, llm: AsyncLLM, admission: Admission, prefix: str, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(llm, admission, prefix, (model, "0")))
+        self._registry.register(EngineCollector(llm, admission, prefix, model))
         self._labels = (model, "0")
         self._came: dict[str, float] = {}  # when the last tokens of a request came
         self._success = Counter(
@@ -88,85 +89,107 @@ class Meter:
 
 
 class EngineCollector(Collector):
-    """What the engine counts, as it is now."""
+    """What the engine counts, as it is now; of several replicas each, by its number."""
 
-    def __init__(self, llm: AsyncLLM, admission: Admission, prefix: str, labels: tuple[str, str]) -> None:
+    def __init__(self, llm: AsyncLLM, admission: Admission, prefix: str, model: str) -> None:
         self._llm = llm
         self._admission = admission
         self._prefix = prefix
-        self._labels = labels
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        stats = self._llm.llm.stats
-        drafts = stats.speculation
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that were taken.", stats.num_prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-            ("generation_tokens", "Tokens that were generated.", stats.num_generated_tokens),
-            ("num_preemptions", "Requests that gave up their memory for others.", stats.num_preemptions),
-            ("admission_rejections", "Requests that got a 429.", self._admission.num_refused),
-            ("spec_decode_num_drafts", "Rounds that had drafts.", sum(drafts.drafted_per_position[:1])),
-            ("spec_decode_num_draft_tokens", "Draft tokens.", drafts.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafts.num_accepted_tokens),
-            ("drafter_faults", "Rounds in which the drafter failed.", stats.num_drafter_faults),
-            ("engine_steps", "Steps of the engine.", stats.num_steps),
-            ("step_seconds", "Time of the engine's steps: the next four, together.", stats.step_seconds),
-            ("target_seconds", "Time of the target's passes, as the host saw it.", stats.target_seconds),
-            ("draft_seconds", "Time of the drafter's passes, as the host saw it.", stats.draft_seconds),
-            ("waiting_seconds", "Time that the host waited for a device.", stats.waiting_seconds),
-            ("host_seconds", "Time of steps that was none of these.", stats.host_seconds),
-        ):
-            family = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        loads = self._llm.llm.engine.loads()
+        yield from self._gauges(loads)
+        yield from self._counters(loads)
         by_position = CounterMetricFamily(
             f"{self._prefix}spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by their place in the round.",
             labels=(*LABELS, "position"),
         )
-        for position, number in enumerate(list(drafts.accepted_per_position)):
-            by_position.add_metric((*self._labels, str(position)), number)
+        for engine, load in enumerate(loads):
+            for position, number in enumerate(list(load.stats.speculation.accepted_per_position)):
+                by_position.add_metric((self._model, str(engine), str(position)), number)
         yield by_position
-        yield from self._by_drafter()
-
-    def _by_drafter(self) -> Iterator[Metric]:
-        """What each drafter of a chain did, or the only one."""
-        counted = list(self._llm.llm.stats.drafters)
-        drafts = [one.speculation for one in counted]
-        for name, text, values in (
-            ("drafter_num_drafts", "Rounds that verified its drafts.", [d.num_rounds for d in drafts]),
-            ("drafter_num_draft_tokens", "Its draft tokens.", [d.num_draft_tokens for d in drafts]),
-            ("drafter_num_accepted_tokens", "Of them accepted.", [d.num_accepted_tokens for d in drafts]),
-            ("drafter_num_faults", "Calls in which it failed.", [one.num_faults for one in counted]),
-        ):
-            family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, "drafter"))
-            for one, value in zip(counted, values, strict=True):
-                family.add_metric((*self._labels, one.name), value)
-            yield family
-
-    def _gauges(self) -> Iterator[Metric]:
-        scheduler = self._llm.llm.engine.scheduler
-        pages = scheduler.pages
-        num_blocks = pages.num_blocks - 1  # one is the pool's own
-        for name, text, value in (
-            ("num_requests_running", "Outputs that are being computed.", len(scheduler.running)),
-            ("num_requests_waiting", "Outputs that wait for a place.", len(scheduler.waiting)),
-            ("kv_cache_usage_perc", "Share of the key-value cache in use.", 1 - pages.num_free / num_blocks),
-        ):
-            family = GaugeMetricFamily(self._prefix + name, text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-        config = self._llm.llm.config
-        facts = {
-            "block_size": pages.block_size,
-            "num_gpu_blocks": num_blocks,
-            "enable_prefix_caching": config.enable_prefix_caching,
-        }
-        info = GaugeMetricFamily(
-            f"{self._prefix}cache_config_info", "The cache's settings.", labels=(*LABELS, *facts)
+        yield from self._by_drafter(loads)
+        refused = CounterMetricFamily(
+            f"{self._prefix}admission_rejections", "Requests that got a 429.", labels=LABELS
         )
-        info.add_metric((*self._labels, *map(str, facts.values())), 1)
+        refused.add_metric((self._model, "0"), self._admission.num_refused)
+        yield refused
+
+    def _counters(self, loads: Sequence[EngineLoad]) -> Iterator[Metric]:
+        for name, text, value in COUNTERS:
+            family = CounterMetricFamily(self._prefix + name, text, labels=LABELS)
+            for engine, load in enumerate(loads):
+                family.add_metric((self._model, str(engine)), value(load.stats))
+            yield family
+
+    def _by_drafter(self, loads: Sequence[EngineLoad]) -> Iterator[Metric]:
+        """What each drafter of a chain did, or the only one."""
+        for name, text, value in BY_DRAFTER:
+            family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, "drafter"))
+            for engine, load in enumerate(loads):
+                for one in list(load.stats.drafters):
+                    family.add_metric((self._model, str(engine), one.name), value(one))
+            yield family
+
+    def _gauges(self, loads: Sequence[EngineLoad]) -> Iterator[Metric]:
+        for name, text, value in GAUGES:
+            family = GaugeMetricFamily(self._prefix + name, text, labels=LABELS)
+            for engine, load in enumerate(loads):
+                family.add_metric((self._model, str(engine)), value(load))
+            yield family
+        shares = self._llm.llm.config.enable_prefix_caching
+        info = GaugeMetricFamily(
+            f"{self._prefix}cache_config_info",
+            "The cache's settings.",
+            labels=(*LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+        )
+        for engine, load in enumerate(loads):
+            info.add_metric(
+                (self._model, str(engine), str(load.block_size), str(load.num_blocks), str(shares)), 1
+            )
         yield info
+
+
+COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of requests that were taken.", lambda s: s.num_prompt_tokens),
+    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_tokens),
+    ("generation_tokens", "Tokens that were generated.", lambda s: s.num_generated_tokens),
+    ("num_preemptions", "Requests that gave up their memory for others.", lambda s: s.num_preemptions),
+    (
+        "spec_decode_num_drafts",
+        "Rounds that had drafts.",
+        lambda s: sum(s.speculation.drafted_per_position[:1]),
+    ),
+    ("spec_decode_num_draft_tokens", "Draft tokens.", lambda s: s.speculation.num_draft_tokens),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Draft tokens accepted.",
+        lambda s: s.speculation.num_accepted_tokens,
+    ),
+    ("drafter_faults", "Rounds in which the drafter failed.", lambda s: s.num_drafter_faults),
+    ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
+    ("step_seconds", "Time of the engine's steps: the next four, together.", lambda s: s.step_seconds),
+    ("target_seconds", "Time of the target's passes, as the host saw it.", lambda s: s.target_seconds),
+    ("draft_seconds", "Time of the drafter's passes, as the host saw it.", lambda s: s.draft_seconds),
+    ("waiting_seconds", "Time that the host waited for a device.", lambda s: s.waiting_seconds),
+    ("host_seconds", "Time of steps that was none of these.", lambda s: s.host_seconds),
+)
+BY_DRAFTER: tuple[tuple[str, str, Callable[[DrafterStats], float]], ...] = (
+    ("drafter_num_drafts", "Rounds that verified its drafts.", lambda d: d.speculation.num_rounds),
+    ("drafter_num_draft_tokens", "Its draft tokens.", lambda d: d.speculation.num_draft_tokens),
+    ("drafter_num_accepted_tokens", "Of them accepted.", lambda d: d.speculation.num_accepted_tokens),
+    ("drafter_num_faults", "Calls in which it failed.", lambda d: d.num_faults),
+)
+GAUGES: tuple[tuple[str, str, Callable[[EngineLoad], float]], ...] = (
+    ("num_requests_running", "Outputs that are being computed.", lambda e: e.num_running),
+    ("num_requests_waiting", "Outputs that wait for a place.", lambda e: e.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "Share of the key-value cache in use.",
+        lambda e: 1 - e.num_free_blocks / e.num_blocks,
+    ),
+)

@@ -1,0 +1,218 @@
+"""One replica as its entry sees it: a process that is started, asked, listened to, and started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from draftproof.frontend.replicas import wire
+from draftproof.frontend.replicas.routing import PrefixIndex
+from draftproof.metrics import EngineLoad
+
+log = logging.getLogger(__name__)
+CODE = "from draftproof.frontend.replicas.child import main; main()"
+MOST_STARTS = 5  # that fail one after the other
+EXIT_GRACE = 5.0  # seconds that a process has to end in once it was told to
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds after which a replica is taken for dead: without a first sign of life, without another one, and in one
+    step."""
+
+    start: float = 300.0
+    silent: float = 60.0
+    step: float = 900.0
+
+
+class Listener(Protocol):
+    """Whoever has the replicas. Called by each one's own thread."""
+
+    def began(self, line: Line, hello: wire.Hello) -> str | None:
+        """It is ready, and `line.is_ready` from now on. Else why it may not be used."""
+        ...
+
+    def came(self, line: Line, message: wire.Stepped | wire.Answered) -> None: ...
+
+    def lost(self, line: Line) -> None:
+        """It has died, having been ready."""
+        ...
+
+    def gave_up(self, replica: Replica, failure: wire.Failed) -> None:
+        """It will not be started again."""
+        ...
+
+    def progress(self, replica: Replica, what: str, done: int, total: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The life of one process of a replica, from its start to its death. `index` and `load`: as it says;
+    `placed`: requests that it computes, by their numbers; `trial`: the one that it computes alone."""
+
+    replica: Replica
+    channel: wire.Channel
+    process: subprocess.Popen[bytes]
+    out: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    load: EngineLoad | None = None
+    placed: dict[int, Any] = field(default_factory=dict)
+    calls: dict[int, Any] = field(default_factory=dict)
+    trial: Any = None
+    is_ready: bool = False
+
+    def send(self, message: wire.ToReplica) -> None:
+        """Never waits: a thread of its own writes."""
+        self.out.put(self.channel.encode(message))
+
+    def write(self) -> None:
+        """What was sent, until the end."""
+        try:
+            while (data := self.out.get()) is not None:
+                self.channel.end.sendall(data)
+        except OSError:  # whoever listens hears of it
+            with contextlib.suppress(OSError):
+                self.channel.end.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class Replica:
+    """Starts its process and listens to it, in a thread of its own, until `close`."""
+
+    def __init__(
+        self,
+        number: int,
+        setup: wire.Setup,
+        environment: Mapping[str, str],
+        listener: Listener,
+        patience: Patience,
+    ) -> None:
+        self.number = number
+        self.num_placed = 0
+        self.line: Line | None = None
+        self._setup = setup
+        self._environment = environment
+        self._listener = listener
+        self._patience = patience
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"draftproof-replica-{number}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the process and the thread; `join` waits for both."""
+        self._closing.set()
+        line = self.line
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.channel.end.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * EXIT_GRACE)
+
+    def _run(self) -> None:
+        is_first, num_failed = True, 0
+        while not self._closing.is_set():
+            was_ready, failure = self._live()
+            if self._closing.is_set():
+                return
+            num_failed = 0 if was_ready else num_failed + 1
+            if num_failed and (is_first or num_failed == MOST_STARTS):
+                self._listener.gave_up(self, failure or wire.Failed("did not start", is_users=False))
+                return
+            is_first = False
+            if num_failed:
+                self._closing.wait(2.0**num_failed / 2)
+
+    def _live(self) -> tuple[bool, wire.Failed | None]:
+        """One process from its start to its end: whether it was ready, and why it could not be."""
+        line = self.line = self._spawn()
+        writer = threading.Thread(target=line.write, daemon=True)
+        writer.start()
+        line.send(self._setup)
+        failure = None
+        try:
+            if not self._closing.is_set():
+                failure = self._listen(line)
+        except wire.ClosedSocketError:
+            pass
+        except TimeoutError:
+            log.error("replica %d: no sign of life for %g s", self.number, self._patience.silent)
+            line.kill()
+        line.out.put(None)
+        how = self._reap(line)
+        writer.join()
+        line.channel.end.close()
+        was_ready = line.is_ready
+        if was_ready and not self._closing.is_set():
+            log.error("replica %d has ended, %s; it is started again", self.number, how)
+            self._listener.lost(line)
+        return was_ready, failure or wire.Failed(f"ended while it was started, {how}", is_users=False)
+
+    def _listen(self, line: Line) -> wire.Failed | None:
+        """Until it is no use any more; why it never was, where it was not."""
+        while True:
+            message: wire.ToEntry = line.channel.read()
+            line.channel.end.settimeout(self._patience.silent)
+            match message:
+                case wire.Stepped() | wire.Answered():
+                    self._listener.came(line, message)
+                case wire.Alive(step_seconds):
+                    if step_seconds > self._patience.step:
+                        log.error("replica %d: a step has taken %.0f s", self.number, step_seconds)
+                        line.kill()
+                case wire.Logged(level, name, text):
+                    logging.getLogger(name).log(level, "replica %d: %s", self.number, text)
+                case wire.Progressed(what, done, total):
+                    self._listener.progress(self, what, done, total)
+                case wire.Failed():
+                    return message
+                case wire.Hello():
+                    refusal = self._listener.began(line, message)
+                    if refusal is not None:
+                        return wire.Failed(refusal, is_users=True)
+
+    def _spawn(self) -> Line:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(self._patience.start)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", CODE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=dict(self._environment),
+            start_new_session=True,  # Ctrl-C is for the entry
+        )
+        theirs.close()
+        return Line(self, wire.Channel(ours, wire.ToEntry), process)
+
+    def _reap(self, line: Line) -> str:
+        """Wait for the process, which has been told to end; kill it where it does not. How it ended."""
+        with contextlib.suppress(OSError):
+            line.channel.end.shutdown(socket.SHUT_RDWR)
+        try:
+            code = line.process.wait(EXIT_GRACE)
+        except subprocess.TimeoutExpired:
+            line.kill()
+            code = line.process.wait()
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+
+
+def environment(**changed: str) -> dict[str, str]:
+    """This process's, with the folders that it imports from."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **changed}

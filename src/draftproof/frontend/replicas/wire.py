@@ -1,0 +1,305 @@
+"""What passes between an entry and its replicas: MessagePack over a socket, with types that are checked on arrival.
+
+Requests travel as ids, numbers and bytes; nothing that is read can make an object of another kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Mapping
+from socket import socket
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.cache.events import CacheEvent
+from draftproof.config import EngineConfig
+from draftproof.engine.core import TokenDelta
+from draftproof.engine.interface import Item, RequestSpec
+from draftproof.engine.items import ItemInput, Places
+from draftproof.grammar.matcher import Grammar
+from draftproof.metrics import EngineLoad
+from draftproof.types import SamplingParams
+
+LENGTH_BYTES = 8  # in front of each message
+
+
+class Setup(msgspec.Struct, tag=True):
+    """The first message to a replica: the settings of `LLM`, its number, and what it may use."""
+
+    number: int
+    settings: dict[str, Any]
+    num_threads: int
+    log_level: int
+
+
+class WireSpec(msgspec.Struct, kw_only=True):
+    """`RequestSpec`, whose grammar is compiled again from its parameters."""
+
+    token_ids: list[int]
+    params: dict[str, Any]
+    row_seed: int
+    limit: int
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    bad_words_ids: list[list[int]]
+    prompt_logprobs: int | None
+    most_drafts: int | None
+    members: tuple[int, ...]
+    priority: int
+    reads_prefix_cache: bool
+    items: tuple[Item, ...]
+
+
+class Array(msgspec.Struct):
+    """A tensor, or an array of int64."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class WireItem(msgspec.Struct):
+    """`ItemInput`; `advance` goes with `axes`, its places."""
+
+    kind: str
+    tensors: dict[str, Array]
+    num_rows: int
+    content: bytes
+    axes: Array | None = None
+    advance: int = 0
+
+
+class Start(msgspec.Struct, tag=True):
+    """A request, by a number of the entry's; `resumed`: it goes on behind these tokens, and so many prompt scores."""
+
+    key: int
+    spec: WireSpec
+    items: list[WireItem]
+    resumed: tuple[list[int], int] | None
+
+
+class Abort(msgspec.Struct, tag=True):
+    key: int
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Forget the prefix cache; answered."""
+
+    call: int
+
+
+class Pause(msgspec.Struct, tag=True):
+    """Make no steps until told otherwise; answered."""
+
+    call: int
+    is_paused: bool
+
+
+class Draft(msgspec.Struct, tag=True):
+    """`EngineCore.draft`; answered."""
+
+    call: int
+    spec: WireSpec
+    num_drafts: int
+
+
+class Progressed(msgspec.Struct, tag=True):
+    """What a start is at."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Logged(msgspec.Struct, tag=True):
+    """A line of the log."""
+
+    level: int
+    logger: str
+    text: str
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Why there will be no engine; `is_users`: by what the settings ask for."""
+
+    error: str
+    is_users: bool
+
+
+class Hello(msgspec.Struct, tag=True):
+    """An engine is ready: what its entry needs to know of it. `files`: sizes and times of the model's files."""
+
+    fingerprint: str
+    files: str
+    max_model_len: int
+    num_drafts: int
+    methods: tuple[str, ...]
+    memory: dict[str, int]
+    arithmetic: str
+    operators: str
+    device_name: str
+    load: EngineLoad
+
+
+class Stepped(msgspec.Struct, tag=True):
+    """What a step brought; deltas have the numbers of requests for ids. `load`: now and then, and before a pause."""
+
+    deltas: list[TokenDelta]
+    events: list[StoredOnWire | RemovedOnWire | ClearedOnWire]
+    load: EngineLoad | None
+
+
+class StoredOnWire(msgspec.Struct, tag="stored"):
+    hashes: list[int]
+
+
+class RemovedOnWire(msgspec.Struct, tag="removed"):
+    hashes: list[int]
+
+
+class ClearedOnWire(msgspec.Struct, tag="cleared"):
+    pass
+
+
+class Answered(msgspec.Struct, tag=True):
+    """The end of a call; `error` where it raised ValueError."""
+
+    call: int
+    token_ids: list[int]
+    error: str | None = None
+
+
+class Alive(msgspec.Struct, tag=True):
+    """Sent at intervals; `step_seconds`: how long the step that is being made takes by now."""
+
+    step_seconds: float
+
+
+ToReplica = Setup | Start | Abort | Reset | Pause | Draft
+ToEntry = Progressed | Logged | Failed | Hello | Stepped | Answered | Alive
+
+
+class ClosedSocketError(ConnectionError):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end of a socket. Any thread may send; one reads. `kind`: what is read."""
+
+    def __init__(self, end: socket, kind: Any) -> None:
+        self.end = end
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._lock = threading.Lock()
+
+    def encode(self, message: ToReplica | ToEntry) -> bytes:
+        """The message, with its length before it. TypeError for what cannot travel."""
+        body = self._encoder.encode(message)
+        return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+    def send(self, message: ToReplica | ToEntry) -> None:
+        """ClosedSocketError where nobody reads."""
+        data = self.encode(message)
+        try:
+            with self._lock:
+                self.end.sendall(data)
+        except OSError as error:
+            raise ClosedSocketError(str(error)) from None
+
+    def read(self) -> Any:
+        """The next message. ClosedSocketError at the end, TimeoutError after the socket's own time."""
+        length = int.from_bytes(self._take(LENGTH_BYTES), "little")
+        return self._decoder.decode(self._take(length))
+
+    def _take(self, number: int) -> bytearray:
+        taken = bytearray(number)
+        view, have = memoryview(taken), 0
+        while have < number:
+            try:
+                came = self.end.recv_into(view[have:])
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ClosedSocketError(str(error)) from None
+            if not came:
+                raise ClosedSocketError("the other end is closed")
+            have += came
+        return taken
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{value!r:.80} cannot be sent to another process")
+
+
+def settings_of(config: EngineConfig, device: str) -> dict[str, Any]:
+    """`LLM`'s settings, for a replica on `device`."""
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    settings["device"] = device
+    given = config.speculative_config
+    if given is not None:
+        own = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "options"}
+        settings["speculative_config"] = {**own, **given.options}
+    if config.kv_events_config is not None:
+        settings["kv_events_config"] = dataclasses.asdict(config.kv_events_config)
+    return settings
+
+
+def pack_spec(spec: RequestSpec) -> WireSpec:
+    names = WireSpec.__struct_fields__
+    given = {name: getattr(spec, name) for name in names if name != "params"}
+    return WireSpec(**given, params=msgspec.to_builtins(spec.params, builtin_types=(bytes,)))
+
+
+def unpack_spec(wire: WireSpec, params: SamplingParams, grammar: Grammar | None) -> RequestSpec:
+    names = WireSpec.__struct_fields__
+    given = {name: getattr(wire, name) for name in names if name != "params"}
+    return RequestSpec(**given, params=params, grammar=grammar)
+
+
+def pack_item(item: ItemInput) -> WireItem:
+    tensors = {name: _pack(tensor) for name, tensor in item.tensors.items()}
+    wire = WireItem(item.kind, tensors, item.num_rows, item.content)
+    if item.places is not None:
+        wire.axes = _pack(torch.from_numpy(np.ascontiguousarray(item.places.axes_3N)))
+        wire.advance = item.places.advance
+    return wire
+
+
+def unpack_item(wire: WireItem) -> ItemInput:
+    tensors = {name: _unpack(array) for name, array in wire.tensors.items()}
+    places = None if wire.axes is None else Places(_unpack(wire.axes).numpy(), wire.advance)
+    return ItemInput(wire.kind, tensors, wire.num_rows, wire.content, places)
+
+
+def _pack(tensor: Tensor) -> Array:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes()
+    return Array(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data)
+
+
+def _unpack(array: Array) -> Tensor:
+    dtype = getattr(torch, array.dtype)
+    if not array.data:
+        return torch.zeros(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.data), dtype=torch.uint8).view(dtype).reshape(array.shape)
+
+
+def pack_events(events: list[CacheEvent]) -> list[StoredOnWire | RemovedOnWire | ClearedOnWire]:
+    return [_EVENTS[type(event).__name__](event) for event in events]
+
+
+_EVENTS: Mapping[str, Any] = {
+    "BlocksStored": lambda event: StoredOnWire(event.hashes),
+    "BlocksRemoved": lambda event: RemovedOnWire(event.hashes),
+    "AllCleared": lambda event: ClearedOnWire(),
+}
