@@ -1,11 +1,13 @@
 """Other people's tools at a server of ours, and whether what they read is what was counted.
 
-    PYTHONPATH=src:. python bench/serving_tools.py aiperf guidellm lm-eval [--site DIR]
+    PYTHONPATH=src:. python bench/serving_tools.py aiperf guidellm lm-eval compatcanary [--site DIR]
 
 AIPerf and GuideLLM load a server of the embedded model with its EAGLE-3 head; their figures of acceptance must be those
 of /metrics. lm-eval scores a task of this file at a server with a drafter and at one without, greedily and sampled; the
-numbers must be equal. The tools are run as `python -m`, with DIR in front of their path; none needs a network. Exit
-status 1 if a figure differs, 2 if a tool is not installed.
+numbers must be equal. CompatCanary asks what an OpenAI-compatible API must answer (chats, streams, a call that must
+come, a strict schema, Responses); every probe must pass. It is run by Node (`npm install --prefix DIR compatcanary`), the
+others as `python -m`, with DIR in front of their path; none needs a network. Exit status 1 if a figure differs, or where
+a tool is not installed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +124,25 @@ def guidellm(server: Server, site: Path | None, folder: Path) -> dict[str, tuple
     return {"tokens": (written, tokens), "tokens an event": (told, tokens / events)}
 
 
+def compatcanary(server: Server, site: Path | None, folder: Path) -> dict[str, tuple[str, str]]:
+    """(what became of it, "pass") by probe."""
+    host, port = server.address
+    script = (site or Path()) / "node_modules/compatcanary/src/cli.js"
+    command = ["node", str(script)] if script.exists() else [shutil.which("compatcanary") or ""]
+    if not shutil.which(command[0]):
+        raise SystemExit(
+            "compatcanary: is not installed; npm install --prefix DIR compatcanary, and give --site DIR"
+        )
+    file = folder / "report.json"
+    where = ["--base-url", f"http://{host}:{port}/v1", "--model", "tiny", "--profile", "modern"]
+    how = ["--format", "json", "--output", str(file), "--fail-on", "never", "--timeout", "120"]
+    subprocess.run([*command, "scan", *where, *how], check=True, capture_output=True)
+    results = json.loads(file.read_text())["results"]
+    told = {result["id"]: result["status"] for result in results}
+    failures = {r["id"]: f"{r['status']}: {r['summary']}" for r in results if r["status"] != "pass"}
+    return {name: (failures.get(name, status), "pass") for name, status in told.items()}
+
+
 def lm_eval(site: Path | None, folder: Path) -> dict[str, tuple[Any, Any]]:
     """(with a drafter, without) by metric of a task."""
     file = folder / "questions.json"
@@ -167,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tools", nargs="+", choices=("aiperf", "guidellm", "lm-eval"))
+    parser.add_argument("tools", nargs="+", choices=("aiperf", "guidellm", "lm-eval", "compatcanary"))
     parser.add_argument("--site", type=Path, help="folder with the tool and what it imports")
     given = parser.parse_args()
     is_wrong = False
@@ -176,11 +198,12 @@ def main() -> int:
             if name == "lm-eval":
                 pairs = lm_eval(given.site, Path(folder))
             else:
-                tool = {"aiperf": aiperf, "guidellm": guidellm}[name]
+                tool = {"aiperf": aiperf, "guidellm": guidellm, "compatcanary": compatcanary}[name]
                 pairs = with_server(tool, given.site, Path(folder))
         for what, (theirs, ours) in pairs.items():
             # figures in files are rounded; a mean of ratios is near the ratio of sums where requests are as long
-            is_equal = theirs == ours if name == "lm-eval" else math.isclose(theirs, ours, rel_tol=0.02)
+            is_exact = name in ("lm-eval", "compatcanary")
+            is_equal = theirs == ours if is_exact else math.isclose(theirs, ours, rel_tol=0.02)
             is_wrong |= not is_equal
             print(f"{name}: {what}: {theirs} and {ours}{'' if is_equal else '  DIFFERENT'}", flush=True)
     return int(is_wrong)

@@ -1,9 +1,14 @@
-"""JSON schemas to answer by: made by a seeded generator, and those of the types that a client library ships."""
+"""JSON schemas to answer by: made by a seeded generator, of the types that client libraries ship, of a test suite."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
 import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 NAMES = ("name", "age", "tags", "kind", "x", "is_open", "address", "créé", "a b", 'q"t')
@@ -77,24 +82,34 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Schemas of the types in the `openai` package, each once, by their names; none where it is missing."""
-    try:
-        import openai.types
-        import openai.types.chat
-        import openai.types.responses
-        from pydantic import BaseModel
-    except ImportError:
-        return []
+    """Schemas of the types in the `openai` and `anthropic` packages, by turns, each once; of those that there are."""
+    modules = ("openai.types", "openai.types.chat", "openai.types.responses"), ("anthropic.types",)
+    both = itertools.zip_longest(*(_of_types(names) for names in modules))
+    found = {json.dumps(schema): schema for pair in both for schema in pair if schema is not None}
+    return [schema for text, schema in found.items() if len(text) < 4000]
+
+
+def _of_types(modules: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Schemas of the types in modules, by their names."""
+    for module in modules:
+        try:
+            types = importlib.import_module(module)
+            from pydantic import BaseModel
+        except ImportError:
+            continue
+        for name in sorted(dir(types)):
+            kind = getattr(types, name)
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                with contextlib.suppress(Exception):  # has parts that no schema describes
+                    yield kind.model_json_schema()
+
+
+def suite(folder: Path) -> list[dict[str, Any]]:
+    """Schemas of JSON-Schema-Test-Suite, a folder of a draft: `json/tests/draft2020-12` in the sources of `jsonschema`
+    (`pip download --no-deps --no-binary jsonschema jsonschema`); each once, but for `true` and `false`."""
     found: dict[str, dict[str, Any]] = {}
-    for module in (openai.types, openai.types.chat, openai.types.responses):
-        for name in sorted(dir(module)):
-            kind = getattr(module, name)
-            if not isinstance(kind, type) or not issubclass(kind, BaseModel):
-                continue
-            try:
-                schema = kind.model_json_schema()
-            except Exception:  # has parts that no schema describes
-                continue
-            if len(text := json.dumps(schema)) < 4000:
-                found.setdefault(text, schema)
+    for file in sorted(folder.glob("*.json")):
+        for group in json.loads(file.read_text()):
+            if isinstance(group["schema"], dict):
+                found.setdefault(json.dumps(group["schema"]), group["schema"])
     return list(found.values())

@@ -1,16 +1,20 @@
 """Answers that follow a grammar: valid, and the same with every drafter as without one.
 
-    NUM_SCHEMAS=500 python -m pytest tests/conformance/test_grammar.py -m "slow or not slow"
+    NUM_SCHEMAS=500 SCHEMA_SUITE=DIR python -m pytest tests/conformance/test_grammar.py -m "slow or not slow" -rP
 
-takes as many schemas with every drafter; without, sixty with a few.
+takes as many schemas with every drafter, each greedily and sampled, and says what came of them; without, sixty with a
+few. A third of them is of the types in client libraries, a third of JSON-Schema-Test-Suite, where DIR is its folder of a
+draft, and the rest is generated.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +22,14 @@ import pytest
 from draftproof import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from draftproof.grammar.matcher import Matcher
 from tests.conformance.cases import CASES, Case
-from tests.conformance.schemas import generated, shipped
+from tests.conformance.schemas import generated, shipped, suite
 from tests.made.shared import EAGLE3
 from tests.slow import slow
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 NUM_SCHEMAS = int(os.environ.get("NUM_SCHEMAS", "60"))
+SCHEMA_SUITE = os.environ.get("SCHEMA_SUITE", "")
 QUICK = ("eagle3", "suffix", "ff")
 FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
@@ -46,17 +51,21 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 @functools.cache
 def usable() -> list[dict[str, Any]]:
-    """Schemas that llguidance takes; the library's own first, a third of all at most."""
+    """Schemas that llguidance takes: libraries' and a test suite's, a third of all at most, and generated ones."""
+    found = list[dict[str, Any]]()
     with LLM(**ENGINE) as llm:
-        found = []
-        for schema in shipped():
-            try:
-                llm.requests.inputs.grammar(SamplingParams(structured_outputs={"json": schema}))  # type: ignore[arg-type]
-            except ValueError:
-                continue
-            found.append(schema)
-    found = found[: NUM_SCHEMAS // 3]
+        for source in (shipped(), suite(Path(SCHEMA_SUITE)) if SCHEMA_SUITE else []):
+            taken = (schema for schema in source if is_taken(llm, schema))
+            found += itertools.islice(taken, NUM_SCHEMAS // 3)
     return found + generated(NUM_SCHEMAS - len(found), seed=23)
+
+
+def is_taken(llm: LLM, schema: dict[str, Any]) -> bool:
+    try:
+        llm.requests.inputs.grammar(SamplingParams(structured_outputs={"json": schema}))  # type: ignore[arg-type]
+    except ValueError:
+        return False
+    return True
 
 
 def wanted() -> tuple[list[str], list[SamplingParams]]:
@@ -71,7 +80,7 @@ def wanted() -> tuple[list[str], list[SamplingParams]]:
     for number, schema in enumerate(usable()):
         rule = StructuredOutputsParams(json=schema, disable_any_whitespace=number % 5 == 4)
         shared: dict[str, Any] = {
-            "max_tokens": 120, "structured_outputs": rule, "logprobs": 1, **more[number % len(more)],
+            "max_tokens": 120 if NUM_SCHEMAS < 100 else 64, "structured_outputs": rule, "logprobs": 1, **more[number % len(more)],
         }  # fmt: skip
         params.append(SamplingParams(temperature=0, **shared))
         params.append(SamplingParams(temperature=0.9, seed=number, **shared))
@@ -99,7 +108,8 @@ def test_every_finished_answer_is_valid() -> None:
         validator = jsonschema.Draft202012Validator(schema)
         problems = list(validator.iter_errors(json.loads(text)))
         assert not problems, (schema, text, problems)
-    assert num_finished > 0.7 * len(params)
+    print(f"{NUM_SCHEMAS} schemas: {num_finished} of {len(params)} answers ended, and all of them are valid")
+    assert num_finished > 0.5 * len(params), "many types in libraries hold texts without an end"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else slow) for name in CASES])
@@ -112,6 +122,11 @@ def test_drafts_change_no_answer(name: str) -> None:
         assert llm.stats.num_preemptions > 0
         assert llm.stats.num_drafter_faults == 0 or name == "custom"
         speculation = llm.stats.speculation
+        print(
+            f"{name}: {len(found)} answers, {sum(len(a[0]) for a in found)} tokens, as without drafts; "
+            f"{speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafts accepted, "
+            f"{llm.stats.num_preemptions} preemptions"
+        )
         assert speculation.num_draft_tokens > 0 or name == "replay"  # whose recordings are other answers
         if name == "ff":
             forced = llm.stats.drafters[-1]

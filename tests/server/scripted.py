@@ -35,9 +35,11 @@ def model(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
-def scripted(folder: Path, says: Callable[[str], str], **settings: Any) -> LLM:
+def scripted(folder: Path, says: Callable[[str], str], template: str = TEMPLATE, **settings: Any) -> LLM:
     """An engine whose model answers a prompt with what `says` makes of its text, a few tokens a step."""
-    llm = LLM(str(model(folder)), dtype="float32", num_kv_blocks=300, **{"max_model_len": 256, **settings})
+    llm = LLM(
+        str(model(folder, template)), dtype="float32", num_kv_blocks=300, **{"max_model_len": 256, **settings}
+    )
     llm.engine.__class__ = ScriptedCore
     llm.engine.says = says
     llm.engine.tokenizer = llm.tokenizer

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from draftproof.server.parsers import Syntax
 from tests.server.running import LONG, Running, running
-from tests.server.scripted import TURN, scripted
+from tests.server.scripted import TEMPLATE, TURN, scripted
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: pip install anthropic")
 MODEL = "scripted"
@@ -171,6 +172,47 @@ def test_what_was_called_goes_back_into_the_template(server: Running) -> None:
         function["arguments"] = "[1]"
         refused = http.post("/v1/chat/completions", json={"messages": messages})
         assert refused.status_code == 400 and "must be a JSON object" in refused.text
+
+
+def test_tools_of_a_model_whose_template_has_none(tmp_path: Path) -> None:
+    """They are told, called and answered in plain text, in the system's message and in turns of the user."""
+    plain = TEMPLATE[TEMPLATE.index("{% for m in messages %}") :].partition("{% for c in")[0]
+    told = f"{plain}<|im_end|>\n{{% endfor %}}<|im_start|>assistant\n"
+    assert "tool" not in told
+    seen: list[str] = []
+
+    def says(prompt: str) -> str:
+        seen.append(prompt)
+        return "Found." if "<tool_response>" in prompt else call("search", text="x")
+
+    llm = scripted(tmp_path, says, template=told, max_model_len=2048)
+    with running(llm, served_model_name=(MODEL,)) as started:
+        chats = started.client().chat.completions
+        messages: list[Any] = [{"role": "system", "content": "Be kind."}, *asking("Where?")]
+        message = chats.create(model=MODEL, messages=messages, tools=CHAT_TOOLS).choices[0].message
+        (called,) = message.tool_calls or []
+        assert (called.function.name, json.loads(called.function.arguments)) == ("search", {"text": "x"})
+        result: Any = {
+            "role": "tool",
+            "tool_call_id": called.id,
+            "content": [{"type": "text", "text": "here"}],
+        }
+        messages += [message.model_dump(include={"role", "content", "tool_calls"}), result]
+        answer = chats.create(model=MODEL, messages=messages, tools=CHAT_TOOLS).choices[0]
+        assert answer.message.content == "Found." and answer.finish_reason == "stop"
+        chats.create(model=MODEL, messages=messages)
+    first, second, third = seen
+    assert first.startswith("<|im_start|>system\nBe kind.\n\nYou can call tools.")
+    assert all(json.dumps(function) in first for function in FUNCTIONS)
+    written = call("search", text="x")
+    assert f"assistant\n{written}<|im_end|>\n<|im_start|>user\n<tool_response>\nhere\n</tool_response>" in (
+        second.replace("\n\n", "\n")  # which join parts of a text
+    )
+    assert third.startswith("<|im_start|>system\nBe kind.<|im_end|>"), "nobody offers tools there"
+    with pytest.raises(
+        ValueError, match="tool_call_parser='llama3': the model's chat template tells of no tools"
+    ):
+        Syntax(told, "llama3", None)
 
 
 # Responses

@@ -190,6 +190,20 @@ def test_a_chat_calls_what_it_must(caller: Running, seed: int) -> None:
         assert len(set(found)) == 1
 
 
+def test_a_model_whose_template_has_no_tools_calls_what_it_must(server: Running) -> None:
+    chats = server.client().chat.completions
+    answer = chats.create(
+        model="tiny",
+        messages=MESSAGES,
+        tools=CHAT_TOOLS[1:],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    ).choices[0]
+    (call,) = answer.message.tool_calls or []
+    check_call("roll", json.loads(call.function.arguments))
+    assert answer.finish_reason == "tool_calls"
+
+
 def test_responses_and_messages_call_what_they_must(caller: Running) -> None:
     responses = caller.client().responses
     told: Any = {"model": "tiny", "input": "What?", "tools": RESPONSE_TOOLS, "max_output_tokens": 120}

@@ -16,6 +16,7 @@ from draftproof.frontend.input_processor import Prompt
 from draftproof.frontend.llm import LLM
 from draftproof.schema import shown, words
 from draftproof.server.errors import RefusalError
+from draftproof.server.parsers import told
 from draftproof.server.settings import ServerConfig
 from draftproof.server.structured import GUIDED, rule_asked
 from draftproof.types import RequestHints, SamplingParams
@@ -260,20 +261,23 @@ class ChatBody(GenerationBody):
     def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
         messages = [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
-        return [llm.chat_prompt(messages, **self._template())]
+        template = self._template()
+        if told.is_told(llm.tokenizer.chat_template()):
+            messages = told.as_text(messages, template.pop("tools", ()))
+        return [llm.chat_prompt(messages, **template)]
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
-        told = dict(self.chat_template_kwargs or {})
+        given = dict(self.chat_template_kwargs or {})
         for name in ("chat_template", "tokenize"):
-            if name in told:  # a template is code, and code comes with the model
+            if name in given:  # a template is code, and code comes with the model
                 raise ValueError(f"chat_template_kwargs: {name}: cannot be set by a request; leave it out")
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
-                told[name] = getattr(self, name)
+                given[name] = getattr(self, name)
         if self.offered:
-            told["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
-        return told
+            given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
+        return given
 
 
 def _texts(message: Mapping[str, Any]) -> list[Any]:

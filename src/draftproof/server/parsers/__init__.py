@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from draftproof.schema import did_you_mean
-from draftproof.server.parsers import deepseek, gemma, glm, hermes, llama3, mistral, reasoning
+from draftproof.server.parsers import deepseek, gemma, glm, hermes, llama3, mistral, reasoning, told
 from draftproof.server.parsers.forms import Form
 from draftproof.server.parsers.reader import SPACE, CallArguments, CallStart, Content, Piece, Reader, Steps
 
@@ -45,7 +45,14 @@ class Syntax:
         """`template`: empty where there is none. ValueError for a name that there is not."""
         _check("tool_call_parser", tool_name, TOOLS)
         _check("reasoning_parser", reasoning_name, reasoning.PAIRS)
-        found = next((name for sign, name in TOOL_SIGNS.items() if sign in template), NONE)
+        is_told = told.is_told(template)
+        if is_told and tool_name not in (None, NONE, told.FAMILY):
+            raise ValueError(
+                f"tool_call_parser={tool_name!r}: the model's chat template tells of no tools, and where they are told in "
+                f"plain text calls are {told.FAMILY}'s; leave it out"
+            )
+        otherwise = told.FAMILY if is_told else NONE
+        found = next((name for sign, name in TOOL_SIGNS.items() if sign in template), otherwise)
         self.tools = tool_name or found
         found = next((name for name, pair in reasoning.PAIRS.items() if pair[1] in template), NONE)
         self.reasoning = reasoning_name or found
