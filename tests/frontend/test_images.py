@@ -33,6 +33,7 @@ PARAMS = [
 
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "qwen2_5_vl": vision.qwen2_5_vl,
+    "qwen3_vl": vision.qwen3_vl,
     "llava": vision.llava,
     "gemma3": vision.gemma3,
 }

@@ -25,6 +25,7 @@ _TEXT: dict[str, Any] = {
     **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+INTERLEAVED = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _QWEN_PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2},
@@ -53,6 +54,27 @@ def qwen2_5_vl(folder: Path) -> Any:
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     return _saved(model, folder, _QWEN_PROCESSOR)
+
+
+def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
+    """As `qwen2_5_vl`: axes take turns, and two layers add features of the encoder's. `text`: other sizes."""
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED},
+            **text,
+        },
+        vision_config={
+            **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+            "out_hidden_size": text.get("hidden_size", HIDDEN),
+            **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
+        },
+        image_token_id=IMAGE,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    return _saved(model, folder, _QWEN_PROCESSOR, seed)
 
 
 def llava(folder: Path) -> Any:
@@ -98,9 +120,9 @@ def gemma3(folder: Path) -> Any:
     return _saved(model, folder, processor)
 
 
-def _saved(model: Any, folder: Path, processor: Mapping[str, Any]) -> Any:
+def _saved(model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7) -> Any:
     """The model with weights that keep the length of vectors, so that answers depend on all of it."""
-    random = torch.Generator().manual_seed(7)
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.given import NOTHING_ADDED
 from draftproof.attention.turns import Turns
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
@@ -249,7 +250,13 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         ),
         graphs=new_graphs(),
         new_graphs=new_graphs,
-        items=ItemStore(model.hidden_size, device, where.dtype, MOST_ITEM_BYTES),
+        items=ItemStore(
+            model.hidden_size,
+            device,
+            where.dtype,
+            MOST_ITEM_BYTES,
+            NOTHING_ADDED if vision is None else vision.added,
+        ),
         vision=vision,
         max_model_len=max_model_len,
     )

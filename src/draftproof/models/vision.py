@@ -3,7 +3,7 @@
 What is the families' own is where an encoder's output enters: which ids stand for an image's rows, how many there are,
 and where they stand for the rotary embedding. Encoders run one image at a time, on one thread of a CPU, so that an
 image's embeddings depend on nothing else.
-Shapes: N rows of an image, H hidden size.
+Shapes: N rows of an image, H hidden size, X an embedding and what is added behind it (`attention.given`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftproof import schema
+from draftproof.attention.given import NOTHING_ADDED, Added
 from draftproof.models.weights import WeightSource
 from draftproof.runtime.threads import threads
 
@@ -34,7 +35,8 @@ class VisionFamily:
     understood, none: whatever is there. `is_whole`: an image's rows see each other. `marks`: config keys of the ids
     that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
     by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
-    text moves on; None: in a row, as text does. `prefixes`: what names of the module's tensors begin with, and what
+    text moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
+    `prefixes`: what names of the module's tensors begin with, and what
     files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
     """
 
@@ -50,6 +52,7 @@ class VisionFamily:
     marks: tuple[tuple[str, ...], ...] = ()
     num_rows: Callable[[Mapping[str, Any], Tensors], int]
     places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
+    added: Callable[[Mapping[str, Any]], Added] = lambda config: NOTHING_ADDED
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
     text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -72,6 +75,12 @@ def _places_of_grid(config: Mapping[str, Any], tensors: Tensors) -> tuple[Grid, 
     time, height, width = (int(x) for x in tensors["image_grid_thw"].view(-1))
     sides = height // merge, width // merge
     return np.indices((time, *sides), dtype=np.int64).reshape(3, -1), max(sides)
+
+
+def _deepstack(config: Mapping[str, Any]) -> Added:
+    """States of so many of the encoder's layers. Taps see the stream with them, as in vLLM; transformers'
+    `output_hidden_states` is without what the layer's own output is given."""
+    return Added(num_layers=len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))))
 
 
 def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
@@ -107,6 +116,18 @@ FAMILIES: Mapping[str, VisionFamily] = {
             inputs=("pixel_values", "image_grid_thw"),
             num_rows=_rows_of_grid,
             places=_places_of_grid,
+        ),
+        VisionFamily(
+            model_type="qwen3_vl",
+            architectures=("Qwen3VLForConditionalGeneration",),
+            text="qwen3_vl_text",
+            keys=schema.words(
+                "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
+            ),
+            inputs=("pixel_values", "image_grid_thw"),
+            num_rows=_rows_of_grid,
+            places=_places_of_grid,
+            added=_deepstack,
         ),
         VisionFamily(
             model_type="llava",
@@ -160,6 +181,11 @@ class Vision:
     def most_whole_rows(self) -> int:
         """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
         return self.family.num_rows(self.config, {}) if self.family.is_whole else 0
+
+    @property
+    def added(self) -> Added:
+        """What goes into the stream after the first layers at an image's rows."""
+        return self.family.added(self.config)
 
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
         """See `VisionFamily`."""
@@ -234,15 +260,19 @@ class ImageEncoder:
         return sum(tensor.nbytes for tensor in self._module.parameters())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """The embeddings [N, H] of one image."""
+        """The embeddings of one image, and behind each what else its row is given: [N, X]."""
         given = {name: tensors[name].to(self._device) for name in self._inputs}
         given = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
         with torch.inference_mode(), threads(1):
-            found = self._module.get_image_features(**given).pooler_output
-            embeds = (
-                found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
-            )
-            return embeds.reshape(-1, embeds.shape[-1]).clone()
+            found = self._module.get_image_features(**given)
+            parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            return torch.cat([_flat(part) for part in parts], dim=1)
+
+
+def _flat(found: Tensor | Sequence[Tensor]) -> Tensor:
+    """The rows of one image, which some encoders give in several pieces."""
+    pieces = [found] if isinstance(found, Tensor) else found
+    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
 
 
 def _module(vision: Vision, dtype: torch.dtype) -> Any:
