@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,15 @@ def theirs(
     model: Any, folder: Path, given: dict[str, Any], num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """transformers' (logits of the prompt's last row and the answer's, greedy ids)."""
+    ids, found = placed(model, folder, given)
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(logits_of(model, ids, found)[-1].argmax()))
+    return logits_of(model, ids[:-1], found)[start - 1 :], ids[start:]
+
+
+def placed(model: Any, folder: Path, given: Mapping[str, Any]) -> tuple[list[int], Any]:
+    """(a prompt's ids with one for each row of an image, what the processor makes of its images)."""
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     images = given["multi_modal_data"]["image"]
     found = processor(images=images, return_tensors="pt")
@@ -102,13 +111,10 @@ def theirs(
     ids = [
         i for token in given["prompt_token_ids"] for i in [token] * (next(counts) if token == IMAGE else 1)
     ]
-    start = len(ids)
-    for _ in range(num_tokens):
-        ids.append(int(_logits(model, ids, found)[-1].argmax()))
-    return _logits(model, ids[:-1], found)[start - 1 :], ids[start:]
+    return ids, found
 
 
-def _logits(model: Any, ids: list[int], found: Any) -> torch.Tensor:
+def logits_of(model: Any, ids: list[int], found: Any) -> torch.Tensor:
     tokens = torch.tensor([ids])
     name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
     kinds = {} if model.config.model_type == "llava" else {name: (tokens == IMAGE).int()}

@@ -6,7 +6,7 @@ follows it: L vectors, of which the stream is given the i-th after layer i (deep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,12 +89,12 @@ class GivenRows:
     first_S: Tensor  # int64
     added: Added = NOTHING_ADDED
     adds_E: Tensor | None = None  # see `GivenEmbeddings`
-    # by a drafter's own encoder: the same rows as that makes them
-    of_encoders: Mapping[object, Callable[[], GivenRows]] = field(default_factory=dict)
+    # by whoever has embeddings of its own: what makes the same rows of these
+    others: Mapping[object, Callable[[], GivenRows]] = field(default_factory=dict)
 
-    def made_by(self, encoder: object) -> GivenRows:
-        """These rows as another encoder makes them; `encoder` None: as they are."""
-        return self if encoder is None else self.of_encoders[encoder]()
+    def of(self, embeds: Sequence[object]) -> GivenRows:
+        """These rows with a drafter's own embeddings, `DraftSpec.embeds`; as they are, where it has none."""
+        return self.others[embeds[0]]() if embeds else self
 
     def at(self, slots_T: Tensor, positions_T: Tensor) -> GivenEmbeddings:
         """The embeddings of rows whose tokens stand at these positions; a negative one has none."""
@@ -102,6 +102,4 @@ class GivenRows:
         width = self.index_SW.shape[1]
         index_T = self.index_SW[slots_T, offset_T.clamp(0, width - 1)]
         inside_T = (offset_T >= 0) & (offset_T < width) & (positions_T >= 0)
-        return GivenEmbeddings(
-            torch.where(inside_T, index_T, -1), self.given_EX, self.added, self.adds_E
-        )
+        return GivenEmbeddings(torch.where(inside_T, index_T, -1), self.given_EX, self.added, self.adds_E)

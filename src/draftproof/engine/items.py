@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -36,10 +37,8 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ItemInput:
-    """An item as its encoder reads it: tensors by the encoder's own names. `content`: the hash of kind and tensors.
-
-    `places`: of its rows on the axes of a family that has several, from the item's own on; a function of the tensors.
-    """
+    """An item as its encoder reads it: tensors by the encoder's own names. `places`: of its rows on the axes of a
+    family that has several, from the item's own on. `content`: the hash of all that."""
 
     kind: str
     tensors: Mapping[str, Tensor]
@@ -56,6 +55,8 @@ class ItemInput:
         for name, tensor in sorted(tensors.items()):
             digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        if places is not None:
+            digest.update(repr((places.advance, places.axes_3N.tolist())).encode())
         return cls(kind, tensors, num_rows, digest.digest(), places)
 
 
@@ -115,6 +116,10 @@ class ItemStore:
             self.num_bytes -= gone.nbytes
         return made
 
+    def nothing(self, num_rows: int) -> Tensor:
+        """Embeddings of rows that cannot be made here."""
+        return torch.zeros((num_rows, self.hidden_size), device=self._device, dtype=self._dtype)
+
 
 class SlotItems:
     """The items of the requests that have slots: what a step asks for the embeddings of its rows."""
@@ -127,10 +132,12 @@ class SlotItems:
         device: torch.device,
         turns: Turns | None = None,
         num_drafts: int = 0,
+        own: Mapping[Any, ItemStore] | None = None,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
-        turns: of a target with several axes."""
+        turns: of a target with several axes; own: by `DraftSpec.embeds`, where drafters keep theirs."""
         self.turns = turns
+        self._own = own or {}
         self._beyond = num_drafts + reads_ahead + 1
         self._store = store
         self._num_slots = num_slots
@@ -220,7 +227,8 @@ class SlotItems:
                     index_SW[slot, there.start - first : there.stop - first] = rows
                     num_rows += len(there)
         index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
-        return _rows_of(self._store, pieces, index, firsts)
+        others = {own: partial(_rows_of, store, pieces, index, firsts) for own, store in self._own.items()}
+        return replace(_rows_of(self._store, pieces, index, firsts), others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +249,10 @@ class _Piece(NamedTuple):
 
 def _rows_of(store: ItemStore, pieces: Sequence[_Piece], index_SW: Tensor, first_S: Tensor) -> GivenRows:
     """The pieces, one behind the other, as a store has them."""
-    found = [store.rows(source)[first:end] for source, first, end in pieces]
+    found = [
+        store.rows(source)[first:end] if source.kind in store.encoders else store.nothing(end - first)
+        for source, first, end in pieces
+    ]
     if not store.added.num_layers:
         return GivenRows(torch.cat(found), index_SW, first_S)
     size = store.hidden_size * (1 + store.added.num_layers)
@@ -279,6 +290,11 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
         place = item.start + item.num_rows
         shift += advance - item.num_rows
     return _Axes(np.concatenate(pieces, axis=1), shift)
+
+
+def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
+    """The largest position of an item's row, on any axis."""
+    return int(_axes_of(list(zip(items, inputs, strict=True))).axes_3P.max(initial=0))
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:

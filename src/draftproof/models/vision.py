@@ -19,11 +19,27 @@ from torch import Tensor
 
 from draftproof import schema
 from draftproof.attention.given import NOTHING_ADDED, Added
-from draftproof.models.weights import WeightSource
+from draftproof.models.weights import Weights, WeightSource
 from draftproof.runtime.threads import threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFamily:
+    """How a family sees a video: frames in groups, of which each is encoded as an image is. `placeholder`: the config
+    key of the id that stands for their rows. `marks`: keys of ids around each group, which follow its time in words;
+    none: the rows of all groups are one run, apart on the axis of time by `vision_config`'s `pace`, or else
+    `default_pace`, a second. `frame_size`: (frames, height, width, factor, frames of a group, fewest and most pixels)
+    -> height and width that frames are scaled to; `pixels`: those bounds where no file has them."""
+
+    placeholder: str = "video_token_id"
+    marks: tuple[str, ...] = ()
+    pace: str = "tokens_per_second"
+    default_pace: float = 4
+    frame_size: Callable[[int, int, int, int, int, tuple[int, int]], tuple[int, int]]
+    pixels: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +52,7 @@ class VisionFamily:
     that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
     by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
     text moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
-    `prefixes`: what names of the module's tensors begin with, and what
+    `video`: None where it sees none. `prefixes`: what names of the module's tensors begin with, and what
     files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
     """
 
@@ -53,6 +69,7 @@ class VisionFamily:
     num_rows: Callable[[Mapping[str, Any], Tensors], int]
     places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
     added: Callable[[Mapping[str, Any]], Added] = lambda config: NOTHING_ADDED
+    video: VideoFamily | None = None
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
     text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -83,6 +100,26 @@ def _deepstack(config: Mapping[str, Any]) -> Added:
     return Added(num_layers=len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))))
 
 
+def _size_of_frame(
+    num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
+) -> tuple[int, int]:
+    """The bounds are of a frame, as those of an image are."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    found: tuple[int, int] = smart_resize(height, width, factor, *pixels)
+    return found
+
+
+def _size_in_video(
+    num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
+) -> tuple[int, int]:
+    """The bounds are of all frames together."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    found: tuple[int, int] = smart_resize(max(num, group), height, width, group, factor, *pixels)
+    return found
+
+
 def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
     """A row a patch; CLIP's own row, which is about the whole image, is left out unless the config says otherwise."""
     patch = int(config["vision_config"].get("patch_size", 14))
@@ -95,6 +132,9 @@ def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
 def _rows_as_told(config: Mapping[str, Any], tensors: Tensors) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
+
+# what an encoder's processor must know of it
+_PROCESSED_BY = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "image_size")
 
 _LLAMA = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -116,6 +156,7 @@ FAMILIES: Mapping[str, VisionFamily] = {
             inputs=("pixel_values", "image_grid_thw"),
             num_rows=_rows_of_grid,
             places=_places_of_grid,
+            video=VideoFamily(frame_size=_size_of_frame, pixels=(128 * 28 * 28, 768 * 28 * 28)),
         ),
         VisionFamily(
             model_type="qwen3_vl",
@@ -128,6 +169,11 @@ FAMILIES: Mapping[str, VisionFamily] = {
             num_rows=_rows_of_grid,
             places=_places_of_grid,
             added=_deepstack,
+            video=VideoFamily(
+                marks=("vision_start_token_id", "vision_end_token_id"),
+                frame_size=_size_in_video,
+                pixels=(128 * 32 * 32, 768 * 32 * 32),
+            ),
         ),
         VisionFamily(
             model_type="llava",
@@ -174,6 +220,17 @@ class Vision:
     directory: Path
     marks: tuple[int, ...] = ()
 
+    @property
+    def video_placeholder(self) -> int:
+        """The id that stands for a row of a video; -1: it sees none."""
+        video = self.family.video
+        return -1 if video is None else schema.whole(self.config, video.placeholder, "config.json", 0)
+
+    @property
+    def placeholders(self) -> tuple[int, int]:
+        """Ids that stand for no token."""
+        return self.placeholder, self.video_placeholder
+
     def num_rows(self, tensors: Tensors) -> int:
         return self.family.num_rows(self.config, tensors)
 
@@ -186,6 +243,11 @@ class Vision:
     def added(self) -> Added:
         """What goes into the stream after the first layers at an image's rows."""
         return self.family.added(self.config)
+
+    def reads_as(self, other: Vision) -> bool:
+        """Whether its encoder takes the tensors that the other's processor gives."""
+        sizes = [[v.config["vision_config"].get(key) for key in _PROCESSED_BY] for v in (self, other)]
+        return self.family == other.family and sizes[0] == sizes[1]
 
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
         """See `VisionFamily`."""
@@ -213,6 +275,13 @@ def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
         for names in family.marks
     )
     return Vision(family, raw, schema.whole(raw, key, where, 0), directory, marks)
+
+
+def is_stored(weights: WeightSource) -> bool:
+    """Whether the files hold an encoder of images; random weights are whatever is asked for."""
+    return not isinstance(weights, Weights) or any(
+        "vision_tower." in name or "visual." in name for name in weights.names()
+    )
 
 
 def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
