@@ -16,9 +16,10 @@ from PIL import Image
 
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.server import protocol
 from tests.made import vision
-from tests.made.vision import IMAGE, MROPE, picture
+from tests.made.vision import IMAGE, INTERLEAVED, MROPE, VIDEO, picture
 
 START, END = 92, 93
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
@@ -31,12 +32,15 @@ PARAMS = [
 ]
 
 
-FAMILIES: dict[str, Callable[[Path], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2_5_vl": vision.qwen2_5_vl,
     "qwen3_vl": vision.qwen3_vl,
     "llava": vision.llava,
     "gemma3": vision.gemma3,
 }
+
+
+ROPES = {"qwen2_5_vl": MROPE, "qwen3_vl": INTERLEAVED}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -55,8 +59,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("drafters")
-    head = vision.eagle3(folder / "eagle3", MROPE)
+    return drafters_for("qwen2_5_vl", tmp_path_factory.mktemp("drafters"))
+
+
+def drafters_for(family: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Drafters for the model that `FAMILIES` makes. The small model is of the family where that has several axes."""
+    rope, make = ROPES.get(family, MROPE), FAMILIES["qwen3_vl" if family == "qwen3_vl" else "qwen2_5_vl"]
+    make(folder / "target")
+    make(folder / "small", seed=8, num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
+    head = vision.eagle3(folder / "eagle3", rope)
     flat = vision.eagle3(folder / "flat", {"rope_type": "default", "rope_theta": 10000.0})
     return {
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
@@ -65,6 +76,15 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "eagle3": {"model": head},
         "eagle3, tokens": {"model": head, "image_inputs": "tokens"},
         "eagle3, one axis": {"model": flat},
+        "eagle1": {"model": vision.eagle1(folder / "eagle1", rope)},
+        "mtp": {"model": vision.mtp(folder / "mtp", folder / "target")},
+        "dflash": {"model": vision.dflash(folder / "dflash", rope)},
+        "small": {"model": str(folder / "small")},
+        "small, tokens": {"model": str(folder / "small"), "image_inputs": "tokens"},
+        "chain": {
+            "method": "chain",
+            "drafters": [{"method": "ngram"}, {"model": str(folder / "small")}, {"model": head}],
+        },
     }
 
 
@@ -174,9 +194,41 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [None, "ngram", "suffix", "text model", "eagle3", "eagle3, tokens", "eagle3, one axis"]
-)
+NAMES = [
+    *(
+        None,
+        "ngram",
+        "suffix",
+        "text model",
+        "eagle3",
+        "eagle3, tokens",
+        "eagle3, one axis",
+        "eagle1",
+        "mtp",
+        "dflash",
+    ),
+    *("small", "small, tokens", "chain"),
+]
+
+
+def check(folder: Path, plain: list[RequestOutput], config: Mapping[str, Any] | None, settings: str) -> None:
+    """Under some settings output is what it was without a drafter in a batch of one."""
+    drafting = {} if config is None else {"speculative_config": {**config, "num_speculative_tokens": 3}}
+    with LLM(str(folder), dtype="float32", **drafting, **SETTINGS[settings]) as llm:
+        for _ in range(2):  # the second time, what was cached is found
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            assert not compare(plain, outputs)
+        assert llm.stats.num_cached_tokens > 0 or settings == "preempted"
+        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+        assert llm.stats.num_drafter_faults == 0
+        if config is not None and settings != "chunks of 1":
+            assert llm.stats.speculation.num_draft_tokens > 0
+        assert llm.requests.inputs._store.num_encoded == 3, "each picture is encoded once"
+        own = llm.engine.runner.items._own.values()
+        assert all(store.num_encoded == 3 for store in own), "by a drafter that has an encoder, too"
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_output_depends_on_neither_batch_nor_drafter(
     made: tuple[Any, Path],
@@ -185,17 +237,27 @@ def test_output_depends_on_neither_batch_nor_drafter(
     settings: str,
     name: str | None,
 ) -> None:
-    config = {} if name is None else {"speculative_config": {**drafters[name], "num_speculative_tokens": 3}}
-    with LLM(str(made[1]), dtype="float32", **config, **SETTINGS[settings]) as llm:
-        for _ in range(2):  # the second time, what was cached is found
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-            assert not compare(plain, outputs)
-        assert llm.stats.num_cached_tokens > 0 or settings == "preempted"
-        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
-        assert llm.stats.num_drafter_faults == 0
-        if name is not None and settings != "chunks of 1":
-            assert llm.stats.speculation.num_draft_tokens > 0
-        assert llm.requests.inputs._store.num_encoded == 3, "each picture is encoded once"
+    check(made[1], plain, None if name is None else drafters[name], settings)
+
+
+@pytest.fixture(scope="module")
+def deep(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]]:
+    """(the folder of the family with deepstack, its plain output, drafters for it)."""
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    drafters = drafters_for("qwen3_vl", folder)
+    with LLM(str(folder / "target"), dtype="float32", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        return folder / "target", llm.generate(PROMPTS, PARAMS, use_tqdm=False), drafters
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("settings", ["chunks of 1", "chunks of 7", "preempted", "small blocks"])
+def test_output_with_deepstack_depends_on_neither_batch_nor_drafter(
+    deep: tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]], settings: str, name: str | None
+) -> None:
+    folder, plain, drafters = deep
+    check(folder, plain, None if name is None else drafters[name], settings)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +278,7 @@ def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-@pytest.mark.parametrize("name", ["eagle3", "text model"])
+@pytest.mark.parametrize("name", ["eagle3", "text model", "dflash", "small"])
 def test_drafts_do_not_depend_on_how_a_prompt_was_computed(
     made: tuple[Any, Path], drafters: dict[str, dict[str, Any]], name: str, chunk: int
 ) -> None:
@@ -276,6 +338,45 @@ def test_an_id_that_stands_for_an_image_is_never_drafted(made: tuple[Any, Path])
             prepared = inputs.prepare(given, GREEDY)
             assert llm.engine.draft(inputs.spec(prepared, 0), 4) == expected
         assert llm.stats.num_drafter_faults == 0
+
+
+class Wants:
+    """A drafter that has an eye for pictures."""
+
+    spec = DraftSpec()
+
+    def __init__(self, config: Any) -> None: ...
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        wanted = torch.tensor([[5, token, 6] for token in (IMAGE, VIDEO)] * len(verified.k_R))
+        return Proposal(wanted[: len(verified.k_R), :num_drafts], verified.k_R.clone())
+
+
+def test_whoever_wants_to_draft_a_place_drafts_up_to_it(
+    made: tuple[Any, Path], plain: list[RequestOutput]
+) -> None:
+    config = {"method": f"{__name__}.Wants", "num_speculative_tokens": 3}
+    with LLM(str(made[1]), dtype="float32", speculative_config=config) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert not compare(plain, outputs) and llm.stats.num_drafter_faults == 0
+        speculation = llm.stats.speculation
+        assert speculation.num_draft_tokens == speculation.num_rounds > 10, "the first of three, each time"
+
+
+def test_embeddings_of_a_drafter_are_its_own_or_its_targets(
+    made: tuple[Any, Path], drafters: dict[str, dict[str, Any]]
+) -> None:
+    config = {**drafters["text model"], "image_inputs": "embeddings"}
+    with pytest.raises(ValueError, match=r"image_inputs=.embeddings.: .* makes them by itself"):
+        LLM(str(made[1]), dtype="float32", speculative_config=config)
+    with (
+        LLM(str(made[1]), dtype="float32") as plain,
+        LLM(str(made[1]), dtype="float32", speculative_config=drafters["small"]) as llm,
+    ):
+        assert llm.memory.encoder > plain.memory.encoder > 0 and llm.memory.items == 2 * plain.memory.items
+        given = {"prompt_embeds": torch.randn(9, vision.HIDDEN)}  # which the small model cannot read
+        both = [engine.generate(given, GREEDY, use_tqdm=False) for engine in (plain, llm)]
+        assert not compare(*both) and llm.stats.num_drafter_faults == 0
 
 
 def test_what_was_forgotten_is_encoded_again(made: tuple[Any, Path], plain: list[RequestOutput]) -> None:

@@ -82,7 +82,8 @@ class ModulesDrafter(Drafter):
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
         given = v.given if self.spec.takes_embeddings else None
-        is_function = bool(draw.inputs) and given is None and not runtime.has_window  # of the buffers alone
+        # a draw without inputs depends on more than the buffers, and so do rows with embeddings or before such
+        is_function = bool(draw.inputs) and given is None and not runtime.has_window
 
         def run(*buffers: Tensor) -> tuple[Tensor, ...]:
             split = len(own)

@@ -23,7 +23,7 @@ from draftproof.models.vision import VideoFamily
 from draftproof.schema import shown
 
 MOST_FRAMES = 768
-MOST_PIXELS = 1 << 28  # of all frames together, as they are given
+MOST_PIXELS = 1 << 28  # as they are given: the bound of all frames together
 KNOWN = schema.words(
     "fps frames_indices total_num_frames duration video_backend do_sample_frames width height"
 )
