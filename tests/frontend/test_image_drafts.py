@@ -166,10 +166,23 @@ def mtp(net: Network) -> tuple[Callable[[States], Tensor], Step]:
     return lambda s: s.streams[-1], step
 
 
+def mtp_in_target(net: Network) -> tuple[Callable[[States], Tensor], Step]:
+    def step(embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        parts = net.norm("mtp.pre_fc_norm_embedding", embedded), net.norm("mtp.pre_fc_norm_hidden", feature)
+        fused = net.linear("mtp.fc", torch.cat(parts, -1))
+        out = net.norm(
+            "mtp.norm", net.layer(net.norm("mtp.layers.0.input_layernorm", fused), fused, cos, sin)
+        )
+        return out, out
+
+    return lambda s: s.final_TH, step
+
+
 HEADS: dict[str, tuple[Callable[..., str], str, Callable[[Network], Any]]] = {
     "eagle3": (vision.eagle3, "midlayer", eagle3),
     "eagle1": (vision.eagle1, "layers.0", eagle1),
     "mtp": (vision.mtp, "mtp_layers.0", mtp),
+    "mtp in target": (vision.mtp_in_target, "mtp.layers.0", mtp_in_target),
 }
 
 
@@ -218,9 +231,12 @@ def test_drafts_are_those_of_a_head_computed_anew(
     model, folder = target
     make, layer, _ = HEADS[kind]
     rope = ROPES[model.config.model_type] if axes == "own" else FLAT
-    head = make(tmp_path / kind, folder if kind == "mtp" else rope)
+    head = make(tmp_path / kind, folder if kind.startswith("mtp") else rope)
     net = Network(head, layer, model)
     config = {"model": head, "num_speculative_tokens": K, "image_inputs": inputs}
+    if kind == "mtp in target":
+        folder = Path(head)
+        config["method"] = "mtp"
     num_compared = 0
     with (
         LLM(str(folder), dtype="float32", speculative_config=config, max_num_batched_tokens=chunk) as llm,

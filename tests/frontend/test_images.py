@@ -360,7 +360,7 @@ def test_whoever_wants_to_draft_a_place_drafts_up_to_it(
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert not compare(plain, outputs) and llm.stats.num_drafter_faults == 0
         speculation = llm.stats.speculation
-        assert speculation.num_draft_tokens == speculation.num_rounds > 10, "the first of three, each time"
+        assert speculation.drafted_per_position[0] > 30 and not any(speculation.drafted_per_position[1:])
 
 
 def test_embeddings_of_a_drafter_are_its_own_or_its_targets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.made.native import Maker
@@ -207,6 +208,23 @@ def mtp(folder: Path, target: Path) -> str:
         made.add(f"mtp_layers.0.self_attn.{name}", size)
     raw = {"speculators_model_type": "mtp", "transformer_layer_config": text, "num_nextn_predict_layers": 1}
     return _head(made, folder, raw)
+
+
+def mtp_in_target(folder: Path, target: Path) -> str:
+    """The target with a random module in its files."""
+    shutil.copytree(target, folder)
+    raw = json.loads((target / "config.json").read_text())
+    raw.get("text_config", raw)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(raw))
+    around = {"token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden"}
+    around |= {"final_layernorm": "norm", "input_proj": "fc"}
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in load_file(Path(mtp(folder / "module", target)) / "model.safetensors").items():
+        stem, _, kind = name.removeprefix("mtp_layers.0.").rpartition(".")
+        tensors[f"mtp.{around[stem]}.{kind}" if stem in around else f"mtp.layers.0.{stem}.{kind}"] = tensor
+    shutil.rmtree(folder / "module")
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 def dflash(folder: Path, rope: Mapping[str, Any]) -> str:
