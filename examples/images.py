@@ -16,23 +16,19 @@ def main() -> None:
     parser.add_argument("pictures", nargs="+")
     parser.add_argument("--question", default="What is in the picture?")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--video", action="store_true", help="the pictures are a video's, one a second")
+    parser.add_argument("--draft", help="a small model of the same family that drafts; left out: n-grams do")
     given = parser.parse_args()
-    chats = [
-        [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image", "image": open_(path)},
-                    {"type": "text", "text": given.question},
-                ],
-            }
-        ]
-        for path in given.pictures
-    ]
+    seen = {path: {"type": "image", "image": open_(path)} for path in given.pictures}
+    if given.video:
+        seen = {"video": {"type": "video", "video": (list(map(open_, given.pictures)), {"fps": 1})}}
+    text = {"type": "text", "text": given.question}
+    chats = [[{"role": "user", "content": [part, text]}] for part in seen.values()]
     params = SamplingParams(temperature=0, max_tokens=given.max_tokens)
-    with LLM(given.model, speculative_config={"method": "ngram"}) as llm:
-        for path, output in zip(given.pictures, llm.chat(chats, params), strict=True):
-            print(f"{path}: {output.outputs[0].text.strip() or output.error}")
+    config = {"model": given.draft} if given.draft else {"method": "ngram"}
+    with LLM(given.model, speculative_config=config) as llm:
+        for name, output in zip(seen, llm.chat(chats, params), strict=True):
+            print(f"{name}: {output.outputs[0].text.strip() or output.error}")
             speculation = output.metrics.speculation
             print(f"  {speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafts were right")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from PIL import Image
 
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
+from draftproof.drafters.base import DraftSpec, Proposal, Verified
 from draftproof.server import protocol
 from tests.made import vision
-from tests.made.vision import IMAGE, MROPE, picture
+from tests.made.vision import IMAGE, INTERLEAVED, MROPE, VIDEO, picture
 
 START, END = 92, 93
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
@@ -31,11 +32,15 @@ PARAMS = [
 ]
 
 
-FAMILIES: dict[str, Callable[[Path], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2_5_vl": vision.qwen2_5_vl,
+    "qwen3_vl": vision.qwen3_vl,
     "llava": vision.llava,
     "gemma3": vision.gemma3,
 }
+
+
+ROPES = {"qwen2_5_vl": MROPE, "qwen3_vl": INTERLEAVED}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -54,8 +59,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("drafters")
-    head = vision.eagle3(folder / "eagle3", MROPE)
+    return drafters_for("qwen2_5_vl", tmp_path_factory.mktemp("drafters"))
+
+
+def drafters_for(family: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Drafters for the model that `FAMILIES` makes. The small model is of the family where that has several axes."""
+    rope, make = ROPES.get(family, MROPE), FAMILIES["qwen3_vl" if family == "qwen3_vl" else "qwen2_5_vl"]
+    make(folder / "target")
+    make(folder / "small", seed=8, num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
+    head = vision.eagle3(folder / "eagle3", rope)
     flat = vision.eagle3(folder / "flat", {"rope_type": "default", "rope_theta": 10000.0})
     return {
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
@@ -64,6 +76,15 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         "eagle3": {"model": head},
         "eagle3, tokens": {"model": head, "image_inputs": "tokens"},
         "eagle3, one axis": {"model": flat},
+        "eagle1": {"model": vision.eagle1(folder / "eagle1", rope)},
+        "mtp": {"model": vision.mtp(folder / "mtp", folder / "target")},
+        "dflash": {"model": vision.dflash(folder / "dflash", rope)},
+        "small": {"model": str(folder / "small")},
+        "small, tokens": {"model": str(folder / "small"), "image_inputs": "tokens"},
+        "chain": {
+            "method": "chain",
+            "drafters": [{"method": "ngram"}, {"model": str(folder / "small")}, {"model": head}],
+        },
     }
 
 
@@ -93,6 +114,15 @@ def theirs(
     model: Any, folder: Path, given: dict[str, Any], num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """transformers' (logits of the prompt's last row and the answer's, greedy ids)."""
+    ids, found = placed(model, folder, given)
+    start = len(ids)
+    for _ in range(num_tokens):
+        ids.append(int(logits_of(model, ids, found)[-1].argmax()))
+    return logits_of(model, ids[:-1], found)[start - 1 :], ids[start:]
+
+
+def placed(model: Any, folder: Path, given: Mapping[str, Any]) -> tuple[list[int], Any]:
+    """(a prompt's ids with one for each row of an image, what the processor makes of its images)."""
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     images = given["multi_modal_data"]["image"]
     found = processor(images=images, return_tensors="pt")
@@ -101,13 +131,10 @@ def theirs(
     ids = [
         i for token in given["prompt_token_ids"] for i in [token] * (next(counts) if token == IMAGE else 1)
     ]
-    start = len(ids)
-    for _ in range(num_tokens):
-        ids.append(int(_logits(model, ids, found)[-1].argmax()))
-    return _logits(model, ids[:-1], found)[start - 1 :], ids[start:]
+    return ids, found
 
 
-def _logits(model: Any, ids: list[int], found: Any) -> torch.Tensor:
+def logits_of(model: Any, ids: list[int], found: Any) -> torch.Tensor:
     tokens = torch.tensor([ids])
     name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
     kinds = {} if model.config.model_type == "llava" else {name: (tokens == IMAGE).int()}
@@ -167,9 +194,41 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [None, "ngram", "suffix", "text model", "eagle3", "eagle3, tokens", "eagle3, one axis"]
-)
+NAMES = [
+    *(
+        None,
+        "ngram",
+        "suffix",
+        "text model",
+        "eagle3",
+        "eagle3, tokens",
+        "eagle3, one axis",
+        "eagle1",
+        "mtp",
+        "dflash",
+    ),
+    *("small", "small, tokens", "chain"),
+]
+
+
+def check(folder: Path, plain: list[RequestOutput], config: Mapping[str, Any] | None, settings: str) -> None:
+    """Under some settings output is what it was without a drafter in a batch of one."""
+    drafting = {} if config is None else {"speculative_config": {**config, "num_speculative_tokens": 3}}
+    with LLM(str(folder), dtype="float32", **drafting, **SETTINGS[settings]) as llm:
+        for _ in range(2):  # the second time, what was cached is found
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            assert not compare(plain, outputs)
+        assert llm.stats.num_cached_tokens > 0 or settings == "preempted"
+        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
+        assert llm.stats.num_drafter_faults == 0
+        if config is not None and settings != "chunks of 1":
+            assert llm.stats.speculation.num_draft_tokens > 0
+        assert llm.requests.inputs._store.num_encoded == 3, "each picture is encoded once"
+        own = llm.engine.runner.items._own.values()
+        assert all(store.num_encoded == 3 for store in own), "by a drafter that has an encoder, too"
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_output_depends_on_neither_batch_nor_drafter(
     made: tuple[Any, Path],
@@ -178,17 +237,27 @@ def test_output_depends_on_neither_batch_nor_drafter(
     settings: str,
     name: str | None,
 ) -> None:
-    config = {} if name is None else {"speculative_config": {**drafters[name], "num_speculative_tokens": 3}}
-    with LLM(str(made[1]), dtype="float32", **config, **SETTINGS[settings]) as llm:
-        for _ in range(2):  # the second time, what was cached is found
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-            assert not compare(plain, outputs)
-        assert llm.stats.num_cached_tokens > 0 or settings == "preempted"
-        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
-        assert llm.stats.num_drafter_faults == 0
-        if name is not None and settings != "chunks of 1":
-            assert llm.stats.speculation.num_draft_tokens > 0
-        assert llm.requests.inputs._store.num_encoded == 3, "each picture is encoded once"
+    check(made[1], plain, None if name is None else drafters[name], settings)
+
+
+@pytest.fixture(scope="module")
+def deep(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]]:
+    """(the folder of the family with deepstack, its plain output, drafters for it)."""
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    drafters = drafters_for("qwen3_vl", folder)
+    with LLM(str(folder / "target"), dtype="float32", max_num_seqs=1, enable_prefix_caching=False) as llm:
+        return folder / "target", llm.generate(PROMPTS, PARAMS, use_tqdm=False), drafters
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("settings", ["chunks of 1", "chunks of 7", "preempted", "small blocks"])
+def test_output_with_deepstack_depends_on_neither_batch_nor_drafter(
+    deep: tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]], settings: str, name: str | None
+) -> None:
+    folder, plain, drafters = deep
+    check(folder, plain, None if name is None else drafters[name], settings)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +278,7 @@ def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-@pytest.mark.parametrize("name", ["eagle3", "text model"])
+@pytest.mark.parametrize("name", ["eagle3", "text model", "dflash", "small"])
 def test_drafts_do_not_depend_on_how_a_prompt_was_computed(
     made: tuple[Any, Path], drafters: dict[str, dict[str, Any]], name: str, chunk: int
 ) -> None:
@@ -269,6 +338,45 @@ def test_an_id_that_stands_for_an_image_is_never_drafted(made: tuple[Any, Path])
             prepared = inputs.prepare(given, GREEDY)
             assert llm.engine.draft(inputs.spec(prepared, 0), 4) == expected
         assert llm.stats.num_drafter_faults == 0
+
+
+class Wants:
+    """A drafter that has an eye for pictures."""
+
+    spec = DraftSpec()
+
+    def __init__(self, config: Any) -> None: ...
+
+    def propose(self, verified: Verified, num_drafts: int) -> Proposal:
+        wanted = torch.tensor([[5, token, 6] for token in (IMAGE, VIDEO)] * len(verified.k_R))
+        return Proposal(wanted[: len(verified.k_R), :num_drafts], verified.k_R.clone())
+
+
+def test_whoever_wants_to_draft_a_place_drafts_up_to_it(
+    made: tuple[Any, Path], plain: list[RequestOutput]
+) -> None:
+    config = {"method": f"{__name__}.Wants", "num_speculative_tokens": 3}
+    with LLM(str(made[1]), dtype="float32", speculative_config=config) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert not compare(plain, outputs) and llm.stats.num_drafter_faults == 0
+        speculation = llm.stats.speculation
+        assert speculation.drafted_per_position[0] > 30 and not any(speculation.drafted_per_position[1:])
+
+
+def test_embeddings_of_a_drafter_are_its_own_or_its_targets(
+    made: tuple[Any, Path], drafters: dict[str, dict[str, Any]]
+) -> None:
+    config = {**drafters["text model"], "image_inputs": "embeddings"}
+    with pytest.raises(ValueError, match=r"image_inputs=.embeddings.: .* makes them by itself"):
+        LLM(str(made[1]), dtype="float32", speculative_config=config)
+    with (
+        LLM(str(made[1]), dtype="float32") as plain,
+        LLM(str(made[1]), dtype="float32", speculative_config=drafters["small"]) as llm,
+    ):
+        assert llm.memory.encoder > plain.memory.encoder > 0 and llm.memory.items == 2 * plain.memory.items
+        given = {"prompt_embeds": torch.randn(9, vision.HIDDEN)}  # which the small model cannot read
+        both = [engine.generate(given, GREEDY, use_tqdm=False) for engine in (plain, llm)]
+        assert not compare(*both) and llm.stats.num_drafter_faults == 0
 
 
 def test_what_was_forgotten_is_encoded_again(made: tuple[Any, Path], plain: list[RequestOutput]) -> None:

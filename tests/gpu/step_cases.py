@@ -114,7 +114,7 @@ def run(ops: StepOps, step: Step, layout: Layout, width: int) -> list[Tensor]:
     target = (rows.query_start_loc_R1, rows.tokens_T, rows.positions_T)
     num_drafts = step.drafted_RK.shape[1]
     fed = ops.draft_rows(layout, *target, slots_R, done.live_R, done.next_R, done.k_R, num_drafts)
-    stored = ops.store_drafts(state, slots_R, step.drafted_RK, step.count_R, done.k_R, VOCAB, 1)
+    stored = ops.store_drafts(state, slots_R, step.drafted_RK, step.count_R, done.k_R, VOCAB, 1, 3)
     return [*rows, *verdict, *done, left_S, *fed, *stored, *state]
 
 

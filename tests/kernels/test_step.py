@@ -200,8 +200,8 @@ def test_drafts_end_before_an_id_that_stands_for_no_token(ops: StepOps) -> None:
     slots = state(random.Random(0), 6)
     tokens = torch.tensor([[1, 7, 3], [7, 99, 3], [4, 99, 7], [6, 5, 7]])
     slots_R, k_R = torch.tensor([4, 1, 0, 5]), torch.tensor([3, 3, 3, 2])
-    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 3, 3]), k_R, 10, 7)
-    assert count_R.tolist() == [1, 0, 1, 2]
+    count_R, cut_R = ops.store_drafts(slots, slots_R, tokens, torch.tensor([3, 3, 3, 3]), k_R, 10, 7, 5)
+    assert count_R.tolist() == [1, 0, 1, 1]
     assert cut_R.tolist() == [0, 0, 1, 0], "it is no fault of the drafter's"
 
 

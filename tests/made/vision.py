@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.made.native import Maker
 
 VOCAB = 96
 IMAGE = 90  # the id that stands for a row of an image
+VIDEO = 91  # of a video
 HIDDEN = 64
 _TEXT: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3},
@@ -25,6 +27,7 @@ _TEXT: dict[str, Any] = {
     **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+INTERLEAVED = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _QWEN_PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2},
@@ -38,21 +41,43 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def qwen2_5_vl(folder: Path) -> Any:
-    """transformers' model, saved in `folder` with its image processor."""
+def qwen2_5_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
+    """transformers' model, saved in `folder` with its image processor. `text`: other sizes."""
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_TEXT, "rope_parameters": MROPE},
+        text_config={**_TEXT, "rope_parameters": MROPE, **text},
         vision_config={
             **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
-            **{"window_size": 16, "out_hidden_size": HIDDEN, "fullatt_block_indexes": [1]},
+            **{"window_size": 16, "fullatt_block_indexes": [1]},
+            "out_hidden_size": text.get("hidden_size", HIDDEN),
         },
         image_token_id=IMAGE,
-        video_token_id=91,
+        video_token_id=VIDEO,
         vision_start_token_id=92,
         vision_end_token_id=93,
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    return _saved(model, folder, _QWEN_PROCESSOR)
+    return _saved(model, folder, _QWEN_PROCESSOR, seed)
+
+
+def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
+    """As `qwen2_5_vl`: axes take turns, and two layers add features of the encoder's. `text`: other sizes."""
+    config = transformers.Qwen3VLConfig(
+        text_config={
+            **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED},
+            **text,
+        },
+        vision_config={
+            **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+            "out_hidden_size": text.get("hidden_size", HIDDEN),
+            **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    return _saved(model, folder, _QWEN_PROCESSOR, seed)
 
 
 def llava(folder: Path) -> Any:
@@ -98,9 +123,9 @@ def gemma3(folder: Path) -> Any:
     return _saved(model, folder, processor)
 
 
-def _saved(model: Any, folder: Path, processor: Mapping[str, Any]) -> Any:
+def _saved(model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7) -> Any:
     """The model with weights that keep the length of vectors, so that answers depend on all of it."""
-    random = torch.Generator().manual_seed(7)
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)
@@ -119,14 +144,15 @@ def _saved(model: Any, folder: Path, processor: Mapping[str, Any]) -> Any:
 def tokenizer(folder: Path) -> None:
     """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
     words = {f"w{i}": i for i in range(VOCAB)}
-    words["<img>"] = words.pop(f"w{IMAGE}")
+    words["<img>"], words["<vid>"] = words.pop(f"w{IMAGE}"), words.pop(f"w{VIDEO}")
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<img>"])
+    made.add_special_tokens(["<img>", "<vid>"])
     made.save(str(folder / "tokenizer.json"))
     template = (
         "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-        "{% for p in m['content'] %}{% if p['type'] == 'image' %} <img> {% else %}{{ p['text'] }}{% endif %}"
+        "{% for p in m['content'] %}{% if p['type'] == 'image' %} <img> "
+        "{% elif p['type'] == 'video' %} <vid> {% else %}{{ p['text'] }}{% endif %}"
         "{% endfor %}{% endif %}{% endfor %}"
     )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
@@ -140,20 +166,95 @@ def text_draft(folder: Path) -> str:
     return str(folder)
 
 
+def _attention(made: Maker, prefix: str, width: int = HIDDEN) -> None:
+    """width: of its input."""
+    for name, rows in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2)):
+        made.add(f"{prefix}.self_attn.{name}_proj.weight", rows, width)
+    made.add(f"{prefix}.self_attn.o_proj.weight", HIDDEN, HIDDEN)
+    made.mlp(f"{prefix}.mlp", 96)
+
+
+def _head(made: Maker, folder: Path, raw: Mapping[str, Any]) -> str:
+    folder.mkdir()
+    save_file(made.tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)
+
+
+def eagle1(folder: Path, rope: Mapping[str, Any]) -> str:
+    """A random EAGLE-1 head."""
+    made = Maker(1.0)
+    made.add("fc.weight", HIDDEN, 2 * HIDDEN)
+    made.add("fc.bias", HIDDEN)
+    _attention(made, "layers.0")
+    made.add("layers.0.post_attention_layernorm.weight", HIDDEN)
+    raw = {**_TEXT, "num_hidden_layers": 1, "model_type": "llama", "rope_parameters": rope}
+    return _head(made, folder, raw)
+
+
+def mtp(folder: Path, target: Path) -> str:
+    """A random module of the target's own kind, in files of its own."""
+    text = json.loads((target / "config.json").read_text())
+    text = text.get("text_config", text)
+    made = Maker(1.0)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        made.add(f"mtp_layers.0.{name}.weight", HIDDEN)
+    made.add("mtp_layers.0.input_proj.weight", HIDDEN, 2 * HIDDEN)
+    _attention(made, "mtp_layers.0")
+    made.norms("mtp_layers.0")
+    own = {"qwen3_vl_text": (("q_norm.weight", 16), ("k_norm.weight", 16))}
+    biases = (("q_proj.bias", HIDDEN), ("k_proj.bias", HIDDEN // 2), ("v_proj.bias", HIDDEN // 2))
+    for name, size in own.get(text["model_type"], biases):
+        made.add(f"mtp_layers.0.self_attn.{name}", size)
+    raw = {"speculators_model_type": "mtp", "transformer_layer_config": text, "num_nextn_predict_layers": 1}
+    return _head(made, folder, raw)
+
+
+def mtp_in_target(folder: Path, target: Path) -> str:
+    """The target with a random module in its files."""
+    shutil.copytree(target, folder)
+    raw = json.loads((target / "config.json").read_text())
+    raw.get("text_config", raw)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(raw))
+    around = {"token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden"}
+    around |= {"final_layernorm": "norm", "input_proj": "fc"}
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in load_file(Path(mtp(folder / "module", target)) / "model.safetensors").items():
+        stem, _, kind = name.removeprefix("mtp_layers.0.").rpartition(".")
+        tensors[f"mtp.{around[stem]}.{kind}" if stem in around else f"mtp.layers.0.{stem}.{kind}"] = tensor
+    shutil.rmtree(folder / "module")
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def dflash(folder: Path, rope: Mapping[str, Any]) -> str:
+    """A random DFlash head."""
+    made = Maker(1.0)
+    made.add("fc.weight", HIDDEN, 2 * HIDDEN)
+    made.add("hidden_norm.weight", HIDDEN)
+    made.add("norm.weight", HIDDEN)
+    _attention(made, "layers.0")
+    made.norms("layers.0")
+    for name in ("q_norm", "k_norm"):
+        made.add(f"layers.0.self_attn.{name}.weight", 16)
+    own = {"target_layer_ids": [0, 1], "mask_token_id": 94}
+    raw = {
+        **{**_TEXT, "num_hidden_layers": 1, "model_type": "qwen3", "head_dim": 16},
+        **{"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": own},
+        "rope_parameters": rope,
+    }
+    return _head(made, folder, raw)
+
+
 def eagle3(folder: Path, rope: Mapping[str, Any]) -> str:
     """A random EAGLE-3 head."""
     made = Maker(1.0)
     made.add("fc.weight", HIDDEN, 3 * HIDDEN)
-    for name, rows, width in (("q", HIDDEN, 2 * HIDDEN), ("k", 32, 2 * HIDDEN), ("v", 32, 2 * HIDDEN)):
-        made.add(f"midlayer.self_attn.{name}_proj.weight", rows, width)
-    made.add("midlayer.self_attn.o_proj.weight", HIDDEN, HIDDEN)
-    made.mlp("midlayer.mlp", 96)
+    _attention(made, "midlayer", 2 * HIDDEN)
     for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
         made.add(f"midlayer.{name}.weight", HIDDEN)
     made.add("norm.weight", HIDDEN)
     made.add("lm_head.weight", VOCAB, HIDDEN)
-    folder.mkdir()
-    save_file(made.tensors, folder / "model.safetensors")
     raw = {
         **_TEXT,
         "num_hidden_layers": 1,
@@ -163,5 +264,4 @@ def eagle3(folder: Path, rope: Mapping[str, Any]) -> str:
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         "rope_parameters": rope,
     }
-    (folder / "config.json").write_text(json.dumps(raw))
-    return str(folder)
+    return _head(made, folder, raw)

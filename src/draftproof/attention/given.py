@@ -1,11 +1,13 @@
 """Rows that carry an embedding in place of their token's: those of a prompt's images, or of embeddings given as such.
 
-Shapes: T rows, S slots, W positions of a window, E embeddings, H hidden size.
+Shapes: T rows, S slots, W positions of a window, E embeddings, H hidden size, X = H * (1 + L) an embedding and what
+follows it: L vectors, of which the stream is given the i-th after layer i (deepstack).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,43 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """What a family adds to the stream at an image's rows: after each of its first `num_layers` layers one vector.
+    `in_taps`: a drafter that taps the stream there sees it with the vector."""
+
+    num_layers: int = 0
+    in_taps: bool = True
+
+
+NOTHING_ADDED = Added()
+
+
+@dataclass(frozen=True, slots=True)
 class GivenEmbeddings:
-    """The embeddings of a pass's rows: row t carries given_EH[index_T[t]], or its token's where that is -1."""
+    """The embeddings of a pass's rows: row t carries the first H of given_EX[index_T[t]], or its token's embedding
+    where that is -1. `adds_E`: which of them have something to add after layers, too."""
 
     index_T: Tensor
-    given_EH: Tensor
+    given_EX: Tensor
+    added: Added = NOTHING_ADDED
+    adds_E: Tensor | None = None
 
     def over(self, embedded_TH: Tensor) -> Tensor:
         """The rows' embeddings; embedded_TH: their tokens'."""
-        given_TH = self.given_EH[self.index_T.clamp(min=0)]
+        given_TH = self._part(0, embedded_TH.shape[1])
         return torch.where((self.index_T >= 0)[:, None], given_TH, embedded_TH)
+
+    def adding(self, layer: int, stream_TH: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(which rows are given something after a layer [T, 1], the stream with it); None: none are."""
+        if self.adds_E is None or layer >= self.added.num_layers:
+            return None
+        is_given_T1 = ((self.index_T >= 0) & self.adds_E[self.index_T.clamp(min=0)])[:, None]
+        added_TH = stream_TH + self._part(1 + layer, stream_TH.shape[1])
+        return is_given_T1, torch.where(is_given_T1, added_TH, stream_TH)
+
+    def _part(self, number: int, size: int) -> Tensor:
+        """Part `number` of every row's vector, [T, size]; anything for rows without."""
+        return self.given_EX[:, number * size : (number + 1) * size][self.index_T.clamp(min=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +78,23 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """The embeddings of a step, by slot and position: slot s carries given_EH[index_SW[s, w]] at position
+    """The embeddings of a step, by slot and position: slot s carries given_EX[index_SW[s, w]] at position
     first_S[s] + w, and its token's where that is -1 or past the window.
 
     Example: a slot whose rows 10..15 are computed, of which 12..14 are an image's: first 10, index -1 -1 0 1 2 -1.
     """
 
-    given_EH: Tensor
+    given_EX: Tensor
     index_SW: Tensor  # int64
     first_S: Tensor  # int64
+    added: Added = NOTHING_ADDED
+    adds_E: Tensor | None = None  # see `GivenEmbeddings`
+    # by whoever has embeddings of its own: what makes the same rows of these
+    others: Mapping[object, Callable[[], GivenRows]] = field(default_factory=dict)
+
+    def of(self, embeds: Sequence[object]) -> GivenRows:
+        """These rows with a drafter's own embeddings, `DraftSpec.embeds`; as they are, where it has none."""
+        return self.others[embeds[0]]() if embeds else self
 
     def at(self, slots_T: Tensor, positions_T: Tensor) -> GivenEmbeddings:
         """The embeddings of rows whose tokens stand at these positions; a negative one has none."""
@@ -65,4 +102,4 @@ class GivenRows:
         width = self.index_SW.shape[1]
         index_T = self.index_SW[slots_T, offset_T.clamp(0, width - 1)]
         inside_T = (offset_T >= 0) & (offset_T < width) & (positions_T >= 0)
-        return GivenEmbeddings(torch.where(inside_T, index_T, -1), self.given_EH)
+        return GivenEmbeddings(torch.where(inside_T, index_T, -1), self.given_EX, self.added, self.adds_E)

@@ -1,4 +1,4 @@
-"""MTP modules that came with their target, in its own files: `num_nextn_predict_layers` in its config.json."""
+"""MTP modules that came with their target, in its own files: a key of its config.json says how many."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.mtp import TargetMtpSettings
+from draftproof.models import vision
 from draftproof.models.config import ModelConfig, language_model, read_raw
 from draftproof.models.ffns.experts import ExpertsConfig
 from draftproof.models.weights import Weights, WeightSource
@@ -23,12 +24,29 @@ KEY = "num_nextn_predict_layers"
 class ModuleNaming:
     """How a family names its modules' tensors. `modules`: the list they are in; `after_layers`: it is the list of the
     target's layers, which they follow; `names`: those of the tensors around the decoder layer, in the order of
-    `_OURS`."""
+    `_OURS`; `is_one`: no list, but one module, with its decoder layer in a list; `key`: of the config, how many."""
 
     modules: str
     after_layers: bool
     names: tuple[str, ...]
     state_first: bool = False
+    is_one: bool = False
+    key: str = KEY
+
+    def split(self, name: str) -> tuple[int, str] | None:
+        """(the module's number, the tensor's name in it); None where it is none of theirs."""
+        number = "" if self.is_one else r"\.(\d+)"
+        match = re.fullmatch(rf"(?:model\.)?{self.modules}{number}\.(.+)", name)
+        if match is None:
+            return None
+        return (0, match[1].removeprefix("layers.0.")) if self.is_one else (int(match[1]), match[2])
+
+    def joined(self, number: int, rest: str) -> str:
+        """The other way round."""
+        if not self.is_one:
+            return f"model.{self.modules}.{number}.{rest}"
+        is_around = rest.rpartition(".")[0] in self.names
+        return f"{self.modules}.{rest}" if is_around else f"{self.modules}.layers.0.{rest}"
 
 
 _OURS = ("embed_norm", "hidden_norm", "fc", "norm")
@@ -41,7 +59,17 @@ _MIMO = ModuleNaming(
     names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     state_first=True,
 )
-NAMINGS: Mapping[str, ModuleNaming] = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
+_QWEN = ModuleNaming(
+    modules="mtp",
+    after_layers=False,
+    names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    is_one=True,
+    key="mtp_num_hidden_layers",
+)
+NAMINGS: Mapping[str, ModuleNaming] = {
+    **{"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO},
+    **{"qwen2_5_vl_text": _QWEN, "qwen3_vl_text": _QWEN},
+}
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
 
 
@@ -61,12 +89,15 @@ def read(
             f"speculative_config: method='mtp' without model: {where} is of model_type={target.model_type!r}, and "
             f"prediction modules are known of {', '.join(NAMINGS)}; give the module's folder as model"
         )
-    num = whole(raw, KEY, where, 0, default=0)
+    text, key = vision.text_part(raw, where), naming.key
+    num = whole(text, key, where, 0, default=0)
     if num < 1:
         raise ValueError(
-            f"speculative_config: method='mtp' without model: {where} says {KEY}={raw.get(KEY)!r}, so the model has no "
+            f"speculative_config: method='mtp' without model: {where} says {key}={text.get(key)!r}, so the model has no "
             "prediction modules; give a module's folder as model, or take another method"
         )
+    if naming.is_one and num > 1:
+        raise ValueError(f"{where}: {key}={num}: only one layer is supported")
     return DraftCheckpoint(
         method="mtp",
         where=where,
@@ -89,23 +120,22 @@ def _modules(directory: Path, naming: ModuleNaming, num_layers: int, num: int) -
     """The modules' tensors under our names; ValueError where a module is not there."""
     files = Weights.open(directory)
     first = num_layers if naming.after_layers else 0
-    module = re.compile(rf"(?:model\.)?{naming.modules}\.(\d+)\.(.+)")
     theirs: dict[str, str] = {}
     for name in files.names():
-        match = module.fullmatch(name)
-        if match and int(match[1]) >= first and match[2] not in _COPIES:
-            theirs[f"modules.{int(match[1]) - first}.{_ours(match[2], naming)}"] = name
+        found_in = naming.split(name)
+        if found_in and found_in[0] >= first and found_in[1] not in _COPIES:
+            theirs[f"modules.{found_in[0] - first}.{_ours(found_in[1], naming)}"] = name
     found = {name.split(".")[1] for name in theirs}
     if len(found) != num:
         raise ValueError(
-            f"{directory}: config.json says {KEY}={num}, but the files hold {len(found)} prediction modules "
+            f"{directory}: config.json says {naming.key}={num}, but the files hold {len(found)} prediction modules "
             f"({naming.modules}.{first} and on); download the files that are missing, or leave out method='mtp': some "
             "releases come without them"
         )
 
     def stored(name: str) -> str:
         _, number, rest = name.split(".", 2)
-        return theirs.get(name, f"model.{naming.modules}.{first + int(number)}.{_theirs(rest, naming)}")
+        return theirs.get(name, naming.joined(first + int(number), _theirs(rest, naming)))
 
     return Weights(files.where, theirs, lambda name: files.read(theirs[name]), stored)
 

@@ -7,7 +7,7 @@ V columns of logits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.attention.base import AttentionBackend, PagedAttention, Rows
 from draftproof.attention.exactness import AttentionShape
-from draftproof.attention.given import GivenRows
+from draftproof.attention.given import NOTHING_ADDED, Added, GivenRows
 from draftproof.attention.turns import Turns
 from draftproof.cache.pool import PagedCache, PagedKV
 from draftproof.cache.states import PassOfRows, StateSpec
@@ -35,6 +35,17 @@ class Taps:
     final: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnEmbeddings:
+    """What a drafter makes of a prompt's images by itself. `encode`: an image's tensors, as the target's processor
+    gives them -> [N, X], see `attention.given`; `num_bytes`: of its weights."""
+
+    encode: Callable[[Mapping[str, Tensor]], Tensor]
+    hidden_size: int
+    added: Added = NOTHING_ADDED
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
     """The needs of a method, as data: all that the engine reads of a drafter."""
@@ -50,6 +61,9 @@ class DraftSpec:
     lookahead: int = 0  # positions past the verified rows that a pass writes to, where they are more than K
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
     takes_embeddings: bool = False  # its rows carry embeddings where the target's do; else those rows' tokens
+    embeds: tuple[
+        OwnEmbeddings, ...
+    ] = ()  # they are its own, one at most (a chain: its members'); none: the target's
     estimates: bool = (
         False  # ends a proposal before the first draft that is likely to survive less than the price
     )

@@ -87,6 +87,7 @@ class ChainDrafter(Drafter):
             kv=tuple(shape for s in specs for shape in s.kv),
             states=tuple(state for s in specs for state in s.states),
             borrow=tuple(cache for s in specs for cache in s.borrow),
+            embeds=tuple(own for s in specs for own in s.embeds),
             reads_ahead=max(s.reads_ahead for s in specs),
             lookahead=max(s.lookahead for s in specs),
             host_tokens=any(s.host_tokens for s in specs),

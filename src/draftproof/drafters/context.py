@@ -14,6 +14,7 @@ from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters.base import Drafter
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.decoder import Decoder
+from draftproof.models.vision import Vision
 from draftproof.models.weights import WeightSource, head_of, root_of
 
 S = TypeVar("S")
@@ -45,8 +46,9 @@ class DraftContext:
 
     `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest text;
     `max_positions`: that, and the positions of drafts beyond its end; `inner`: the drafter made of the config's
-    `drafters`, for methods that run others. `notes`: what the builder found, for the line in the log: where "taps"
-    come from, whose "embed_tokens" and "lm_head" are, how the "vocabulary" is mapped.
+    `drafters`, for methods that run others; `vision`: the part of the target that reads images. `notes`: what the
+    builder found, for the line in the log: where "taps" come from, whose "embed_tokens" and "lm_head" are, how the
+    "vocabulary" is mapped.
     """
 
     config: EngineConfig
@@ -61,6 +63,7 @@ class DraftContext:
     max_model_len: int
     max_positions: int
     inner: Drafter | None = None
+    vision: Vision | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     def settings(self, kind: type[S]) -> S:

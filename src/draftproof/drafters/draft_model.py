@@ -13,10 +13,15 @@ from torch import Tensor
 
 from draftproof.config import parse_options
 from draftproof.drafters import token_map
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, OwnEmbeddings
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import HeadDrafter, HeadLayout
-from draftproof.drafters.model_head import DraftModelHead, DraftModelSettings, load_decoder
+from draftproof.drafters.model_head import (
+    DraftModelHead,
+    DraftModelSettings,
+    load_decoder,
+    own_embeddings,
+)
 from draftproof.drafters.text_model import TextDrafter, context_of
 from draftproof.drafters.token_map import TokenMap
 from draftproof.drafters.validation import shares_vocabulary
@@ -47,7 +52,8 @@ def build(ctx: DraftContext) -> Drafter:
     options = parse_options("speculative_config", ctx.options, DraftModelOptions)
     model = ctx.settings(DraftModelSettings).model
     if options.token_map != "text" and shares_vocabulary(ctx, model.vocab_size):
-        return _head_drafter(ctx, load_decoder(ctx, model, ctx.builder.weights), None)
+        embeds = own_embeddings(ctx)
+        return _head_drafter(load_decoder(ctx, model, ctx.builder.weights), None, embeds)
     target, draft = _tokenizers(ctx)
     ctx.notes["vocabulary"] = "its own, by text"
     if options.token_map == "text":
@@ -75,12 +81,14 @@ def _mapped_drafter(ctx: DraftContext, model: ModelConfig, mapped: TokenMap) -> 
         model, vocab_size=ctx.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None
     )
     decoder = load_decoder(ctx, model, weights, num_columns=mapped.num_common)
-    return _head_drafter(ctx, decoder, None if ids_C is None else ids_C.to(ctx.device))
+    return _head_drafter(decoder, None if ids_C is None else ids_C.to(ctx.device))
 
 
-def _head_drafter(ctx: DraftContext, decoder: Decoder, ids_V: Tensor | None) -> HeadDrafter:
+def _head_drafter(
+    decoder: Decoder, ids_V: Tensor | None, embeds: tuple[OwnEmbeddings, ...] = ()
+) -> HeadDrafter:
     layout = HeadLayout(context="all", anchor=True)
-    return HeadDrafter(DraftModelHead(decoder, layout, ids_V))
+    return HeadDrafter(DraftModelHead(decoder, layout, ids_V, embeds))
 
 
 def _text_drafter(ctx: DraftContext, model: ModelConfig, target: Any, draft: Any) -> TextDrafter:

@@ -199,7 +199,7 @@ class HeadDrafter(Drafter):
             return None
         is_fed_N = fed.positions_N >= 0
         tokens_at_N = torch.where(is_fed_N, fed.positions_N + self.head.layout.shift, -1)
-        return verified.given.at(fed.slots_N, tokens_at_N)
+        return verified.given.of(self.spec.embeds).at(fed.slots_N, tokens_at_N)
 
     def _drawn(self, runtime: DraftRuntime, verified: Verified, num: int) -> tuple[Tensor, ...]:
         """What `Unroll.draft` gives, nothing where `num` is 0."""

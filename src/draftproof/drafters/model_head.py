@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from draftproof.attention.base import PagedAttention
-from draftproof.drafters.base import DraftSpec
+from draftproof.drafters.base import DraftSpec, OwnEmbeddings
 from draftproof.drafters.context import DraftContext
 from draftproof.drafters.head import DraftHead, HeadLayout, PassSize
 from draftproof.drafters.validation import check_vocabulary
@@ -18,23 +18,37 @@ from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
+from draftproof.models.vision import ImageEncoder, Vision
 from draftproof.models.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelSettings:
-    """A draft model's config, and its `mask_token` if it was trained to fill masks."""
+    """A draft model's config, its `mask_token` if it was trained to fill masks, and the part that reads images if it
+    has one."""
 
     model: ModelConfig
     mask_token: int | None = None
+    vision: Vision | None = None
 
 
 class DraftModelHead(DraftHead):
     """A language model as a head."""
 
-    def __init__(self, decoder: Decoder, layout: HeadLayout, ids_V: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: HeadLayout,
+        ids_V: Tensor | None = None,
+        embeds: tuple[OwnEmbeddings, ...] = (),
+    ) -> None:
         self._decoder = decoder
-        self.spec = DraftSpec(kv=decoder.kv, attention=decoder.config.attention_shapes)
+        self.spec = DraftSpec(
+            kv=decoder.kv,
+            attention=decoder.config.attention_shapes,
+            takes_embeddings=bool(embeds),
+            embeds=embeds,
+        )
         self.layout = layout
         self.ids_V = ids_V
 
@@ -44,7 +58,7 @@ class DraftModelHead(DraftHead):
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, None]:
-        return self._decoder(tokens_N, attn).hidden_TH, None
+        return self._decoder(tokens_N, attn, given=attn.rows.given).hidden_TH, None
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
         return self._decoder.logits(hidden_MH)
@@ -65,6 +79,31 @@ def load(ctx: DraftContext) -> Decoder:
     model = ctx.settings(DraftModelSettings).model
     check_vocabulary(ctx, model.vocab_size)
     return load_decoder(ctx, model, ctx.builder.weights)
+
+
+def own_embeddings(ctx: DraftContext) -> tuple[OwnEmbeddings, ...]:
+    """What makes the model's own embeddings of the target's images; none where it is fed the ids that stand for them.
+    ValueError where embeddings are asked for, and it cannot read those images."""
+    s = ctx.settings(DraftModelSettings)
+    own, wanted = s.vision, ctx.own.image_inputs
+    if own is None or ctx.vision is None or not own.reads_as(ctx.vision):
+        if wanted == "embeddings":
+            assert ctx.checkpoint is not None
+            raise ValueError(
+                f"speculative_config: image_inputs='embeddings': {ctx.checkpoint.where}: a draft model makes them by "
+                "itself, and this one does not read what the target's image processor gives; use 'tokens'"
+            )
+        return ()
+    if wanted == "tokens":
+        return ()
+    made = ctx.builder
+    encoder = ImageEncoder(own, made.weights, made.device, made.dtype)
+    ctx.notes["images"] = "its own encoder's"
+    return (
+        OwnEmbeddings(
+            encode=encoder, hidden_size=s.model.hidden_size, added=own.added, num_bytes=encoder.num_bytes
+        ),
+    )
 
 
 def load_decoder(

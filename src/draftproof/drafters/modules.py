@@ -82,6 +82,8 @@ class ModulesDrafter(Drafter):
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
         given = v.given if self.spec.takes_embeddings else None
+        # a draw without inputs depends on more than the buffers, and so do rows with embeddings or before such
+        is_function = bool(draw.inputs) and given is None and not runtime.has_window
 
         def run(*buffers: Tensor) -> tuple[Tensor, ...]:
             split = len(own)
@@ -89,7 +91,7 @@ class ModulesDrafter(Drafter):
             return self._draft(runtime, _Inputs(*buffers[:split]), buffers[split], drawn, num, given)
 
         key = ("draft", self, len(v.tokens_T), num_requests, num)
-        drawn = (runtime.graphs if draw.inputs and given is None else EAGER).run(key, run, inputs)
+        drawn = (runtime.graphs if is_function else EAGER).run(key, run, inputs)
         tokens_RK = torch.stack(drawn, 1) if num else v.next_R.new_zeros((num_requests, 0))
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
 

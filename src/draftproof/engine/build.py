@@ -16,6 +16,7 @@ from torch import Tensor
 from draftproof.attention import registry as registry_of_attention
 from draftproof.attention.base import AttentionBackend
 from draftproof.attention.exactness import AttentionShape
+from draftproof.attention.given import NOTHING_ADDED
 from draftproof.attention.turns import Turns
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.pool import LayerKV, PagedCache, PagedKV, allocate
@@ -23,7 +24,7 @@ from draftproof.cache.states import LayerState, StateSpec
 from draftproof.cache.windows import WindowPages
 from draftproof.config import ENGINE_WIDE, EngineConfig, SpeculativeConfig
 from draftproof.drafters import registry
-from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens
+from draftproof.drafters.base import Drafter, DraftRuntime, DraftSpec, KnownTokens, OwnEmbeddings
 from draftproof.drafters.chain import ChainDrafter
 from draftproof.drafters.contained import DrafterError
 from draftproof.drafters.context import DraftContext
@@ -50,7 +51,7 @@ from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config, read_vision
 from draftproof.models.decoder import Decoder
-from draftproof.models.vision import ImageEncoder, Vision
+from draftproof.models.vision import ImageEncoder, Vision, is_stored
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs
@@ -155,8 +156,8 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
         weights=num_target_bytes - saved,
-        encoder=num_encoder_bytes,
-        items=MOST_ITEM_BYTES if base.vision else 0,
+        encoder=num_encoder_bytes + sum(own.num_bytes for own in drafting.spec.embeds),
+        items=MOST_ITEM_BYTES * (1 + len(drafting.spec.embeds)) if base.vision else 0,
         draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
@@ -190,8 +191,7 @@ def vision_of(config: EngineConfig, directory: Path) -> Vision | None:
     vision = read_vision(directory, config.hf_overrides)
     if vision is None or config.load_format == "dummy":
         return vision
-    names = Weights.open(directory).names()
-    if any("vision_tower." in name or "visual." in name for name in names):
+    if is_stored(Weights.open(directory)):
         return vision
     log.info("%s: holds no tensors of an image encoder: the model reads text alone", directory)
     return None
@@ -252,7 +252,13 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         ),
         graphs=new_graphs(),
         new_graphs=new_graphs,
-        items=ItemStore(model.hidden_size, device, where.dtype, MOST_ITEM_BYTES),
+        items=ItemStore(
+            model.hidden_size,
+            device,
+            where.dtype,
+            MOST_ITEM_BYTES,
+            NOTHING_ADDED if vision is None else vision.added,
+        ),
         vision=vision,
         max_model_len=max_model_len,
     )
@@ -353,6 +359,7 @@ def _one_drafter(
         max_model_len=base.max_model_len,
         max_positions=base.max_model_len + num_drafts + 1,
         inner=inner[0] if inner else None,
+        vision=base.vision,
     )
     drafter = registry.build(plan.method, ctx)
     log.info("%s", reporting.start_line(plan, drafter.spec, ctx))
@@ -416,7 +423,7 @@ def _engine(
         num_rows = sum(R * (1 + k) for R in runner.buckets for k in levels_of(R, known.levels))
         num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
-        num_spare += MOST_ITEM_BYTES if base.vision else 0
+        num_spare += MOST_ITEM_BYTES * (1 + len(drafting.spec.embeds)) if base.vision else 0
     full = [*_full(target.kv, groups), *drafting.spec.kv]
     per_token = memory.bytes_per_token(full, base.dtype)
     num_blocks = memory.num_blocks(per_token, groups, config, base.max_model_len, base.device, num_spare)
@@ -547,7 +554,15 @@ def _slot_items(base: _Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
     if any(rope.axes for rope in base.model.ropes):
         turns = Turns(torch.zeros(num_slots, dtype=torch.int64, device=base.device))
     beyond = max(num_drafts, spec.lookahead)
-    return SlotItems(base.items, num_slots, spec.reads_ahead, base.device, turns, beyond)
+    stores = {own: _own_store(base, own) for own in spec.embeds}
+    return SlotItems(base.items, num_slots, spec.reads_ahead, base.device, turns, beyond, stores)
+
+
+def _own_store(base: _Base, own: OwnEmbeddings) -> ItemStore:
+    """Embeddings that a drafter makes of the target's items."""
+    store = ItemStore(own.hidden_size, base.device, base.dtype, MOST_ITEM_BYTES, own.added)
+    store.encoders = {"image": own.encode}
+    return store
 
 
 def _target_cache(
@@ -601,7 +616,7 @@ def _state(base: _Base, num_drafts: int, lookahead: int, num_windows: int) -> St
         max_blocks=-(-base.max_model_len // block_size) + 1 + lookahead // block_size,
         num_drafts=num_drafts,
         device=base.device,
-        placeholder=-1 if base.vision is None else base.vision.placeholder,
+        placeholders=(-1, -1) if base.vision is None else base.vision.placeholders,
         num_tables=1 + num_windows,
     )
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.attention.given import GivenRows, WholeRows
+from draftproof.attention.given import NOTHING_ADDED, Added, GivenRows, WholeRows
 from draftproof.attention.turns import Turns, Window
 from draftproof.engine.interface import Item, ScheduledRequest
 
 EMBEDS = "embeds"  # the kind of an item that is its embeddings
-Encoder = Callable[[Mapping[str, Tensor]], Tensor]  # an item's tensors -> its embeddings [N, H]
+Encoder = Callable[[Mapping[str, Tensor]], Tensor]  # an item's tensors -> its embeddings [N, H], or [N, X]
 
 
 class Places(NamedTuple):
@@ -36,10 +37,8 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ItemInput:
-    """An item as its encoder reads it: tensors by the encoder's own names. `content`: the hash of kind and tensors.
-
-    `places`: of its rows on the axes of a family that has several, from the item's own on; a function of the tensors.
-    """
+    """An item as its encoder reads it: tensors by the encoder's own names. `places`: of its rows on the axes of a
+    family that has several, from the item's own on. `content`: the hash of all that."""
 
     kind: str
     tensors: Mapping[str, Tensor]
@@ -56,6 +55,8 @@ class ItemInput:
         for name, tensor in sorted(tensors.items()):
             digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        if places is not None:
+            digest.update(repr((places.advance, places.axes_3N.tolist())).encode())
         return cls(kind, tensors, num_rows, digest.digest(), places)
 
 
@@ -72,8 +73,10 @@ class ItemStore:
         device: torch.device,
         dtype: torch.dtype,
         max_bytes: int,
+        added: Added = NOTHING_ADDED,
     ) -> None:
         self.hidden_size = hidden_size
+        self.added = added
         self.max_bytes = max_bytes
         self.num_encoded = 0
         self.num_bytes = 0
@@ -92,16 +95,18 @@ class ItemStore:
         return self._inputs[content]
 
     def rows(self, given: ItemInput) -> Tensor:
-        """The embeddings [N, H] of an item, on the device and in the model's dtype."""
+        """The embeddings of an item, on the device and in the model's dtype: [N, X], or [N, H] of a kind to which
+        nothing is added."""
         found = self._embeddings.get(given.content)
         if found is not None:
             self._embeddings.move_to_end(given.content)
             return found
         made = self.encoders[given.kind](given.tensors).to(self._device, self._dtype).contiguous()
-        if made.shape != (given.num_rows, self.hidden_size):
+        size = self.hidden_size * (1 if given.kind == EMBEDS else 1 + self.added.num_layers)
+        if made.shape != (given.num_rows, size):
             raise ValueError(
                 f"an item of kind {given.kind!r}: its encoder gave embeddings of shape {tuple(made.shape)}, but its "
-                f"prompt has room for {(given.num_rows, self.hidden_size)}; does the processor belong to this model?"
+                f"prompt has room for {(given.num_rows, size)}; does the processor belong to this model?"
             )
         self.num_encoded += 1
         self.num_bytes += made.nbytes
@@ -110,6 +115,10 @@ class ItemStore:
             _, gone = self._embeddings.popitem(last=False)
             self.num_bytes -= gone.nbytes
         return made
+
+    def nothing(self, num_rows: int) -> Tensor:
+        """Embeddings of rows that cannot be made here."""
+        return torch.zeros((num_rows, self.hidden_size), device=self._device, dtype=self._dtype)
 
 
 class SlotItems:
@@ -123,10 +132,12 @@ class SlotItems:
         device: torch.device,
         turns: Turns | None = None,
         num_drafts: int = 0,
+        own: Mapping[Any, ItemStore] | None = None,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
-        turns: of a target with several axes."""
+        turns: of a target with several axes; own: by `DraftSpec.embeds`, where drafters keep theirs."""
         self.turns = turns
+        self._own = own or {}
         self._beyond = num_drafts + reads_ahead + 1
         self._store = store
         self._num_slots = num_slots
@@ -203,7 +214,7 @@ class SlotItems:
             return None
         index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
         first_S = np.zeros(self._num_slots, dtype=np.int64)
-        pieces = list[Tensor]()
+        pieces = list[_Piece]()
         num_rows = 0
         for span in spans:
             slot, first, _ = span
@@ -211,14 +222,13 @@ class SlotItems:
             for item, source in self._placed[slot]:
                 there = _overlap(span, item)
                 if there:
-                    pieces.append(
-                        self._store.rows(source)[there.start - item.start : there.stop - item.start]
-                    )
+                    pieces.append(_Piece(source, there.start - item.start, there.stop - item.start))
                     rows = np.arange(num_rows, num_rows + len(there))
                     index_SW[slot, there.start - first : there.stop - first] = rows
                     num_rows += len(there)
         index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
-        return GivenRows(torch.cat(pieces), index, firsts)
+        others = {own: partial(_rows_of, store, pieces, index, firsts) for own, store in self._own.items()}
+        return replace(_rows_of(self._store, pieces, index, firsts), others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +237,29 @@ class StepItems:
 
     given: GivenRows | None
     whole: WholeRows | None
+
+
+class _Piece(NamedTuple):
+    """Rows of an item."""
+
+    source: ItemInput
+    first: int
+    end: int
+
+
+def _rows_of(store: ItemStore, pieces: Sequence[_Piece], index_SW: Tensor, first_S: Tensor) -> GivenRows:
+    """The pieces, one behind the other, as a store has them."""
+    found = [
+        store.rows(source)[first:end] if source.kind in store.encoders else store.nothing(end - first)
+        for source, first, end in pieces
+    ]
+    if not store.added.num_layers:
+        return GivenRows(torch.cat(found), index_SW, first_S)
+    size = store.hidden_size * (1 + store.added.num_layers)
+    adds = [rows.shape[1] == size for rows in found]
+    filled = [torch.nn.functional.pad(rows, (0, size - rows.shape[1])) for rows in found]
+    adds_E = torch.tensor(adds).repeat_interleave(torch.tensor([len(rows) for rows in found]))
+    return GivenRows(torch.cat(filled), index_SW, first_S, store.added, adds_E.to(index_SW.device))
 
 
 class _Axes(NamedTuple):
@@ -257,6 +290,11 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
         place = item.start + item.num_rows
         shift += advance - item.num_rows
     return _Axes(np.concatenate(pieces, axis=1), shift)
+
+
+def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
+    """The largest position of an item's row, on any axis."""
+    return int(_axes_of(list(zip(items, inputs, strict=True))).axes_3P.max(initial=0))
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:

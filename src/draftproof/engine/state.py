@@ -74,10 +74,10 @@ class State:
         max_blocks: int,
         num_drafts: int,
         device: torch.device,
-        placeholder: int = -1,
+        placeholders: tuple[int, int] = (-1, -1),
         num_tables: int = 1,
     ) -> None:
-        """placeholder: an id that stands for no token, and is never drafted.
+        """placeholders: ids that stand for no token, and are never drafted; -1: none.
         num_tables: one for layers that see all positions, and one for each window."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -85,7 +85,7 @@ class State:
 
         self.device = device
         self.max_len = max_len
-        self.placeholder = placeholder
+        self.placeholders = placeholders
         self.scratch_slot = num_slots
         self.slots = SlotState(
             tokens_SL=zeros(num_slots + 1, max_len + num_drafts + 1, dtype=torch.int32),
@@ -233,5 +233,5 @@ class State:
             proposal.count_R,
             verified.k_R,
             vocab_size,
-            self.placeholder,
+            *self.placeholders,
         )

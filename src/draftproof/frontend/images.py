@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import functools
 import io
 import os
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,16 @@ from draftproof.models.vision import Vision
 from draftproof.schema import shown
 
 IMAGE = "image"  # the kind of item, and the key of multi_modal_data
+VIDEO = "video"  # a key of multi_modal_data
 MOST_PIXELS = 1 << 26  # of an image as it is stored: a file of a few bytes may claim any number
 MOST_BYTES = 1 << 26  # of a file, or of a data URI
 MOST_ASPECT = 200  # of its longer side to its shorter one
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, of 8 bits and fewer a channel
+
+
+Parts = Sequence[
+    ItemInput | list[int]
+]  # what stands in a prompt for an image or a video: items, ids between them
 
 
 class ImageReader:
@@ -37,19 +44,19 @@ class ImageReader:
 
     def __init__(self, vision: Vision, store: ItemStore, allowed: Path | None = None) -> None:
         """allowed: the folder that messages may name files of; None: they may not."""
-        self._vision = vision
-        self._store = store
+        self.vision = vision
+        self.store = store
         self._allowed = None if allowed is None else allowed.resolve()
 
     @functools.cached_property
-    def _processor(self) -> Any:
+    def processor(self) -> Any:
         from transformers import AutoImageProcessor
 
         try:
-            return AutoImageProcessor.from_pretrained(self._vision.directory, backend="pil")
+            return AutoImageProcessor.from_pretrained(self.vision.directory, backend="pil")
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self._vision.directory}: has no image processor that can be read ({_first_line(error)}); add "
+                f"{self.vision.directory}: has no image processor that can be read ({_first_line(error)}); add "
                 "preprocessor_config.json"
             ) from error
 
@@ -59,52 +66,57 @@ class ImageReader:
         return [self._read(image, f"image {number}") for number, image in enumerate(listed)]
 
     def _read(self, image: Any, where: str) -> ItemInput:
-        from PIL.Image import DecompressionBombError
-
-        try:
-            picture = _picture(image, where)
-            found = self._processor(images=[picture], return_tensors="pt")
-        except ValueError as error:
-            raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
-        except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
-            raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
-        vision = self._vision
+        seen = picture(image, where)
+        with _errors_of(where):
+            found = self.processor(images=[seen], return_tensors="pt")
+        vision = self.vision
         tensors: dict[str, Tensor] = {name: torch.as_tensor(found[name]) for name in vision.family.inputs}
         places = vision.places(tensors)
         num_rows = vision.num_rows(tensors)
-        return self._store.hold(
+        return self.store.hold(
             ItemInput.of(IMAGE, tensors, num_rows, None if places is None else Places(*places))
         )
 
     def place(
-        self, token_ids: Sequence[int], inputs: Sequence[ItemInput]
-    ) -> tuple[list[int], tuple[Item, ...]]:
-        """The prompt with as many ids for each image as it has rows, where it had one. ValueError where there are not
-        as many places as images."""
-        placeholder = self._vision.placeholder
-        num_places = list(token_ids).count(placeholder)
-        if num_places != len(inputs):
-            raise ValueError(
-                f"prompt: has {num_places} places for images (token id {placeholder}), but {len(inputs)} are given in "
-                "multi_modal_data; give one for each"
-            )
-        placed, items = list[int](), list[Item]()
-        left = iter(inputs)
-        for token in token_ids:
-            if token != placeholder:
-                placed.append(token)
-                continue
-            image = next(left)
-            items.append(Item(image.content, len(placed), image.num_rows, self._vision.family.is_whole))
-            placed += [placeholder] * image.num_rows
-        return placed, tuple(items)
+        self, token_ids: Sequence[int], images: Sequence[ItemInput], videos: Sequence[Parts] = ()
+    ) -> tuple[list[int], tuple[Item, ...], tuple[ItemInput, ...]]:
+        """(the prompt with as many ids for each image as it has rows, where it had one, and for videos alike; the items
+        and their inputs). ValueError where there are not as many places as images."""
+        given: dict[int, Sequence[Parts]] = {self.vision.placeholder: [(image,) for image in images]}
+        if self.vision.video_placeholder >= 0:
+            given[self.vision.video_placeholder] = videos
+        for what, (placeholder, found) in zip(("images", "videos"), given.items(), strict=False):
+            num_places = list(token_ids).count(placeholder)
+            if num_places != len(found):
+                raise ValueError(
+                    f"prompt: has {num_places} places for {what} (token id {placeholder}), but {len(found)} are given "
+                    "in multi_modal_data; give one for each"
+                )
+        placed, items, inputs = list[int](), list[Item](), list[ItemInput]()
+        left = {placeholder: iter(found) for placeholder, found in given.items()}
+        tokens = list(token_ids)
+        for number, token in enumerate(tokens):
+            parts = next(left[token]) if token in left else ([token],)
+            if token in left and isinstance(parts[0], list) and isinstance(parts[-1], list):
+                around = (placed[-1:], tokens[number + 1 : number + 2])
+                if around == (parts[0][-1:], parts[-1]):  # it has marks of its own
+                    placed.pop()
+                    parts = parts[:-1]
+            for part in parts:
+                if isinstance(part, list):
+                    placed += part
+                    continue
+                items.append(Item(part.content, len(placed), part.num_rows, self.vision.family.is_whole))
+                inputs.append(part)
+                placed += [token] * part.num_rows
+        return placed, tuple(items), tuple(inputs)
 
     def marked(self, text: str, tokenizer: Tokenizer) -> str:
         """A text in which the mark that stands for an image has the place of its rows beside it."""
-        marks = self._vision.marks
+        marks = self.vision.marks
         if not marks or -1 in marks:
             return text
-        first, place, last = (tokenizer.piece(i) for i in (marks[0], self._vision.placeholder, marks[1]))
+        first, place, last = (tokenizer.piece(i) for i in (marks[0], self.vision.placeholder, marks[1]))
         return text if place in text else text.replace(first, f"\n\n{first}{place}{last}\n\n")
 
     def of_url(self, url: str, where: str) -> Any:
@@ -125,10 +137,11 @@ class ImageReader:
         return path
 
 
-def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any], list[Any]]:
-    """(messages in which a part that is an image is {"type": "image"}, the images in order). ValueError for an image
-    that no text-only model can see."""
-    plain, images = list[Any](), list[Any]()
+def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any], dict[str, list[Any]]]:
+    """(messages in which a part that is an image is {"type": "image"}, the images in order), and videos alike, by kind.
+    ValueError for an image that no text-only model can see."""
+    plain = list[Any]()
+    found: dict[str, list[Any]] = {}
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, (list, tuple)) or not any(map(is_image, content)):
@@ -142,25 +155,28 @@ def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any]
         parts = list[Any]()
         for j, part in enumerate(content):
             if is_image(part):
-                images.append(_image_of(part, reader, f"messages[{i}]: content[{j}]"))
-                parts.append({"type": "image"})
+                kind = _PARTS[part["type"]]
+                found.setdefault(kind, []).append(_given(part, reader, f"messages[{i}]: content[{j}]"))
+                parts.append({"type": kind})
             else:
                 parts.append({"type": "text", "text": part} if isinstance(part, str) else part)
         plain.append({**message, "content": parts})
-    return plain, images
+    return plain, found
+
+
+# types of parts of a message that no text is made of, and what they are
+_PARTS: Mapping[str, str] = {
+    **dict.fromkeys(("image", "image_url", "input_image", "image_pil"), IMAGE),
+    **dict.fromkeys(("video", "video_url"), VIDEO),
+}
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, Mapping) and part.get("type") in (
-        "image",
-        "image_url",
-        "input_image",
-        "image_pil",
-    )
+    """Whether a part of a message's content is an image, or a video."""
+    return isinstance(part, Mapping) and part.get("type") in _PARTS
 
 
-def _image_of(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
+def _given(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
     """What stands in a part of a message: an URL, or an object of the caller's."""
     given = part.get(str(part["type"]))
     if part["type"] == "input_image":
@@ -171,7 +187,20 @@ def _image_of(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
         raise ValueError(
             f'{where}={shown(dict(part))}: must be {{"type": "image_url", "image_url": {{"url": ...}}}}'
         )
+    if _PARTS[part["type"]] == VIDEO and isinstance(given, str):
+        return _frames_of_url(given, where)
     return reader.of_url(given, where) if isinstance(given, str) else given
+
+
+def _frames_of_url(url: str, where: str) -> list[bytes]:
+    """The files of a video's frames, which are all that an URL may hold of one."""
+    header, _, body = url.partition(",")
+    if header != "data:video/jpeg;base64":
+        raise ValueError(
+            f"{where}: {shown(url)}: files of videos are not decoded; give frames, as 'data:video/jpeg;base64,' and a "
+            'JPEG in base64 for each, commas between, or {"type": "video", "video": frames}'
+        )
+    return [_data(f"data:image/jpeg;base64,{each}", where) for each in body.split(",")]
 
 
 def _data(url: str, where: str) -> bytes:
@@ -185,6 +214,25 @@ def _data(url: str, where: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except binascii.Error as error:
         raise ValueError(f"{where}: is no base64 ({error})") from error
+
+
+@contextlib.contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Whatever is wrong with an image ends as a ValueError that begins with `where`."""
+    from PIL.Image import DecompressionBombError
+
+    try:
+        yield
+    except ValueError as error:
+        raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
+    except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
+        raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
+
+
+def picture(image: Any, where: str) -> Any:
+    """A Pillow image of three channels. ValueError for what is none."""
+    with _errors_of(where):
+        return _picture(image, where)
 
 
 def _picture(image: Any, where: str) -> Any:

@@ -10,9 +10,10 @@ import torch
 
 from draftproof.engine.checks import check_request
 from draftproof.engine.interface import Item, RequestSpec
-from draftproof.engine.items import EMBEDS, ItemInput, ItemStore
-from draftproof.frontend.images import IMAGE, ImageReader
+from draftproof.engine.items import EMBEDS, ItemInput, ItemStore, furthest
+from draftproof.frontend.images import IMAGE, VIDEO, ImageReader
 from draftproof.frontend.text import Tokenizer
+from draftproof.frontend.videos import VideoReader
 from draftproof.grammar.matcher import Grammar, GrammarCompiler
 from draftproof.models.config import ModelConfig
 from draftproof.models.loading import GenerationDefaults
@@ -156,15 +157,23 @@ class InputProcessor:
         data = given.pop("multi_modal_data") or {}
         if self.images is None:
             raise ValueError("multi_modal_data: this model reads no images; leave it out")
-        if not isinstance(data, dict) or data.keys() - {IMAGE}:
-            raise ValueError(f"multi_modal_data={shown(data)}: must be {{'image': image or list of images}}")
+        if not isinstance(data, dict) or data.keys() - {IMAGE, VIDEO}:
+            raise ValueError(
+                f"multi_modal_data={shown(data)}: must be {{'image': image or list of images, 'video': frames}}"
+            )
         text = given.get("prompt")
         if isinstance(text, str) and self.tokenizer is not None:
             given["prompt"] = self.images.marked(text, self.tokenizer)
         plain = self._encode(given)
-        inputs = self.images.read(data.get(IMAGE, []))
-        token_ids, items = self.images.place(plain.token_ids, inputs)
-        return Encoded(plain.text, token_ids, items, tuple(inputs))
+        images = self.images.read(data.get(IMAGE, []))
+        videos = VideoReader(self.images, self.tokenizer).read(data.get(VIDEO, []))
+        token_ids, items, inputs = self.images.place(plain.token_ids, images, videos)
+        if (last := furthest(items, inputs)) >= self._max_model_len:
+            raise ValueError(
+                f"multi_modal_data: a row stands at position {last}, at most max_model_len={self._max_model_len} are "
+                "there; leave images or frames out, or say that frames follow each other sooner"
+            )
+        return Encoded(plain.text, token_ids, items, inputs)
 
     def _embeds(self, given: dict[str, Any]) -> Encoded:
         """A prompt of embeddings in place of tokens; its ids are zeros."""

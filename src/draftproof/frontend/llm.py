@@ -18,7 +18,7 @@ from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
-from draftproof.frontend.images import IMAGE, ImageReader, split_messages
+from draftproof.frontend.images import ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
 from draftproof.frontend.replicas.build import build as build_replicas
@@ -251,13 +251,13 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, **template: Any) -> Prompt:
         """A conversation as a prompt; see `chat`."""
-        plain, images = split_messages(messages, self.requests.inputs.images)
+        plain, found = split_messages(messages, self.requests.inputs.images)
         reader = self.requests.inputs.images
-        if reader is None or not images:
+        if reader is None or not found:
             return self.tokenizer.chat(plain, **template)
         rewrite = partial(reader.marked, tokenizer=self.tokenizer)
         token_ids = self.tokenizer.chat(plain, rewrite=rewrite, **template)
-        return {"prompt_token_ids": token_ids, "multi_modal_data": {IMAGE: images}}
+        return {"prompt_token_ids": token_ids, "multi_modal_data": found}
 
     def stream(
         self,

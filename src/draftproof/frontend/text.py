@@ -196,9 +196,10 @@ def _plain_message(message: Any, where: str) -> Mapping[str, Any]:
         return message
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"{where}: content={shown(content)}: must be text, or a list of parts of text")
-    if {"type": "image"} in content:  # templates say where images stand among texts
+    seen = ({"type": "image"}, {"type": "video"})
+    if any(part in seen for part in content):  # templates say where these stand among texts
         for i, part in enumerate(content):
-            if part != {"type": "image"}:
+            if part not in seen:
                 _text_of(part, f"{where}: content[{i}]")
         return message
     texts = [_text_of(part, f"{where}: content[{i}]") for i, part in enumerate(content)]

@@ -27,7 +27,7 @@ from draftproof.schema import flag, whole
 _OTHER_LAYERS: Mapping[str, str] = {
     "qwen3_next": "has layers of linear attention",
     "qwen3_5": "has layers of linear attention",
-    "qwen3_vl": "reads images",
+    "qwen3_vl_moe": "reads images and has experts",
     "qwen2_vl": "reads images",
     "minimax": "has layers of linear attention",
     "kimi_linear": "has layers of linear attention",

@@ -166,8 +166,13 @@ class Decoder:
         for i, layer in enumerate(layers):
             x_TH, residual_TH = layer(x_TH, residual_TH, attn)
             x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)
+            tapped_TH = residual_TH
+            if given is not None and (adding := given.adding(i, residual_TH)) is not None:
+                is_given_T1, residual_TH = adding
+                x_TH = torch.where(is_given_T1, self._norms[i + 1](residual_TH), x_TH)
+                tapped_TH = residual_TH if given.added.in_taps else tapped_TH
             if taps:
-                stream.append(residual_TH)
+                stream.append(tapped_TH)
         tapped = tuple(stream[i] for i in taps)
         return TargetOutput(x_TH, (*tapped, x_TH) if final else tapped)
 

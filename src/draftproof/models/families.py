@@ -103,6 +103,7 @@ class Family:
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     default_theta: float = 10000.0
     default_rotary: float | None = None
+    interleaved_axes: bool = False  # where pairs turn by several axes: in turns, if the config does not say
     moe: MoEFamily | None = None
     mixer: str = "attention"
     ffn: str = "dense"
@@ -144,6 +145,18 @@ _ROWS: Mapping[str, Family] = {
             qk_norm=True,
             windows="switched",
             default_head_dim=128,
+        ),
+        # transformers turns its pairs by the axes in turns, whether or not the config says so.
+        Family(
+            model_type="qwen3_vl_text",
+            architectures=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows="never",
+            default_head_dim=128,
+            default_theta=5e5,
+            interleaved_axes=True,
         ),
         Family(
             model_type="mimo",

@@ -35,7 +35,7 @@ _HARMLESS_KEYS = words(
     num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size exponential_decay_length_penalty num_return_sequences
     chunk_size_feed_forward is_decoder is_llama_config unsloth_version unsloth_fixed model_name
-    num_nextn_predict_layers"""
+    num_nextn_predict_layers mtp_num_hidden_layers"""
 )
 
 # Keys whose other values would change the arithmetic, with the values that leave it alone.

@@ -72,16 +72,20 @@ def parse_rope(
     where: str,
     default_theta: float = 10000.0,
     default_rotary: float | None = None,
+    *,
+    interleaved_axes: bool = False,
 ) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4.x) of a model's config.
 
     default_rotary: the share of a head that rotates where the config does not say; None: whole heads, always.
+    interleaved_axes: whether several axes take turns where the config does not say.
     Raises ValueError for types whose frequencies depend on the length of the text, unknown types and unknown keys.
     """
     given = dict(_flat(raw, where))
     here = f"{where}: rotary embedding"
     if given.get("mrope_section") is not None:
         sections, interleaved = given.pop("mrope_section"), given.pop("mrope_interleaved", None)
+        interleaved = interleaved_axes if interleaved is None else interleaved
         for key in ("type", "rope_type"):
             if given.get(key) == "mrope":
                 given[key] = "default"
@@ -131,7 +135,7 @@ def _axes(sections: Any, interleaved: Any, num_pairs: int, here: str) -> tuple[i
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     axes = [0] * num_pairs
     for axis in (1, 2):
-        for pair in range(axis, 3 * sections[axis], 3):
+        for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
             axes[pair] = axis
     return tuple(axes)
 

@@ -3,7 +3,7 @@
 What is the families' own is where an encoder's output enters: which ids stand for an image's rows, how many there are,
 and where they stand for the rotary embedding. Encoders run one image at a time, on one thread of a CPU, so that an
 image's embeddings depend on nothing else.
-Shapes: N rows of an image, H hidden size.
+Shapes: N rows of an image, H hidden size, X an embedding and what is added behind it (`attention.given`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,28 @@ import torch
 from torch import Tensor
 
 from draftproof import schema
-from draftproof.models.weights import WeightSource
+from draftproof.attention.given import NOTHING_ADDED, Added
+from draftproof.models.weights import Weights, WeightSource
 from draftproof.runtime.threads import threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFamily:
+    """How a family sees a video: frames in groups, of which each is encoded as an image is. `placeholder`: the config
+    key of the id that stands for their rows. `marks`: keys of ids around each group, which follow its time in words;
+    none: the rows of all groups are one run, apart on the axis of time by `vision_config`'s `pace`, or else
+    `default_pace`, a second. `frame_size`: (frames, height, width, factor, frames of a group, fewest and most pixels)
+    -> height and width that frames are scaled to; `pixels`: those bounds where no file has them."""
+
+    placeholder: str = "video_token_id"
+    marks: tuple[str, ...] = ()
+    pace: str = "tokens_per_second"
+    default_pace: float = 4
+    frame_size: Callable[[int, int, int, int, int, tuple[int, int]], tuple[int, int]]
+    pixels: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +51,8 @@ class VisionFamily:
     understood, none: whatever is there. `is_whole`: an image's rows see each other. `marks`: config keys of the ids
     that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
     by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
-    text moves on; None: in a row, as text does. `prefixes`: what names of the module's tensors begin with, and what
+    text moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
+    `video`: None where it sees none. `prefixes`: what names of the module's tensors begin with, and what
     files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
     """
 
@@ -50,6 +68,8 @@ class VisionFamily:
     marks: tuple[tuple[str, ...], ...] = ()
     num_rows: Callable[[Mapping[str, Any], Tensors], int]
     places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
+    added: Callable[[Mapping[str, Any]], Added] = lambda config: NOTHING_ADDED
+    video: VideoFamily | None = None
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
     text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -74,6 +94,32 @@ def _places_of_grid(config: Mapping[str, Any], tensors: Tensors) -> tuple[Grid, 
     return np.indices((time, *sides), dtype=np.int64).reshape(3, -1), max(sides)
 
 
+def _deepstack(config: Mapping[str, Any]) -> Added:
+    """States of so many of the encoder's layers. Taps see the stream with them, as in vLLM; transformers'
+    `output_hidden_states` is without what the layer's own output is given."""
+    return Added(num_layers=len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))))
+
+
+def _size_of_frame(
+    num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
+) -> tuple[int, int]:
+    """The bounds are of a frame, as those of an image are."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    found: tuple[int, int] = smart_resize(height, width, factor, *pixels)
+    return found
+
+
+def _size_in_video(
+    num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
+) -> tuple[int, int]:
+    """The bounds are of all frames together."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    found: tuple[int, int] = smart_resize(max(num, group), height, width, group, factor, *pixels)
+    return found
+
+
 def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
     """A row a patch; CLIP's own row, which is about the whole image, is left out unless the config says otherwise."""
     patch = int(config["vision_config"].get("patch_size", 14))
@@ -86,6 +132,9 @@ def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
 def _rows_as_told(config: Mapping[str, Any], tensors: Tensors) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
+
+# what an encoder's processor must know of it
+_PROCESSED_BY = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "image_size")
 
 _LLAMA = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -107,6 +156,24 @@ FAMILIES: Mapping[str, VisionFamily] = {
             inputs=("pixel_values", "image_grid_thw"),
             num_rows=_rows_of_grid,
             places=_places_of_grid,
+            video=VideoFamily(frame_size=_size_of_frame, pixels=(128 * 28 * 28, 768 * 28 * 28)),
+        ),
+        VisionFamily(
+            model_type="qwen3_vl",
+            architectures=("Qwen3VLForConditionalGeneration",),
+            text="qwen3_vl_text",
+            keys=schema.words(
+                "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
+            ),
+            inputs=("pixel_values", "image_grid_thw"),
+            num_rows=_rows_of_grid,
+            places=_places_of_grid,
+            added=_deepstack,
+            video=VideoFamily(
+                marks=("vision_start_token_id", "vision_end_token_id"),
+                frame_size=_size_in_video,
+                pixels=(128 * 32 * 32, 768 * 32 * 32),
+            ),
         ),
         VisionFamily(
             model_type="llava",
@@ -153,6 +220,17 @@ class Vision:
     directory: Path
     marks: tuple[int, ...] = ()
 
+    @property
+    def video_placeholder(self) -> int:
+        """The id that stands for a row of a video; -1: it sees none."""
+        video = self.family.video
+        return -1 if video is None else schema.whole(self.config, video.placeholder, "config.json", 0)
+
+    @property
+    def placeholders(self) -> tuple[int, int]:
+        """Ids that stand for no token."""
+        return self.placeholder, self.video_placeholder
+
     def num_rows(self, tensors: Tensors) -> int:
         return self.family.num_rows(self.config, tensors)
 
@@ -160,6 +238,16 @@ class Vision:
     def most_whole_rows(self) -> int:
         """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
         return self.family.num_rows(self.config, {}) if self.family.is_whole else 0
+
+    @property
+    def added(self) -> Added:
+        """What goes into the stream after the first layers at an image's rows."""
+        return self.family.added(self.config)
+
+    def reads_as(self, other: Vision) -> bool:
+        """Whether its encoder takes the tensors that the other's processor gives."""
+        sizes = [[v.config["vision_config"].get(key) for key in _PROCESSED_BY] for v in (self, other)]
+        return self.family == other.family and sizes[0] == sizes[1]
 
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
         """See `VisionFamily`."""
@@ -187,6 +275,13 @@ def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
         for names in family.marks
     )
     return Vision(family, raw, schema.whole(raw, key, where, 0), directory, marks)
+
+
+def is_stored(weights: WeightSource) -> bool:
+    """Whether the files hold an encoder of images; random weights are whatever is asked for."""
+    return not isinstance(weights, Weights) or any(
+        "vision_tower." in name or "visual." in name for name in weights.names()
+    )
 
 
 def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -234,15 +329,19 @@ class ImageEncoder:
         return sum(tensor.nbytes for tensor in self._module.parameters())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """The embeddings [N, H] of one image."""
+        """The embeddings of one image, and behind each what else its row is given: [N, X]."""
         given = {name: tensors[name].to(self._device) for name in self._inputs}
         given = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
         with torch.inference_mode(), threads(1):
-            found = self._module.get_image_features(**given).pooler_output
-            embeds = (
-                found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
-            )
-            return embeds.reshape(-1, embeds.shape[-1]).clone()
+            found = self._module.get_image_features(**given)
+            parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            return torch.cat([_flat(part) for part in parts], dim=1)
+
+
+def _flat(found: Tensor | Sequence[Tensor]) -> Tensor:
+    """The rows of one image, which some encoders give in several pieces."""
+    pieces = [found] if isinstance(found, Tensor) else found
+    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
 
 
 def _module(vision: Vision, dtype: torch.dtype) -> Any:

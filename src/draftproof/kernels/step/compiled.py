@@ -20,7 +20,7 @@ class CompiledStep:
         self._accept, self._pack_accept = library.packed("dp_accept", "8P3q")
         self._commit, self._pack_commit = library.packed("dp_commit", "11P3q")
         self._draft_rows, self._pack_draft_rows = library.packed("dp_draft_rows", "8P10q")
-        self._store, self._pack_store = library.packed("dp_store_drafts", "8P5q")
+        self._store, self._pack_store = library.packed("dp_store_drafts", "8P6q")
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         num_requests = work_3R.shape[1]
@@ -121,6 +121,7 @@ class CompiledStep:
         k_R: Tensor,
         vocab_size: int,
         never: int = -1,
+        never_either: int = -1,
     ) -> tuple[Tensor, Tensor]:
         R, K = tokens_RK.shape
         out = torch.empty(2 * R, dtype=torch.int64)
@@ -137,6 +138,7 @@ class CompiledStep:
             out,
         )
         columns = state.tokens_SL.shape[1]
-        self._store(self._pack_store(*(t.data_ptr() for t in tensors), columns, R, K, vocab_size, never), out)
+        numbers = (columns, R, K, vocab_size, never, never_either)
+        self._store(self._pack_store(*(t.data_ptr() for t in tensors), *numbers), out)
         count_R, cut_R = out.split(R)
         return count_R, cut_R

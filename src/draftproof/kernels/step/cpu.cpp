@@ -128,7 +128,7 @@ struct StoreArgs {
     int64_t* draft_count;
     const int64_t *slots, *drafts, *count, *k;
     int64_t* out;
-    int64_t columns, requests, num_drafts, vocab_size, never;
+    int64_t columns, requests, num_drafts, vocab_size, never, never_either;
 };
 
 extern "C" void dp_store_drafts(const StoreArgs* a) {
@@ -138,7 +138,8 @@ extern "C" void dp_store_drafts(const StoreArgs* a) {
         const int64_t* drafts = a->drafts + r * a->num_drafts;
         int32_t* to = a->tokens + slot * a->columns + a->length[slot];
         auto is_id = [&](int64_t draft) { return draft >= 0 && draft < a->vocab_size; };
-        while (good < claimed && is_id(drafts[good]) && drafts[good] != a->never) good++;
+        auto is_token = [&](int64_t draft) { return is_id(draft) && draft != a->never && draft != a->never_either; };
+        while (good < claimed && is_token(drafts[good])) good++;
         for (int64_t i = 0; i < a->num_drafts; i++)
             to[i] = (int32_t)std::max<int64_t>(0, std::min(drafts[i], a->vocab_size - 1));
         a->draft_count[slot] = a->out[r] = good;

@@ -153,11 +153,13 @@ class TorchStep:
         k_R: Tensor,
         vocab_size: int,
         never: int = -1,
+        never_either: int = -1,
     ) -> tuple[Tensor, Tensor]:
         at_K = torch.arange(tokens_RK.shape[1], device=slots_R.device)
         claimed_R = torch.minimum(count_R, k_R).clamp(0, tokens_RK.shape[1])
         own_RK = (tokens_RK >= 0) & (tokens_RK < vocab_size) & (at_K < claimed_R[:, None])
-        count_R = (own_RK & (tokens_RK != never)).long().cumprod(1).sum(1)
+        is_token_RK = (tokens_RK != never) & (tokens_RK != never_either)
+        count_R = (own_RK & is_token_RK).long().cumprod(1).sum(1)
         is_cut_R = (own_RK.long().cumprod(1).sum(1) == count_R) & (count_R < claimed_R)
         at_RK = state.length_S[slots_R][:, None] + at_K
         state.tokens_SL[slots_R[:, None], at_RK] = tokens_RK.clamp(0, vocab_size - 1).int()

@@ -151,7 +151,8 @@ class StepOps(Protocol):
         k_R: Tensor,
         vocab_size: int,
         never: int = -1,
+        never_either: int = -1,
     ) -> tuple[Tensor, Tensor]:
         """Put drafts behind the known tokens, cut at k_R, at the first id outside the vocabulary and at the first that
-        is `never`, which stands for no token: (count_R, 1 where an id outside cut them)."""
+        is `never` or `never_either`, which stand for no token: (count_R, 1 where an id outside cut them)."""
         ...

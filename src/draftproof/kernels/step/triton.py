@@ -134,6 +134,7 @@ class TritonStep:
         k_R: Tensor,
         vocab_size: int,
         never: int = -1,
+        never_either: int = -1,
     ) -> tuple[Tensor, Tensor]:
         R, K = tokens_RK.shape
         out = _out(2 * R, slots_R)
@@ -141,7 +142,7 @@ class TritonStep:
         _launch(
             step_kernels.store_drafts_kernel,
             (state.tokens_SL, state.length_S, state.draft_count_S, *(t.contiguous() for t in given), out),
-            (state.tokens_SL.shape[1], R, K, vocab_size, never),
+            (state.tokens_SL.shape[1], R, K, vocab_size, never, never_either),
             R,
             KP=power_of_two(K),
         )

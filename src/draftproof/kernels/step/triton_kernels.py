@@ -21,6 +21,7 @@ SIZES = [
     "num_drafts",
     "vocab_size",
     "never",
+    "never_either",
     "mask_token",
     "padded",
 ]
@@ -250,7 +251,7 @@ def draft_rows_kernel(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=POINTERS)
 def store_drafts_kernel(
     tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size, never,
-    KP: tl.constexpr, PDL: tl.constexpr,
+    never_either, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write count_R, 1 where an id cut a proposal, and the slots' tokens and draft counts."""
     begin(PDL)
@@ -261,7 +262,8 @@ def store_drafts_kernel(
     claimed = tl.minimum(tl.minimum(tl.load(count + r), tl.load(k + r)), num_drafts)
     draft_K = tl.load(drafts + r * num_drafts + i, mask=inside, other=-1).to(tl.int64)
     is_id = (draft_K >= 0) & (draft_K < vocab_size)
-    taken = tl.min(tl.where(is_id & (draft_K != never) & (i < claimed), KP, i), axis=0).to(tl.int64)
+    is_token = is_id & (draft_K != never) & (draft_K != never_either)
+    taken = tl.min(tl.where(is_token & (i < claimed), KP, i), axis=0).to(tl.int64)
     kept_K = tl.minimum(tl.maximum(draft_K, 0), vocab_size - 1).to(tl.int32)
     tl.store(tokens + slot * columns + tl.load(length + slot) + i, kept_K, mask=inside)
     tl.store(draft_count + slot, taken)

@@ -138,7 +138,13 @@ def read(given: Given) -> list[MixerConfig]:
     head_dim = given.head_dim
     family = given.family
     rope = parse_rope(
-        given.raw, head_dim, given.max_positions, given.where, family.default_theta, family.default_rotary
+        given.raw,
+        head_dim,
+        given.max_positions,
+        given.where,
+        family.default_theta,
+        family.default_rotary,
+        interleaved_axes=family.interleaved_axes,
     )
     return [
         AttentionConfig(

@@ -1,0 +1,262 @@
+"""Videos as frames: what transformers computes of them, whatever is drafted, and however prompts are batched."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftproof import LLM, SamplingParams
+from draftproof.bench.compare import compare
+from draftproof.frontend.videos import VideoReader
+from tests.frontend.test_images import GREEDY, seen, text
+from tests.made import vision
+from tests.made.vision import IMAGE, VIDEO, picture
+
+MODELS = {"qwen2_5_vl": vision.qwen2_5_vl, "qwen3_vl": vision.qwen3_vl}
+START, END = 92, 93
+FRAMES = [picture(30, 24, seed) for seed in range(20, 25)]  # the last group is filled up
+SLOW = {"fps": 2.0, "frames_indices": [0, 2, 4, 6, 8], "total_num_frames": 10}  # one frame a second
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = MODELS[request.param](folder)
+    vision.tokenizer(folder)
+    return model, folder
+
+
+def prompt(video: Any, *texts: list[int], image: Any = None) -> dict[str, Any]:
+    """A video after the first text, an image after the second one."""
+    ids, data = [*texts[0], START, VIDEO, END, *texts[1]], {"video": video}
+    if image is not None:
+        ids, data = [*ids, START, IMAGE, END, *texts[2]], {**data, "image": image}
+    return {"prompt_token_ids": ids, "multi_modal_data": data}
+
+
+PROMPTS = [
+    prompt(FRAMES, text(5, 0), text(4, 1)),
+    prompt((FRAMES, SLOW), text(7, 2), text(9, 3), text(3, 4), image=picture(30, 50, 1)),
+    prompt([(FRAMES[:1], {}), (FRAMES[2:4], {"fps": 1})], [3, START, VIDEO, END], text(6, 6)),
+]
+
+
+def theirs(model: Any, llm: LLM, given: Mapping[str, Any], num: int) -> tuple[torch.Tensor, list[int]]:
+    """transformers' (logits of the prompt's last row and the answer's, greedy ids), of tensors that ours prepared."""
+    inputs = llm.requests.inputs
+    assert inputs.images is not None
+    prepared = inputs.prepare(given, GREEDY)
+    data = given["multi_modal_data"]
+    videos = [
+        [p for p in parts if not isinstance(p, list)]
+        for parts in VideoReader(inputs.images, llm.tokenizer).read(data["video"])
+    ]
+    groups = [group.tensors for video in videos for group in video]
+    kept: dict[str, Any] = {
+        "pixel_values_videos": torch.cat([group["pixel_values"] for group in groups]),
+        "video_grid_thw": torch.cat(
+            [v[0].tensors["image_grid_thw"] * torch.tensor([[len(v), 1, 1]]) for v in videos]
+        ),
+    }
+    if "image" in data:
+        kept |= inputs.images.read(data["image"])[0].tensors
+    if model.config.model_type == "qwen2_5_vl":
+        listed = (
+            data["video"]
+            if isinstance(data["video"], list) and isinstance(data["video"][0], tuple)
+            else [data["video"]]
+        )
+        sampled = [
+            SLOW["fps"] * 5 / 10 if v[1] == SLOW else v[1].get("fps", 24) if isinstance(v, tuple) else 24
+            for v in listed
+        ]
+        kept["second_per_grid_ts"] = [2 / fps for fps in sampled]
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        tokens = torch.tensor([ids])
+        kinds = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            return model(input_ids=tokens, mm_token_type_ids=kinds, **kept).logits[0]
+
+    ids = list(prepared.prompt_token_ids)
+    start = len(ids)
+    for _ in range(num):
+        ids.append(int(logits(ids)[-1].argmax()))
+    return logits(ids[:-1])[start - 1 :], ids[start:]
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_logits_and_greedy_ids_are_transformers(made: tuple[Any, Path], number: int) -> None:
+    model, folder = made
+    with LLM(str(folder), dtype="float32", enforce_eager=True) as llm:
+        expected, ids = theirs(model, llm, PROMPTS[number], 6)
+        logits = seen(llm)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        output = llm.generate(PROMPTS[number], params, use_tqdm=False)[0]
+        assert output.outputs[0].token_ids == ids
+        torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_output_depends_on_neither_chunks_nor_drafter(made: tuple[Any, Path], chunk: int) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": 4}
+    with LLM(str(made[1]), enable_prefix_caching=False, **settings) as llm:
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert not any(o.error for o in plain)
+    for drafting in ({"method": "ngram", "prompt_lookup_min": 1}, {"model": str(made[1])}):
+        config = {**drafting, "num_speculative_tokens": 3}
+        rows = {"max_num_batched_tokens": chunk, "max_num_seqs": 1 if chunk == 1 else 3}
+        with LLM(str(made[1]), speculative_config=config, **settings, **rows) as llm:
+            for _ in range(2):
+                assert not compare(plain, llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+            speculation = llm.stats.speculation
+            assert llm.stats.num_cached_tokens > 0 and llm.stats.num_drafter_faults == 0
+            if "model" in drafting and chunk > 1:  # the target itself, greedily
+                assert speculation.num_accepted_tokens == speculation.num_draft_tokens > 20
+
+
+def test_videos_that_begin_alike_share_what_is_alike(made: tuple[Any, Path]) -> None:
+    """Frames at other times stand elsewhere, or behind other words."""
+    first, same = prompt((FRAMES, SLOW), text(5, 0), [1, 2]), prompt((FRAMES[:], SLOW), text(5, 0), [3, 4])
+    faster = prompt((FRAMES, {**SLOW, "fps": 4.0}), text(5, 0), [1, 2])
+    longer = prompt((FRAMES[:2] + FRAMES[:3], SLOW), text(5, 0), [1, 2])
+    with (
+        LLM(str(made[1]), dtype="float32", block_size=4) as llm,
+        LLM(str(made[1]), dtype="float32", enable_prefix_caching=False) as fresh,
+    ):
+        given = [first, same, faster, longer]
+        found = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in given]
+        assert not compare(fresh.generate(given, GREEDY, use_tqdm=False), found)
+        none, all_, other, begun = (o.metrics.num_cached_tokens for o in found)
+        assert none == 0 and begun < all_ and all_ >= len(found[0].prompt_token_ids) - 8
+        # the test's tokenizer has no words for times
+        assert other < all_ or made[0].config.model_type == "qwen3_vl"
+        assert begun >= 12, "the words before and the first group"
+        texts = {tuple(o.outputs[0].token_ids) for o in found}
+        assert len(texts) > 1
+
+
+class Words:
+    """A tokenizer that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.asked.append(text)
+        return [7, len(self.asked)]
+
+
+def test_groups_hold_their_frames_in_order(made: tuple[Any, Path]) -> None:
+    with LLM(str(made[1]), dtype="float32") as llm:
+        images = llm.requests.inputs.images
+        assert images is not None
+        words = Words()
+        (parts,) = VideoReader(images, words).read([(FRAMES, SLOW)])  # type: ignore[arg-type]
+        groups = [p for p in parts if not isinstance(p, list)]
+        assert len(groups) == 3
+        for number, group in enumerate(groups):
+            grid = group.tensors["image_grid_thw"][0].tolist()
+            pair = [
+                FRAMES[min(2 * number + i, 4)].resize((4 * grid[2], 4 * grid[1]), resample=3)
+                for i in range(2)
+            ]
+            pixels = np.stack([np.asarray(frame, dtype=np.float32) for frame in pair]) / 255
+            mean, std = (
+                np.array(x, dtype=np.float32)
+                for x in (images.processor.image_mean, images.processor.image_std)
+            )
+            pixels = ((pixels - mean) / std).transpose(3, 0, 1, 2)  # channel, frame, height, width
+            patches = [
+                pixels[:, :, 8 * i + 4 * a : 8 * i + 4 * a + 4, 8 * j + 4 * b : 8 * j + 4 * b + 4].reshape(-1)
+                for i in range(grid[1] // 2)
+                for j in range(grid[2] // 2)
+                for a in range(2)
+                for b in range(2)
+            ]
+            np.testing.assert_allclose(group.tensors["pixel_values"], np.stack(patches), atol=1e-5)
+        if made[0].config.model_type == "qwen3_vl":
+            assert words.asked == ["<0.5 seconds>", "<2.5 seconds>", "<4.0 seconds>"]
+            assert [p for p in parts if isinstance(p, list)][:2] == [[7, 1, START], [END]]
+        else:
+            assert words.asked == [] and [int(g.places.axes_3N[0, 0]) for g in groups if g.places] == [
+                0,
+                8,
+                16,
+            ]
+
+
+def jpeg(number: int) -> str:
+    out = io.BytesIO()
+    FRAMES[number].save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def test_forms_of_a_video(made: tuple[Any, Path]) -> None:
+    frames = FRAMES[:4]
+    array = np.stack([np.asarray(frame) for frame in frames])
+    url = "data:video/jpeg;base64," + ",".join(map(jpeg, range(4)))
+    with LLM(str(made[1]), dtype="float32") as llm:
+        expected = llm.generate(prompt(frames, [5], [6, 7]), GREEDY, use_tqdm=False)
+        forms = [array, torch.tensor(array), [frames], [array], (array, {}), [np.asarray(f) for f in frames]]
+        for form in forms:
+            assert not compare(expected, llm.generate(prompt(form, [5], [6, 7]), GREEDY, use_tqdm=False))
+        num_encoded = llm.requests.inputs._store.num_encoded
+        assert num_encoded == 2, "each group once"
+        words = {"type": "text", "text": " w6 w7"}
+        parts = [{"type": "video", "video": frames}, {"type": "video_url", "video_url": {"url": url}}]
+        found = [
+            llm.chat([{"role": "user", "content": [part, words]}], GREEDY, use_tqdm=False)[0]
+            for part in parts
+        ]
+        assert not compare(found[:1], found[1:]) and not found[0].error
+        assert llm.requests.inputs._store.num_encoded == num_encoded
+        with pytest.raises(ValueError, match="not decoded"):
+            llm.chat(
+                [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x/a.mp4"}}]}]
+            )
+
+
+@pytest.mark.parametrize(
+    ("video", "words"),
+    [
+        (FRAMES[:1] * 800, "video 0: has 800 frames"),
+        ([FRAMES[0], picture(8, 8, 1)], "video 0: has frames of 2 sizes"),
+        ([FRAMES[0], b"none"], "video 0: frame 1"),
+        (np.zeros((2, 8, 8, 3)), "video 0: frame 0.*must be uint8"),
+        (5, "video 0=5: must be its frames"),
+        ((FRAMES, {"fsp": 3}), "fsp"),
+        ((FRAMES, {"fps": 0}), "fps"),
+        ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
+        ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
+        ((FRAMES, {"fps": 0.001}), "stands at position"),
+    ],
+)
+def test_a_video_without_sense_gets_one_error(made: tuple[Any, Path], video: Any, words: str) -> None:
+    if words == "stands at position" and made[0].config.model_type == "qwen3_vl":
+        pytest.skip("its frames stand where words before them end")
+    bad, good = prompt(video, [5], [6]), prompt(FRAMES, [5], [6, 7])
+    with LLM(str(made[1]), dtype="float32") as llm:
+        outputs = llm.generate([bad, good], GREEDY, use_tqdm=False)
+        assert outputs[0].error is not None and outputs[1].error is None
+        with pytest.raises(ValueError, match=words):
+            llm.generate(bad, GREEDY, use_tqdm=False)
+
+
+def test_a_family_without_videos_says_so(tmp_path: Path) -> None:
+    vision.llava(tmp_path / "llava")
+    with (
+        LLM(str(tmp_path / "llava"), dtype="float32") as llm,
+        pytest.raises(ValueError, match="sees no videos"),
+    ):
+        llm.generate(
+            {"prompt_token_ids": [1, 2], "multi_modal_data": {"video": FRAMES}}, GREEDY, use_tqdm=False
+        )
