@@ -123,10 +123,13 @@ class SlotItems:
         device: torch.device,
         turns: Turns | None = None,
         num_drafts: int = 0,
+        *,
+        windows_only: bool = False,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
-        turns: of a target with several axes."""
+        turns: of a target with several axes; windows_only: as in `WholeRows`."""
         self.turns = turns
+        self._windows_only = windows_only
         self._beyond = num_drafts + reads_ahead + 1
         self._store = store
         self._num_slots = num_slots
@@ -176,7 +179,9 @@ class SlotItems:
                     at = first + there.start - s.start
                     more[at : at + len(there)] = item.end - 1 - np.asarray(there)
             first += s.num_rows
-        return WholeRows(torch.from_numpy(more).to(self._device), more, positions) if more.any() else None
+        if not more.any():
+            return None
+        return WholeRows(torch.from_numpy(more).to(self._device), more, positions, self._windows_only)
 
     def _window(self, scheduled: Sequence[ScheduledRequest]) -> Window:
         """Positions from so far before the rows that a pass in flight may still add them, and drafts beyond them."""

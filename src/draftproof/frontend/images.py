@@ -95,17 +95,20 @@ class ImageReader:
                 placed.append(token)
                 continue
             image = next(left)
-            items.append(Item(image.content, len(placed), image.num_rows, self._vision.family.is_whole))
+            items.append(Item(image.content, len(placed), image.num_rows, self._vision.is_whole))
             placed += [placeholder] * image.num_rows
         return placed, tuple(items)
 
     def marked(self, text: str, tokenizer: Tokenizer) -> str:
-        """A text in which the mark that stands for an image has the place of its rows beside it."""
+        """A text in which what stands for an image has the marks and the place of its rows around it."""
         marks = self._vision.marks
         if not marks or -1 in marks:
             return text
         first, place, last = (tokenizer.piece(i) for i in (marks[0], self._vision.placeholder, marks[1]))
-        return text if place in text else text.replace(first, f"\n\n{first}{place}{last}\n\n")
+        plain, full = (
+            form.format(first=first, place=place, last=last) for form in self._vision.family.marked
+        )
+        return text if first + place in text else text.replace(plain, full)
 
     def of_url(self, url: str, where: str) -> Any:
         """What a message's part names: data, or a file in the allowed folder. ValueError for anything else."""

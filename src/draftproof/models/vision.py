@@ -23,6 +23,15 @@ from draftproof.runtime.threads import threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
+Settings = Mapping[str, Any]  # a processor's, or a config's
+
+
+def _never(config: Settings) -> bool:
+    return False
+
+
+def _always(config: Settings) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +40,14 @@ class VisionFamily:
     reader takes nested configs; `flat`: a config may hold that one's keys beside the others. `placeholders`: config
     keys of the id that stands for a row of an image, the first found counts. `keys`: those of a config that are not its
     language model's. `inputs`: the processor's tensors that its encoder takes. `towers`: types of encoders that are
-    understood, none: whatever is there. `is_whole`: an image's rows see each other. `marks`: config keys of the ids
-    that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
-    by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
-    text moves on; None: in a row, as text does. `prefixes`: what names of the module's tensors begin with, and what
-    files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
+    understood, none: whatever is there. `is_whole`: whether an image's rows see each other, by the config;
+    `windows_only`: in layers with windows alone. `marks`: config keys of the ids that stand before and after an
+    image's rows; `marked`: what stands for an image in a text, and what is written in its place, of {first}, {place}
+    and {last}. `num_rows`: an image's, by the config and its tensors; `most_rows`: of any image, by the config and the
+    processor's settings, where an image is whole. `places`: where its rows stand on the axes of its rotary embedding,
+    and by how much text moves on; None: in a row, as text does. `unmade`: config keys of other encoders. `prefixes`:
+    what names of the module's tensors begin with, and what files may have in its place. `text_defaults`: by the
+    language model's type, values of keys that files leave out.
     """
 
     model_type: str
@@ -46,10 +58,14 @@ class VisionFamily:
     keys: frozenset[str]
     inputs: tuple[str, ...] = ("pixel_values",)
     towers: tuple[str, ...] = ()
-    is_whole: bool = False
+    is_whole: Callable[[Settings], bool] = _never
+    windows_only: bool = False
     marks: tuple[tuple[str, ...], ...] = ()
-    num_rows: Callable[[Mapping[str, Any], Tensors], int]
-    places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
+    marked: tuple[str, str] = ("", "")
+    num_rows: Callable[[Settings, Tensors], int]
+    most_rows: Callable[[Settings, Settings], int] | None = None
+    places: Callable[[Settings, Tensors], tuple[Grid, int]] | None = None
+    unmade: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
     text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -83,8 +99,22 @@ def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
     return (height // patch) * (width // patch) + (is_whole and has_own)
 
 
-def _rows_as_told(config: Mapping[str, Any], tensors: Tensors) -> int:
+def _rows_as_told(config: Settings, _: Settings) -> int:
     return int(config.get("mm_tokens_per_image", 256))
+
+
+def _rows_of_patches(config: Settings, tensors: Tensors) -> int:
+    """A row a square of patches; a patch that only fills up has no position."""
+    side = int(config["vision_config"].get("pooling_kernel_size", 3))
+    return int((tensors["image_position_ids"] >= 0).all(-1).sum()) // side**2
+
+
+def _most_soft_tokens(config: Settings, processor: Settings) -> int:
+    return int(processor.get("max_soft_tokens", 280))
+
+
+def _sees_images_whole(config: Settings) -> bool:
+    return (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
 
 
 _LLAMA = {
@@ -128,14 +158,30 @@ FAMILIES: Mapping[str, VisionFamily] = {
             text="",
             keys=frozenset(),
             num_rows=_rows_as_told,
-            is_whole=True,
+            most_rows=_rows_as_told,
+            is_whole=_always,
             marks=(("boi_token_id", "boi_token_index"), ("eoi_token_id", "eoi_token_index")),
+            marked=("{first}", "\n\n{first}{place}{last}\n\n"),
             prefixes=(
                 ("", ""),
                 ("", "model."),
                 ("vision_tower.", "vision_tower.vision_model."),
                 ("vision_tower.", "model.vision_tower.vision_model."),
             ),
+        ),
+        VisionFamily(
+            model_type="gemma4",
+            architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
+            text="",
+            keys=frozenset(),
+            inputs=("pixel_values", "image_position_ids"),
+            num_rows=_rows_of_patches,
+            most_rows=_most_soft_tokens,
+            is_whole=_sees_images_whole,
+            windows_only=True,
+            marks=(("boi_token_id",), ("eoi_token_id",)),
+            marked=("{place}", "{first}{place}{last}"),
+            unmade=("audio_config",),
         ),
     )
 }
@@ -153,13 +199,29 @@ class Vision:
     directory: Path
     marks: tuple[int, ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether an image's rows see each other."""
+        return self.family.is_whole(self.config)
+
+    @property
+    def processor(self) -> Settings:
+        """What the files say of the processor; nothing where they do not."""
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            path = self.directory / name
+            if path.is_file():
+                found = schema.read_json(path)
+                return schema.section(found, "image_processor", str(path)) or found
+        return {}
+
     def num_rows(self, tensors: Tensors) -> int:
         return self.family.num_rows(self.config, tensors)
 
     @property
     def most_whole_rows(self) -> int:
         """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
-        return self.family.num_rows(self.config, {}) if self.family.is_whole else 0
+        most = self.family.most_rows
+        return 0 if most is None or not self.is_whole else most(self.config, self.processor)
 
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
         """See `VisionFamily`."""
@@ -169,7 +231,7 @@ class Vision:
 def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
     """The part of a config that concerns images; None for a model that reads none."""
     family = FAMILIES.get(str(raw.get("model_type")))
-    if family is None or (not family.text and "vision_config" not in raw):
+    if family is None or (not family.text and raw.get("vision_config") is None):
         return None
     key = next((key for key in family.placeholders if raw.get(key) is not None), None)
     if key is None and not family.text:
@@ -236,7 +298,6 @@ class ImageEncoder:
     def __call__(self, tensors: Tensors) -> Tensor:
         """The embeddings [N, H] of one image."""
         given = {name: tensors[name].to(self._device) for name in self._inputs}
-        given = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
         with torch.inference_mode(), threads(1):
             found = self._module.get_image_features(**given).pooler_output
             embeds = (
@@ -245,14 +306,25 @@ class ImageEncoder:
             return embeds.reshape(-1, embeds.shape[-1]).clone()
 
 
+# What the smallest language model says of itself in its config.
+_STUMP: Settings = {
+    **{"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "intermediate_size": 8},
+    **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
+}
+
+
 def _module(vision: Vision, dtype: torch.dtype) -> Any:
     """The model without its language model, of which a stump is made and dropped."""
     from transformers import AutoConfig, AutoModel
 
     raw = {k: v for k, v in vision.config.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
     config = AutoConfig.for_model(**raw)
+    for key in vision.family.unmade:
+        setattr(config, key, None)
     text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+    for key, least in _STUMP.items():
+        if hasattr(text, key):
+            setattr(text, key, least)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     module = AutoModel.from_config(config, dtype=dtype)
