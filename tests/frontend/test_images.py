@@ -37,6 +37,8 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
     "gemma3": vision.gemma3,
     "gemma4": vision.gemma4,
     "gemma4, causal": vision.gemma4_causal,
+    "pixtral": vision.pixtral,
+    "mistral3": vision.mistral3,
 }
 
 
@@ -97,8 +99,12 @@ def theirs(
     """transformers' (logits of the prompt's last row and the answer's, greedy ids)."""
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     images = given["multi_modal_data"]["image"]
-    found = processor(images=images, return_tensors="pt")
-    rows = iter(vision.rows_of_images(found, len(images)))
+    config = model.config
+    options = {}
+    if config.model_type == "mistral3":
+        options = {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}
+    found = processor(images=images, return_tensors="pt", **options)
+    rows = iter(vision.rows_of_images(model, found, len(images)))
     ids = [i for token in given["prompt_token_ids"] for i in (next(rows) if token == IMAGE else [token])]
     start = len(ids)
     for _ in range(num_tokens):
@@ -109,7 +115,7 @@ def theirs(
 def _logits(model: Any, ids: list[int], found: Any) -> torch.Tensor:
     tokens = torch.tensor([ids])
     name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
-    kinds = {} if model.config.model_type == "llava" else {name: (tokens == IMAGE).int()}
+    kinds = {} if model.config.model_type in ("llava", "mistral3") else {name: (tokens == IMAGE).int()}
     kept = {key: value for key, value in found.items() if key != "num_soft_tokens_per_image"}
     model.model.rope_deltas = None
     with torch.no_grad():

@@ -19,6 +19,7 @@ from tests.made.native import Maker
 VOCAB = 96
 IMAGE = 90  # the id that stands for a row of an image
 BLANK = 5  # Gemma 4's id for padding
+BREAK, END = 94, 95  # Pixtral's ids after a line of an image, and after the last
 HIDDEN = 64
 _TEXT: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3},
@@ -140,6 +141,39 @@ def gemma4_causal(folder: Path) -> Any:
     return gemma4(folder, sees_whole=False)
 
 
+_PIXTRAL: dict[str, Any] = {
+    **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": 64, "patch_size": 4},
+}
+_PIXTRAL_PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 4,
+    "size": {"longest_edge": 48},
+}
+
+
+def pixtral(folder: Path) -> Any:
+    """As `llava`: images of any size, whose lines end with a token."""
+    config = transformers.LlavaConfig(
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config=_PIXTRAL,
+        **{"image_token_index": IMAGE, "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    )
+    tokenizer(folder)
+    return _saved(transformers.LlavaForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
+
+
+def mistral3(folder: Path) -> Any:
+    """As `pixtral`, with four patches a row."""
+    config = transformers.Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config=_PIXTRAL,
+        **{"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
+    )
+    tokenizer(folder)
+    return _saved(transformers.Mistral3ForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
+
+
 def _saved(model: Any, folder: Path, processor: Mapping[str, Any], quiet: tuple[str, ...] = ()) -> Any:
     """The model with weights that keep the length of vectors, so that answers depend on all of it; `quiet`: norms whose
     weights are less than 1."""
@@ -160,8 +194,16 @@ def _saved(model: Any, folder: Path, processor: Mapping[str, Any], quiet: tuple[
     return model
 
 
-def rows_of_images(found: Mapping[str, Any], count: int) -> list[list[int]]:
+def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[list[int]]:
     """The ids of each image's rows, by what transformers' processor says of them."""
+    if "image_sizes" in found:
+        side = 4 * getattr(model.config, "spatial_merge_size", 1)
+        return [
+            ([IMAGE] * int(width // side) + [BREAK]) * int(height // side - 1)
+            + [IMAGE] * int(width // side)
+            + [END]
+            for height, width in found["image_sizes"]
+        ]
     if "image_grid_thw" in found:
         return [[IMAGE] * n for n in (found["image_grid_thw"].prod(1) // 4).tolist()]
     if "num_soft_tokens_per_image" in found:
@@ -172,7 +214,8 @@ def rows_of_images(found: Mapping[str, Any], count: int) -> list[list[int]]:
 def tokenizer(folder: Path) -> None:
     """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
     words = {f"w{i}": i for i in range(VOCAB)}
-    words["<img>"] = words.pop(f"w{IMAGE}")
+    for text, i in (("<img>", IMAGE), ("[IMG_BREAK]", BREAK), ("[IMG_END]", END)):
+        words[text] = words.pop(f"w{i}")
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<img>"])

@@ -38,7 +38,8 @@ class Places(NamedTuple):
 class ItemInput:
     """An item as its encoder reads it: tensors by the encoder's own names. `content`: the hash of kind and tensors.
 
-    `places`: of its rows on the axes of a family that has several, from the item's own on; a function of the tensors.
+    `places`: of its rows on the axes of a family that has several, from the item's own on; `carries`: which of its rows
+    carry embeddings, None: all. Both are functions of the tensors.
     """
 
     kind: str
@@ -46,17 +47,35 @@ class ItemInput:
     num_rows: int
     content: bytes
     places: Places | None = None
+    carries: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+
+    @property
+    def num_carried(self) -> int:
+        """How many embeddings are made of it."""
+        return self.num_rows if self.carries is None else int(self.carries.sum())
+
+    def numbers(self, rows: range) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Which of the item's embeddings these of its rows carry, -1: none."""
+        if self.carries is None:
+            return np.asarray(rows, dtype=np.int64)
+        numbers = np.where(self.carries, np.cumsum(self.carries) - 1, -1)
+        return numbers[rows.start : rows.stop]
 
     @classmethod
     def of(
-        cls, kind: str, tensors: Mapping[str, Tensor], num_rows: int, places: Places | None = None
+        cls,
+        kind: str,
+        tensors: Mapping[str, Tensor],
+        num_rows: int,
+        places: Places | None = None,
+        carries: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
     ) -> ItemInput:
         """An input of tensors on the host, which must not change any more."""
         digest = hashlib.sha256(repr((kind, num_rows)).encode())
         for name, tensor in sorted(tensors.items()):
             digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return cls(kind, tensors, num_rows, digest.digest(), places)
+        return cls(kind, tensors, num_rows, digest.digest(), places, carries)
 
 
 class ItemStore:
@@ -98,10 +117,10 @@ class ItemStore:
             self._embeddings.move_to_end(given.content)
             return found
         made = self.encoders[given.kind](given.tensors).to(self._device, self._dtype).contiguous()
-        if made.shape != (given.num_rows, self.hidden_size):
+        if made.shape != (given.num_carried, self.hidden_size):
             raise ValueError(
                 f"an item of kind {given.kind!r}: its encoder gave embeddings of shape {tuple(made.shape)}, but its "
-                f"prompt has room for {(given.num_rows, self.hidden_size)}; does the processor belong to this model?"
+                f"prompt has room for {(given.num_carried, self.hidden_size)}; does the processor belong to this model?"
             )
         self.num_encoded += 1
         self.num_bytes += made.nbytes
@@ -208,20 +227,23 @@ class SlotItems:
             return None
         index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
         first_S = np.zeros(self._num_slots, dtype=np.int64)
-        pieces = list[Tensor]()
-        num_rows = 0
+        pieces, num_rows = list[Tensor](), 0
         for span in spans:
             slot, first, _ = span
             first_S[slot] = first
             for item, source in self._placed[slot]:
                 there = _overlap(span, item)
-                if there:
-                    pieces.append(
-                        self._store.rows(source)[there.start - item.start : there.stop - item.start]
-                    )
-                    rows = np.arange(num_rows, num_rows + len(there))
+                if not there:
+                    continue
+                numbers = source.numbers(range(there.start - item.start, there.stop - item.start))
+                carried = numbers[numbers >= 0]
+                if len(carried):
+                    pieces.append(self._store.rows(source)[carried[0] : carried[-1] + 1])
+                    rows = np.where(numbers >= 0, numbers - carried[0] + num_rows, -1)
                     index_SW[slot, there.start - first : there.stop - first] = rows
-                    num_rows += len(there)
+                    num_rows += len(carried)
+        if not pieces:
+            return None
         index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
         return GivenRows(torch.cat(pieces), index, firsts)
 

@@ -63,7 +63,7 @@ class ImageReader:
 
         try:
             picture = _picture(image, where)
-            found = self._processor(images=[picture], return_tensors="pt")
+            found = self._processor(images=[picture], return_tensors="pt", **self._vision.options)
         except ValueError as error:
             raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
         except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
@@ -71,16 +71,18 @@ class ImageReader:
         vision = self._vision
         tensors: dict[str, Tensor] = {name: torch.as_tensor(found[name]) for name in vision.family.inputs}
         places = vision.places(tensors)
-        num_rows = vision.num_rows(tensors)
+        carries = vision.carries(tensors)
+        num_rows = vision.num_rows(tensors) if carries is None else len(carries)
         return self._store.hold(
-            ItemInput.of(IMAGE, tensors, num_rows, None if places is None else Places(*places))
+            ItemInput.of(IMAGE, tensors, num_rows, None if places is None else Places(*places), carries)
         )
 
     def place(
-        self, token_ids: Sequence[int], inputs: Sequence[ItemInput]
+        self, token_ids: Sequence[int], inputs: Sequence[ItemInput], tokenizer: Tokenizer | None = None
     ) -> tuple[list[int], tuple[Item, ...]]:
         """The prompt with as many ids for each image as it has rows, where it had one. ValueError where there are not
         as many places as images."""
+        breaks = self._breaks(tokenizer) if inputs else ()
         placeholder = self._vision.placeholder
         num_places = list(token_ids).count(placeholder)
         if num_places != len(inputs):
@@ -96,8 +98,19 @@ class ImageReader:
                 continue
             image = next(left)
             items.append(Item(image.content, len(placed), image.num_rows, self._vision.is_whole))
-            placed += [placeholder] * image.num_rows
+            placed += _ids(image, placeholder, breaks)
         return placed, tuple(items)
+
+    def _breaks(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """Ids of the tokens that end an image's lines."""
+        breaks = self._vision.family.breaks
+        found = tuple(None if tokenizer is None else tokenizer.token_id(text) for text in breaks)
+        if None in found:
+            raise ValueError(
+                f"multi_modal_data: an image of this model is written with {' and '.join(breaks)}, which its tokenizer "
+                "must have; give tokenizer=..."
+            )
+        return tuple(i for i in found if i is not None)
 
     def marked(self, text: str, tokenizer: Tokenizer) -> str:
         """A text in which what stands for an image has the marks and the place of its rows around it."""
@@ -126,6 +139,14 @@ class ImageReader:
                 f"{None if self._allowed is None else str(self._allowed)!r}; move it there, or give a data URI"
             )
         return path
+
+
+def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]:
+    """What stands for an image in a prompt: an id a row, and those that end its lines."""
+    if image.carries is None:
+        return [placeholder] * image.num_rows
+    after, end = breaks
+    return [placeholder if carried else after for carried in image.carries[:-1]] + [end]
 
 
 def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any], list[Any]]:

@@ -163,7 +163,7 @@ class InputProcessor:
             given["prompt"] = self.images.marked(text, self.tokenizer)
         plain = self._encode(given)
         inputs = self.images.read(data.get(IMAGE, []))
-        token_ids, items = self.images.place(plain.token_ids, inputs)
+        token_ids, items = self.images.place(plain.token_ids, inputs, self.tokenizer)
         return Encoded(plain.text, token_ids, items, tuple(inputs))
 
     def _embeds(self, given: dict[str, Any]) -> Encoded:

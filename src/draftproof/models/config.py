@@ -152,7 +152,7 @@ def language_model(
     """The config of a language model from the file's content; ValueError too where `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
-    seeing = vision.FAMILIES.get(str(raw.get("model_type")))
+    seeing = vision.family_of(raw)
     known = families[config.model_type].architectures if seeing is None else seeing.architectures
     given = schema.texts(raw, "architectures", where) or known
     if not set(given) & set(known):

@@ -9,7 +9,7 @@ Shapes: N rows of an image, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,12 @@ class VisionFamily:
     `windows_only`: in layers with windows alone. `marks`: config keys of the ids that stand before and after an
     image's rows; `marked`: what stands for an image in a text, and what is written in its place, of {first}, {place}
     and {last}. `num_rows`: an image's, by the config and its tensors; `most_rows`: of any image, by the config and the
-    processor's settings, where an image is whole. `places`: where its rows stand on the axes of its rotary embedding,
-    and by how much text moves on; None: in a row, as text does. `unmade`: config keys of other encoders. `prefixes`:
-    what names of the module's tensors begin with, and what files may have in its place. `text_defaults`: by the
-    language model's type, values of keys that files leave out.
+    processor's settings, where an image is whole. `line`: rows of a line of an image, and `breaks`: texts of the tokens
+    that stand after each line but the last, and after that; none: rows follow each other. `options`: what its processor
+    is told, by the config. `places`: where its rows stand on the axes of its rotary embedding, and by how much text
+    moves on; None: in a row, as text does. `unmade`: config keys of other encoders. `prefixes`: what names of the
+    module's tensors begin with, and what files may have in its place. `text_defaults`: by the language model's type,
+    values of keys that files leave out.
     """
 
     model_type: str
@@ -64,6 +66,9 @@ class VisionFamily:
     marked: tuple[str, str] = ("", "")
     num_rows: Callable[[Settings, Tensors], int]
     most_rows: Callable[[Settings, Settings], int] | None = None
+    line: Callable[[Settings, Tensors], int] | None = None
+    breaks: tuple[str, ...] = ()
+    options: Callable[[Settings], Settings] | None = None
     places: Callable[[Settings, Tensors], tuple[Grid, int]] | None = None
     unmade: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
@@ -113,6 +118,23 @@ def _most_soft_tokens(config: Settings, processor: Settings) -> int:
     return int(processor.get("max_soft_tokens", 280))
 
 
+def _side_of_row(config: Settings) -> int:
+    """Pixels of a side of what a row shows."""
+    return int(config["vision_config"].get("patch_size", 16)) * int(config.get("spatial_merge_size", 1))
+
+
+def _rows_of_lines(config: Settings, tensors: Tensors) -> int:
+    return int((tensors["image_sizes"].view(-1) // _side_of_row(config)).prod())
+
+
+def _row_of_lines(config: Settings, tensors: Tensors) -> int:
+    return int(tensors["image_sizes"].view(-1)[1]) // _side_of_row(config)
+
+
+def _whole_rows_of_pixels(config: Settings) -> Settings:
+    return {"patch_size": _side_of_row(config)}
+
+
 def _sees_images_whole(config: Settings) -> bool:
     return (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
 
@@ -122,6 +144,29 @@ _LLAMA = {
     **{"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MISTRAL3 = {
+    **{"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None},
+}
+_LLAVA_KEYS = schema.words(
+    """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias projector_hidden_act
+    vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id vocab_size"""
+)
+# An image of any size, as lines of rows.
+_PIXTRAL = VisionFamily(
+    model_type="llava/pixtral",
+    architectures=("LlavaForConditionalGeneration",),
+    text="mistral",
+    keys=_LLAVA_KEYS,
+    inputs=("pixel_values", "image_sizes"),
+    towers=("pixtral",),
+    num_rows=_rows_of_lines,
+    line=_row_of_lines,
+    breaks=("[IMG_BREAK]", "[IMG_END]"),
+    options=_whole_rows_of_pixels,
+    text_defaults={"mistral": _MISTRAL},
+)
 
 FAMILIES: Mapping[str, VisionFamily] = {
     row.model_type: row
@@ -142,15 +187,19 @@ FAMILIES: Mapping[str, VisionFamily] = {
             model_type="llava",
             architectures=("LlavaForConditionalGeneration",),
             text="llama",
-            keys=schema.words(
-                """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias
-                projector_hidden_act vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id
-                vocab_size"""
-            ),
+            keys=_LLAVA_KEYS,
             towers=("clip_vision_model", "siglip_vision_model"),
             num_rows=_rows_of_square,
             prefixes=(("", ""), ("", "model."), ("vision_tower.", "vision_tower.vision_model.")),
             text_defaults={"llama": _LLAMA, "mistral": _MISTRAL},
+        ),
+        _PIXTRAL,
+        replace(
+            _PIXTRAL,
+            model_type="mistral3",
+            architectures=("Mistral3ForConditionalGeneration",),
+            keys=_LLAVA_KEYS | {"spatial_merge_size"},
+            text_defaults={"mistral": _MISTRAL3},
         ),
         VisionFamily(
             model_type="gemma3",
@@ -223,14 +272,33 @@ class Vision:
         most = self.family.most_rows
         return 0 if most is None or not self.is_whole else most(self.config, self.processor)
 
+    def carries(self, tensors: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Which of an image's places carry its rows, where lines of them end with a token; None: all."""
+        if self.family.line is None:
+            return None
+        length = self.family.line(self.config, tensors)
+        return np.arange(self.num_rows(tensors) // length * (length + 1)) % (length + 1) < length
+
+    @property
+    def options(self) -> Settings:
+        """What the processor is told beside its own settings."""
+        return {} if self.family.options is None else self.family.options(self.config)
+
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
         """See `VisionFamily`."""
         return None if self.family.places is None else self.family.places(self.config, tensors)
 
 
+def family_of(raw: Mapping[str, Any]) -> VisionFamily | None:
+    """The row for a config, by its type and perhaps its encoder's; None for a model of text."""
+    kind, encoder = raw.get("model_type"), raw.get("vision_config")
+    own = f"{kind}/{encoder.get('model_type')}" if isinstance(encoder, Mapping) else ""
+    return FAMILIES.get(own) or FAMILIES.get(str(kind))
+
+
 def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
     """The part of a config that concerns images; None for a model that reads none."""
-    family = FAMILIES.get(str(raw.get("model_type")))
+    family = family_of(raw)
     if family is None or (not family.text and raw.get("vision_config") is None):
         return None
     key = next((key for key in family.placeholders if raw.get(key) is not None), None)
@@ -253,7 +321,7 @@ def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
 
 def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The config of the language model in a config that reads images; any other as it is."""
-    family = FAMILIES.get(str(raw.get("model_type")))
+    family = family_of(raw)
     if family is None or not family.text:
         return raw
     if "text_config" not in raw and family.flat:
