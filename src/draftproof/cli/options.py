@@ -175,6 +175,7 @@ SPECIAL: dict[str, click.ParamType[Any]] = {
     "hf_overrides": JsonType(),
     "speculative_config": DrafterType(),
     "logit_bias": JsonType(),
+    "allowed_media_domains": ListType(),
 }
 
 

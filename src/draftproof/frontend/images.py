@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftproof.engine.interface import Item
 from draftproof.engine.items import ItemInput, ItemStore, Places
+from draftproof.frontend.fetching import PORTS, Fetcher, Remote
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.vision import Vision
 from draftproof.schema import shown
@@ -35,8 +36,12 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's,
 class ImageReader:
     """Makes items of images. Holds nothing that changes but the processor, which is loaded when it is first needed."""
 
-    def __init__(self, vision: Vision, store: ItemStore, allowed: Path | None = None) -> None:
-        """allowed: the folder that messages may name files of; None: they may not."""
+    def __init__(
+        self, vision: Vision, store: ItemStore, allowed: Path | None = None, fetcher: Fetcher | None = None
+    ) -> None:
+        """allowed: the folder that messages may name files of; fetcher: of what they may name elsewhere; None: they may
+        not."""
+        self._fetcher = fetcher
         self._vision = vision
         self._store = store
         self._allowed = None if allowed is None else allowed.resolve()
@@ -62,10 +67,12 @@ class ImageReader:
         from PIL.Image import DecompressionBombError
 
         try:
-            picture = _picture(image, where)
+            picture = _picture(self.fetched(image), where)
             found = self._processor(images=[picture], return_tensors="pt", **self._vision.options)
         except ValueError as error:
-            raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
+            if str(error).startswith(getattr(image, "where", where)):
+                raise
+            raise ValueError(f"{where}: {error}") from error
         except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
             raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
         vision = self._vision
@@ -128,9 +135,12 @@ class ImageReader:
         if url.startswith("data:"):
             return _data(url, where)
         parts = urllib.parse.urlsplit(url)
+        if parts.scheme in PORTS and self._fetcher is not None:
+            return self._fetcher.check(url, where)
         if parts.scheme not in ("", "file"):
             raise ValueError(
-                f"{where}: {shown(url)}: nothing is fetched; give a data URI, or a file inside allowed_local_media_path"
+                f"{where}: {shown(url)}: nothing is fetched; give a data URI, a file inside allowed_local_media_path, "
+                "or set allowed_media_domains"
             )
         path = Path(urllib.parse.unquote(parts.path) if parts.scheme else url).resolve()
         if self._allowed is None or not path.is_relative_to(self._allowed):
@@ -139,6 +149,13 @@ class ImageReader:
                 f"{None if self._allowed is None else str(self._allowed)!r}; move it there, or give a data URI"
             )
         return path
+
+    def fetched(self, image: Any) -> Any:
+        """An image, its bytes where it was to be fetched."""
+        if not isinstance(image, Remote):
+            return image
+        assert self._fetcher is not None, "it made this"
+        return self._fetcher.fetch(image)
 
 
 def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]:
