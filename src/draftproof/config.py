@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -209,6 +209,11 @@ class EngineConfig:
     allowed_local_media_path: str | None = documented(
         None, "The folder that messages may name image files of; left out: they may name none."
     )
+    allowed_media_domains: Sequence[str] | None = documented(
+        None,
+        "Domains that images of messages are fetched from, word,word,...; * stands for all. Left out: nothing is "
+        "fetched.",
+    )
     hf_overrides: Mapping[str, Any] | None = documented(
         None, "Keys that replace those of the target's config.json, as JSON; null takes one out."
     )
@@ -296,6 +301,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise ValueError(f"{name}={value!r}: must be text")
+        _check_domains(self.allowed_media_domains)
         if not is_whole(self.seed):
             raise ValueError(f"seed={self.seed!r}: must be an integer")
 
@@ -340,6 +346,15 @@ def parse_options(where: str, raw: Mapping[str, Any], into: type[T]) -> T:
     known = [f.name for f in dataclasses.fields(into)]  # type: ignore[arg-type]
     reject_unknown_keys(where, raw, known)
     return into(**raw)
+
+
+def _check_domains(domains: object) -> None:
+    named = domains if isinstance(domains, (list, tuple)) else [None]
+    if domains is None or all(isinstance(each, str) and each and "/" not in each for each in named):
+        return
+    raise ValueError(
+        f"allowed_media_domains={shown(domains)}: must be a list of domains, such as ['upload.wikimedia.org'], or ['*']"
+    )
 
 
 def _check_mapping(name: str, value: object) -> None:

@@ -225,6 +225,26 @@ def test_forms_of_a_video(made: tuple[Any, Path]) -> None:
             )
 
 
+def test_frames_of_messages_name_no_other_files(made: tuple[Any, Path], tmp_path: Path) -> None:
+    for number, frame in enumerate(FRAMES[:2]):
+        frame.save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(2)]
+    words = {"type": "text", "text": " w6 w7"}
+
+    def chats(frames: list[Any]) -> list[Any]:
+        forms = (frames, (frames, {"fps": 3.0}), [frames])
+        return [[{"role": "user", "content": [{"type": "video", "video": form}, words]}] for form in forms]
+
+    with LLM(str(made[1]), dtype="float32") as llm:
+        for chat in chats(paths):
+            with pytest.raises(ValueError, match=r"messages.0.: content.0.: .*not inside"):
+                llm.chat(chat, GREEDY, use_tqdm=False)
+        expected = [llm.chat(chat, GREEDY, use_tqdm=False)[0] for chat in chats(FRAMES[:2])[:2]]
+    with LLM(str(made[1]), dtype="float32", allowed_local_media_path=str(tmp_path)) as llm:
+        found = [llm.chat(chat, GREEDY, use_tqdm=False)[0] for chat in chats(paths)[:2]]
+        assert not compare(expected, found) and not any(output.error for output in found)
+
+
 @pytest.mark.parametrize(
     ("video", "words"),
     [

@@ -176,6 +176,7 @@ SPECIAL: dict[str, click.ParamType[Any]] = {
     "speculative_config": DrafterType(),
     "logit_bias": JsonType(),
     "kv_events_config": JsonType(),
+    "allowed_media_domains": ListType(),
 }
 
 

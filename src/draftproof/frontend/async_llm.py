@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from draftproof.frontend.fetching import Remote
+from draftproof.frontend.images import ImageReader
 from draftproof.frontend.input_processor import NO_HINTS, PreparedRequest, Prompt
 from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
@@ -150,6 +152,7 @@ class AsyncLLM:
         self._deadline = math.inf  # when requests that run are ended, once it is shutting down
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
         self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
+        self._fetcher = ThreadPoolExecutor(8, "draftproof-fetcher")
         self._prepared: set[asyncio.Future[Any]] = set()  # what helpers are at
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
@@ -215,6 +218,25 @@ class AsyncLLM:
         at once for work that waits or is being done then."""
         return await self._help(self._encoder, work)
 
+    async def fetch(self, prompt: Prompt) -> Prompt:
+        """The prompt with the bytes of images and frames that others hold, which may take long: threads of their own
+        wait for them. ValueError for what cannot be had, ClosedError as in `encode`."""
+        reader = self._requests.inputs.images
+        data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if reader is None or not data:
+            return prompt
+        assert isinstance(prompt, dict), "it has images"
+        return {
+            **prompt,
+            "multi_modal_data": {kind: await self._fetched(x, reader) for kind, x in data.items()},
+        }
+
+    async def _fetched(self, given: Any, reader: ImageReader) -> Any:
+        if isinstance(given, (list, tuple)):
+            return type(given)(await asyncio.gather(*(self._fetched(each, reader) for each in given)))
+        is_elsewhere = isinstance(given, Remote)
+        return await self._help(self._fetcher, partial(reader.fetched, given)) if is_elsewhere else given
+
     async def aside(self, work: Callable[[], T]) -> T:
         """The result of `work`, part of an answer, done by the thread that encodes prompts while there is one."""
         if self._is_closing:
@@ -250,7 +272,7 @@ class AsyncLLM:
         sooner end counts.
         """
         self._is_closing = True
-        for helpers in (self._encoder, self._compiler):
+        for helpers in (self._encoder, self._compiler, self._fetcher):
             helpers.shutdown(wait=False)
         for future in list(self._prepared):
             future.get_loop().call_soon_threadsafe(future.cancel)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftproof.engine.interface import Item
 from draftproof.engine.items import ItemInput, ItemStore, Places
+from draftproof.frontend.fetching import PORTS, Fetcher, Remote
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.vision import Vision
 from draftproof.schema import shown
@@ -42,10 +43,14 @@ Parts = Sequence[
 class ImageReader:
     """Makes items of images. Holds nothing that changes but the processor, which is loaded when it is first needed."""
 
-    def __init__(self, vision: Vision, store: ItemStore, allowed: Path | None = None) -> None:
-        """allowed: the folder that messages may name files of; None: they may not."""
+    def __init__(
+        self, vision: Vision, store: ItemStore, allowed: Path | None = None, fetcher: Fetcher | None = None
+    ) -> None:
+        """allowed: the folder that messages may name files of; fetcher: of what they may name elsewhere; None: they may
+        not."""
         self.vision = vision
         self.store = store
+        self._fetcher = fetcher
         self._allowed = None if allowed is None else allowed.resolve()
 
     @functools.cached_property
@@ -66,7 +71,7 @@ class ImageReader:
         return [self._read(image, f"image {number}") for number, image in enumerate(listed)]
 
     def _read(self, image: Any, where: str) -> ItemInput:
-        seen = picture(image, where)
+        seen = self.picture(image, where)
         with _errors_of(where):
             found = self.processor(images=[seen], return_tensors="pt", **self.vision.options)
         vision = self.vision
@@ -142,9 +147,12 @@ class ImageReader:
         if url.startswith("data:"):
             return _data(url, where)
         parts = urllib.parse.urlsplit(url)
+        if parts.scheme in PORTS and self._fetcher is not None:
+            return self._fetcher.check(url, where)
         if parts.scheme not in ("", "file"):
             raise ValueError(
-                f"{where}: {shown(url)}: nothing is fetched; give a data URI, or a file inside allowed_local_media_path"
+                f"{where}: {shown(url)}: nothing is fetched; give a data URI, a file inside allowed_local_media_path, "
+                "or set allowed_media_domains"
             )
         path = Path(urllib.parse.unquote(parts.path) if parts.scheme else url).resolve()
         if self._allowed is None or not path.is_relative_to(self._allowed):
@@ -153,6 +161,19 @@ class ImageReader:
                 f"{None if self._allowed is None else str(self._allowed)!r}; move it there, or give a data URI"
             )
         return path
+
+    def picture(self, image: Any, where: str) -> Any:
+        """A Pillow image of three channels. ValueError for what is none."""
+        found = self.fetched(image)  # whose errors say where it was named
+        with _errors_of(where):
+            return _picture(found, where)
+
+    def fetched(self, image: Any) -> Any:
+        """An image, its bytes where it was to be fetched."""
+        if not isinstance(image, Remote):
+            return image
+        assert self._fetcher is not None, "it made this"
+        return self._fetcher.fetch(image)
 
 
 def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]:
@@ -215,6 +236,13 @@ def _given(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
         )
     if _PARTS[part["type"]] == VIDEO and isinstance(given, str):
         return _frames_of_url(given, where)
+    return _named(given, reader, where)
+
+
+def _named(given: Any, reader: ImageReader, where: str) -> Any:
+    """What a text names, frames of a video among them; anything else as it is."""
+    if isinstance(given, (list, tuple)):
+        return type(given)(_named(each, reader, where) for each in given)
     return reader.of_url(given, where) if isinstance(given, str) else given
 
 
@@ -253,12 +281,6 @@ def _errors_of(where: str) -> Iterator[None]:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
     except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
         raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
-
-
-def picture(image: Any, where: str) -> Any:
-    """A Pillow image of three channels. ValueError for what is none."""
-    with _errors_of(where):
-        return _picture(image, where)
 
 
 def _picture(image: Any, where: str) -> Any:

@@ -18,7 +18,8 @@ from draftproof.config import EngineConfig
 from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
-from draftproof.frontend.images import ImageReader, split_messages
+from draftproof.frontend.fetching import Fetcher
+from draftproof.frontend.images import MOST_BYTES, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
 from draftproof.frontend.replicas.build import build as build_replicas
@@ -141,10 +142,12 @@ class LLM:
         return Tokenizer(directory) if has_one else None
 
     def _image_reader(self, loaded: Loaded) -> ImageReader | None:
-        allowed = self.config.allowed_local_media_path
+        allowed, domains = self.config.allowed_local_media_path, self.config.allowed_media_domains
         if loaded.vision is None:
             return None
-        return ImageReader(loaded.vision, loaded.items, None if allowed is None else Path(allowed))
+        folder = None if allowed is None else Path(allowed)
+        fetcher = Fetcher(domains, MOST_BYTES) if domains else None
+        return ImageReader(loaded.vision, loaded.items, folder, fetcher)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -238,8 +241,9 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """`generate` on one conversation or several. A message's content is text, or a list of parts: text, and images
-        where the model reads them, as `{"type": "image_url", "image_url": {"url": ...}}` (data, or a file inside
-        `allowed_local_media_path`) or `{"type": "image", "image": an image of yours}`.
+        where the model reads them, as `{"type": "image_url", "image_url": {"url": ...}}` (data, a file inside
+        `allowed_local_media_path`, or what is at `allowed_media_domains`) or `{"type": "image",
+        "image": an image of yours}`.
 
         `template`: add_generation_prompt, chat_template, continue_final_message, and what the model's chat template
         names, such as tools or enable_thinking; ValueError for anything else.

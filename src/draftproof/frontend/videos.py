@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof import schema
 from draftproof.engine.items import ItemInput, Places
-from draftproof.frontend.images import IMAGE, ImageReader, Parts, picture
+from draftproof.frontend.images import IMAGE, ImageReader, Parts
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.vision import VideoFamily
 from draftproof.schema import shown
@@ -49,7 +49,7 @@ class VideoReader:
         metadata: Mapping[str, Any] = {}
         if isinstance(video, tuple) and len(video) == 2 and isinstance(video[1], Mapping):
             video, metadata = video
-        frames = _frames(video, where)
+        frames = _frames(video, self._images, where)
         seconds = _seconds(metadata, len(frames), where)
         groups = self._groups(frames, family, where)
         return (
@@ -135,7 +135,7 @@ def _is_frame(given: Any) -> bool:
     return isinstance(given, (Image, str, Path, bytes)) or getattr(given, "ndim", 0) == 3
 
 
-def _frames(video: Any, where: str) -> list[Any]:
+def _frames(video: Any, images: ImageReader, where: str) -> list[Any]:
     """Pictures of one size."""
     if isinstance(video, Tensor):
         video = video.detach().cpu().numpy()
@@ -147,7 +147,7 @@ def _frames(video: Any, where: str) -> list[Any]:
         )
     if not 0 < len(video) <= MOST_FRAMES:
         raise ValueError(f"{where}: has {len(video)} frames: must be 1 to {MOST_FRAMES}; leave some out")
-    frames = [picture(frame, f"{where}: frame {number}") for number, frame in enumerate(video)]
+    frames = [images.picture(frame, f"{where}: frame {number}") for number, frame in enumerate(video)]
     sizes = {frame.size for frame in frames}
     if len(sizes) > 1:
         raise ValueError(

@@ -200,6 +200,7 @@ class Service:
         work = partial(job.body.prompts, self.llm.llm)
         limit = self.config.chat_template_timeout
         prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
+        prompts = [await self.llm.fetch(prompt) for prompt in prompts]
         if isinstance(job.body, ChatBody):
             job.params = self._ruled(job.body, job.params, cast("Sequence[int]", prompts[0]))
         await self.llm.compile(job.params, self.config.grammar_timeout)
