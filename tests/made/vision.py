@@ -20,6 +20,8 @@ from tests.made.native import Maker
 VOCAB = 96
 IMAGE = 90  # the id that stands for a row of an image
 VIDEO = 91  # of a video
+BLANK = 5  # Gemma 4's id for padding
+BREAK, END = 94, 95  # Pixtral's ids after a line of an image, and after the last
 HIDDEN = 64
 _TEXT: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3},
@@ -123,14 +125,92 @@ def gemma3(folder: Path) -> Any:
     return _saved(model, folder, processor)
 
 
-def _saved(model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7) -> Any:
-    """The model with weights that keep the length of vectors, so that answers depend on all of it."""
+def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
+    """As `gemma3`, with inputs of layers' own and layers that read others' keys and values; images of any size, longer
+    than the window. sees_whole: an image's rows see each other, in layers with windows alone."""
+    config = transformers.Gemma4Config(
+        text_config={
+            **{**_TEXT, "num_hidden_layers": 5, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "pad_token_id": BLANK},
+            **{"num_kv_shared_layers": 1, "use_bidirectional_attention": "vision" if sees_whole else None},
+        },
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 2, "pooling_kernel_size": 3},
+            **{"position_embedding_size": 256, "standardize": True, "use_clipped_linears": True},
+        },
+        audio_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "output_proj_dims": 32,
+        },
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 94},
+        **{"boi_token_id": 92, "eoi_token_id": 93, "boa_token_id": 95, "eoa_token_index": 89},
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    model.model.vision_tower.std_bias.fill_(0.1)
+    model.model.vision_tower.std_scale.fill_(0.5)
+    for name, buffer in model.model.vision_tower.named_buffers():
+        if name.endswith("put_max"):
+            buffer.fill_(2.0)
+    processor = {
+        **{"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 3},
+        "max_soft_tokens": 70,
+    }
+    return _saved(model, folder, processor, quiet=("q_norm", "k_norm"))
+
+
+def gemma4_causal(folder: Path) -> Any:
+    return gemma4(folder, sees_whole=False)
+
+
+_PIXTRAL: dict[str, Any] = {
+    **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": 64, "patch_size": 4},
+}
+_PIXTRAL_PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": 4,
+    "size": {"longest_edge": 48},
+}
+
+
+def pixtral(folder: Path) -> Any:
+    """As `llava`: images of any size, whose lines end with a token."""
+    config = transformers.LlavaConfig(
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config=_PIXTRAL,
+        **{"image_token_index": IMAGE, "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    )
+    tokenizer(folder)
+    return _saved(transformers.LlavaForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
+
+
+def mistral3(folder: Path) -> Any:
+    """As `pixtral`, with four patches a row."""
+    config = transformers.Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config=_PIXTRAL,
+        **{"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
+    )
+    tokenizer(folder)
+    return _saved(transformers.Mistral3ForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
+
+
+def _saved(
+    model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7, quiet: tuple[str, ...] = ()
+) -> Any:
+    """The model with weights that keep the length of vectors, so that answers depend on all of it; `quiet`: norms whose
+    weights are less than 1."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)
             if tensor.ndim == 1:
                 tensor.copy_(0.1 * noise + (0.0 if name.endswith("bias") else 1.0))
+                tensor.mul_(0.4 if any(part in name for part in quiet) else 1.0)
             else:
                 tensor.copy_(noise * tensor[0].numel() ** -0.5)
         model.get_output_embeddings().weight[IMAGE:] = (
@@ -141,10 +221,28 @@ def _saved(model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7
     return model
 
 
+def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[list[int]]:
+    """The ids of each image's rows, by what transformers' processor says of them."""
+    if "image_sizes" in found:
+        side = 4 * getattr(model.config, "spatial_merge_size", 1)
+        return [
+            ([IMAGE] * int(width // side) + [BREAK]) * int(height // side - 1)
+            + [IMAGE] * int(width // side)
+            + [END]
+            for height, width in found["image_sizes"]
+        ]
+    if "image_grid_thw" in found:
+        return [[IMAGE] * n for n in (found["image_grid_thw"].prod(1) // 4).tolist()]
+    if "num_soft_tokens_per_image" in found:
+        return [[IMAGE] * int(n) for n in found["num_soft_tokens_per_image"]]
+    return [[IMAGE] * 16] * count
+
+
 def tokenizer(folder: Path) -> None:
     """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
     words = {f"w{i}": i for i in range(VOCAB)}
-    words["<img>"], words["<vid>"] = words.pop(f"w{IMAGE}"), words.pop(f"w{VIDEO}")
+    for text, i in (("<img>", IMAGE), ("<vid>", VIDEO), ("[IMG_BREAK]", BREAK), ("[IMG_END]", END)):
+        words[text] = words.pop(f"w{i}")
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<img>", "<vid>"])

@@ -241,16 +241,20 @@ class PagedAttention:
         if self.rows.whole is not None and spec.window:
             return self._attend_grouped(layer, q_THD, self.rows.whole, spec)
         if self._own is None:
-            rows = self.rows
-            self._own = self.backend.plan(QueryRows(rows.slots_T, rows.context_lens_T, rows.max_query_len))
+            rows, whole = self.rows, self.rows.whole
+            seen_T = rows.context_lens_T
+            if whole is not None and not whole.windows_only:
+                seen_T = seen_T + whole.more_T
+            self._own = self.backend.plan(QueryRows(rows.slots_T, seen_T, rows.max_query_len))
         return self._own.attend(q_THD, spec, self.cache.layers[layer])
 
     def _attend_grouped(self, layer: int, q_THD: Tensor, whole: WholeRows, spec: AttentionSpec) -> Tensor:
         """Rows of items that see each other, beside others: a call for each length that windows have."""
         rows, out = self.rows, q_THD.new_empty(len(q_THD), spec.num_heads * spec.head_dim)
         if spec.window not in self._grouped:
+            seen_T = rows.context_lens_T + whole.more_T
             self._grouped[spec.window] = [
-                (window, at, self.backend.plan(QueryRows(rows.slots_T[at], rows.context_lens_T[at])))
+                (window, at, self.backend.plan(QueryRows(rows.slots_T[at], seen_T[at])))
                 for window, at in whole.groups(spec.window)
             ]
         for window, at, attention in self._grouped[spec.window]:

@@ -37,6 +37,10 @@ class GivenEmbeddings:
     added: Added = NOTHING_ADDED
     adds_E: Tensor | None = None
 
+    def replaced(self, tokens_T: Tensor, blank: int) -> Tensor:
+        """The rows' tokens, `blank` where a row carries an embedding."""
+        return tokens_T.where(self.index_T < 0, blank)
+
     def over(self, embedded_TH: Tensor) -> Tensor:
         """The rows' embeddings; embedded_TH: their tokens'."""
         given_TH = self._part(0, embedded_TH.shape[1])
@@ -58,11 +62,13 @@ class GivenEmbeddings:
 @dataclass(frozen=True, slots=True)
 class WholeRows:
     """Rows that see beyond their own position, to the end of the item they belong to: row t sees more_T[t] positions
-    more. `more`, `positions`: the same numbers and the rows' positions on the host."""
+    more. `more`, `positions`: the same numbers and the rows' positions on the host. `windows_only`: in layers without a
+    window rows see no further than their own position."""
 
     more_T: Tensor
     more: np.ndarray[Any, np.dtype[np.int64]]
     positions: np.ndarray[Any, np.dtype[np.int64]]
+    windows_only: bool = False
 
     def groups(self, window: int) -> list[tuple[int, Tensor]]:
         """(window, index of the rows) of rows that see as many positions before their end: a window counts from a row's

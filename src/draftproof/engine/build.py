@@ -124,6 +124,15 @@ class _Base:
     vision: Vision | None
     max_model_len: int
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the longest pass there can be."""
+        return _most_rows(self.config, self.vision)
+
+
+def _most_rows(config: EngineConfig, vision: Vision | None) -> int:
+    return config.max_num_batched_tokens + (0 if vision is None else vision.most_whole_rows)
+
 
 @torch.inference_mode(False)  # what is made here is written to later, in whatever mode
 @own_precision()
@@ -250,7 +259,7 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
         planner=LinearPlanner(
             device,
             exact=config.exact,
-            max_rows=config.max_num_batched_tokens + (0 if vision is None else vision.most_whole_rows),
+            max_rows=_most_rows(config, vision),
             library=library,
             progress=progress,
         ),
@@ -451,7 +460,9 @@ def _engine(
 def _groups(base: _Base, target: Decoder, drafting: _Drafting) -> tuple[memory.WindowGroup, ...]:
     """The target's layers that see a window, by their windows; a drafter's keep everything."""
     num_lookahead = max(drafting.num_drafts, drafting.spec.lookahead)
-    return memory.window_groups(target.kv, base.dtype, base.config, base.max_model_len, num_lookahead)
+    return memory.window_groups(
+        target.kv, base.dtype, base.config, base.max_model_len, num_lookahead, base.most_rows
+    )
 
 
 def _full(shapes: Seq[PagedKV], groups: Seq[memory.WindowGroup]) -> list[PagedKV]:
@@ -530,7 +541,7 @@ def _runner(
         spec=spec,
         scorer=LogprobScorer(target, sampler),
         items=items,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=base.most_rows,
         graphs=base.graphs,
         num_drafts=num_drafts,
         drafter_names=_names(drafting.methods),
@@ -558,8 +569,18 @@ def _slot_items(base: _Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
     if any(rope.axes for rope in base.model.ropes):
         turns = Turns(torch.zeros(num_slots, dtype=torch.int64, device=base.device))
     beyond = max(num_drafts, spec.lookahead)
-    stores = {own: _own_store(base, own) for own in spec.embeds}
-    return SlotItems(base.items, num_slots, spec.reads_ahead, base.device, turns, beyond, stores)
+    own = {each: _own_store(base, each) for each in spec.embeds}
+    windows_only = base.vision is not None and base.vision.family.windows_only
+    return SlotItems(
+        base.items,
+        num_slots,
+        spec.reads_ahead,
+        base.device,
+        turns,
+        beyond,
+        own=own,
+        windows_only=windows_only,
+    )
 
 
 def _own_store(base: _Base, own: OwnEmbeddings) -> ItemStore:

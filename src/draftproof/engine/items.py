@@ -38,17 +38,36 @@ class Places(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ItemInput:
     """An item as its encoder reads it: tensors by the encoder's own names. `places`: of its rows on the axes of a
-    family that has several, from the item's own on. `content`: the hash of all that."""
+    family that has several, from the item's own on; `carries`: which of its rows carry embeddings, None: all, a
+    function of the tensors. `content`: the hash of all that."""
 
     kind: str
     tensors: Mapping[str, Tensor]
     num_rows: int
     content: bytes
     places: Places | None = None
+    carries: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+
+    @property
+    def num_carried(self) -> int:
+        """How many embeddings are made of it."""
+        return self.num_rows if self.carries is None else int(self.carries.sum())
+
+    def numbers(self, rows: range) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Which of the item's embeddings these of its rows carry, -1: none."""
+        if self.carries is None:
+            return np.asarray(rows, dtype=np.int64)
+        numbers = np.where(self.carries, np.cumsum(self.carries) - 1, -1)
+        return numbers[rows.start : rows.stop]
 
     @classmethod
     def of(
-        cls, kind: str, tensors: Mapping[str, Tensor], num_rows: int, places: Places | None = None
+        cls,
+        kind: str,
+        tensors: Mapping[str, Tensor],
+        num_rows: int,
+        places: Places | None = None,
+        carries: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
     ) -> ItemInput:
         """An input of tensors on the host, which must not change any more."""
         digest = hashlib.sha256(repr((kind, num_rows)).encode())
@@ -57,7 +76,7 @@ class ItemInput:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         if places is not None:
             digest.update(repr((places.advance, places.axes_3N.tolist())).encode())
-        return cls(kind, tensors, num_rows, digest.digest(), places)
+        return cls(kind, tensors, num_rows, digest.digest(), places, carries)
 
 
 class ItemStore:
@@ -103,10 +122,10 @@ class ItemStore:
             return found
         made = self.encoders[given.kind](given.tensors).to(self._device, self._dtype).contiguous()
         size = self.hidden_size * (1 if given.kind == EMBEDS else 1 + self.added.num_layers)
-        if made.shape != (given.num_rows, size):
+        if made.shape != (given.num_carried, size):
             raise ValueError(
                 f"an item of kind {given.kind!r}: its encoder gave embeddings of shape {tuple(made.shape)}, but its "
-                f"prompt has room for {(given.num_rows, size)}; does the processor belong to this model?"
+                f"prompt has room for {(given.num_carried, size)}; does the processor belong to this model?"
             )
         self.num_encoded += 1
         self.num_bytes += made.nbytes
@@ -132,12 +151,16 @@ class SlotItems:
         device: torch.device,
         turns: Turns | None = None,
         num_drafts: int = 0,
+        *,
         own: Mapping[Any, ItemStore] | None = None,
+        windows_only: bool = False,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
-        turns: of a target with several axes; own: by `DraftSpec.embeds`, where drafters keep theirs."""
+        turns: of a target with several axes; own: by `DraftSpec.embeds`, where drafters keep theirs; windows_only: as
+        in `WholeRows`."""
         self.turns = turns
         self._own = own or {}
+        self._windows_only = windows_only
         self._beyond = num_drafts + reads_ahead + 1
         self._store = store
         self._num_slots = num_slots
@@ -187,7 +210,9 @@ class SlotItems:
                     at = first + there.start - s.start
                     more[at : at + len(there)] = item.end - 1 - np.asarray(there)
             first += s.num_rows
-        return WholeRows(torch.from_numpy(more).to(self._device), more, positions) if more.any() else None
+        if not more.any():
+            return None
+        return WholeRows(torch.from_numpy(more).to(self._device), more, positions, self._windows_only)
 
     def _window(self, scheduled: Sequence[ScheduledRequest]) -> Window:
         """Positions from so far before the rows that a pass in flight may still add them, and drafts beyond them."""
@@ -214,18 +239,23 @@ class SlotItems:
             return None
         index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
         first_S = np.zeros(self._num_slots, dtype=np.int64)
-        pieces = list[_Piece]()
-        num_rows = 0
+        pieces, num_rows = list[_Piece](), 0
         for span in spans:
             slot, first, _ = span
             first_S[slot] = first
             for item, source in self._placed[slot]:
                 there = _overlap(span, item)
-                if there:
-                    pieces.append(_Piece(source, there.start - item.start, there.stop - item.start))
-                    rows = np.arange(num_rows, num_rows + len(there))
+                if not there:
+                    continue
+                numbers = source.numbers(range(there.start - item.start, there.stop - item.start))
+                carried = numbers[numbers >= 0]
+                if len(carried):
+                    pieces.append(_Piece(source, int(carried[0]), int(carried[-1]) + 1))
+                    rows = np.where(numbers >= 0, numbers - carried[0] + num_rows, -1)
                     index_SW[slot, there.start - first : there.stop - first] = rows
-                    num_rows += len(there)
+                    num_rows += len(carried)
+        if not pieces:
+            return None
         index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
         others = {own: partial(_rows_of, store, pieces, index, firsts) for own, store in self._own.items()}
         return replace(_rows_of(self._store, pieces, index, firsts), others=others)

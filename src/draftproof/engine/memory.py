@@ -180,18 +180,17 @@ def window_groups(
     config: EngineConfig,
     max_model_len: int,
     num_lookahead: int,
+    most_rows: int,
 ) -> tuple[WindowGroup, ...]:
     """The groups of a target's layers, less those that see all positions. `num_lookahead`: positions past its rows that
-    a request has pages for."""
+    a request has pages for; `most_rows`: of a pass."""
     size = config.block_size
     groups = []
     for window in sorted({shape.window for shape in shapes if 0 < shape.window < max_model_len}):
         of_request = (
             -(-(window + MARGIN + num_lookahead) // size) + 2
         )  # and pages that it shares with what is outside
-        in_flight = -(
-            -2 * config.max_num_batched_tokens // size
-        )  # rows of a pass that runs and of the one after
+        in_flight = -(-2 * most_rows // size)  # rows of a pass that runs and of the one after
         live = config.max_num_seqs * of_request + in_flight
         own = [shape for shape in shapes if shape.window == window]
         groups.append(WindowGroup(window, bytes_per_token(own, dtype), 2 * live + 1))

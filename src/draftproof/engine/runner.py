@@ -463,8 +463,6 @@ class ModelRunner:
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
         """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
-        if whole is not None:
-            context_lens_T = context_lens_T + whole.more_T
         rows = Rows(
             positions_T,
             slots_T,

@@ -103,7 +103,7 @@ class Scheduler:
             if output.stalled:
                 return SchedulerOutput(stalled=True)
         for request in list(self.waiting) if self._free_slots else ():
-            if not self._free_slots or budget == 0 or output.num_preempted:
+            if not self._free_slots or budget <= 0 or output.num_preempted:
                 break
             if self._is_computed_by_another(request):
                 continue

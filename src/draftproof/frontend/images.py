@@ -68,20 +68,26 @@ class ImageReader:
     def _read(self, image: Any, where: str) -> ItemInput:
         seen = picture(image, where)
         with _errors_of(where):
-            found = self.processor(images=[seen], return_tensors="pt")
+            found = self.processor(images=[seen], return_tensors="pt", **self.vision.options)
         vision = self.vision
         tensors: dict[str, Tensor] = {name: torch.as_tensor(found[name]) for name in vision.family.inputs}
         places = vision.places(tensors)
-        num_rows = vision.num_rows(tensors)
+        carries = vision.carries(tensors)
+        num_rows = vision.num_rows(tensors) if carries is None else len(carries)
         return self.store.hold(
-            ItemInput.of(IMAGE, tensors, num_rows, None if places is None else Places(*places))
+            ItemInput.of(IMAGE, tensors, num_rows, None if places is None else Places(*places), carries)
         )
 
     def place(
-        self, token_ids: Sequence[int], images: Sequence[ItemInput], videos: Sequence[Parts] = ()
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[ItemInput],
+        videos: Sequence[Parts] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> tuple[list[int], tuple[Item, ...], tuple[ItemInput, ...]]:
         """(the prompt with as many ids for each image as it has rows, where it had one, and for videos alike; the items
         and their inputs). ValueError where there are not as many places as images."""
+        breaks = self._breaks(tokenizer) if images else ()
         given: dict[int, Sequence[Parts]] = {self.vision.placeholder: [(image,) for image in images]}
         if self.vision.video_placeholder >= 0:
             given[self.vision.video_placeholder] = videos
@@ -106,18 +112,30 @@ class ImageReader:
                 if isinstance(part, list):
                     placed += part
                     continue
-                items.append(Item(part.content, len(placed), part.num_rows, self.vision.family.is_whole))
+                items.append(Item(part.content, len(placed), part.num_rows, self.vision.is_whole))
                 inputs.append(part)
-                placed += [token] * part.num_rows
+                placed += _ids(part, token, breaks)
         return placed, tuple(items), tuple(inputs)
 
+    def _breaks(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """Ids of the tokens that end an image's lines."""
+        breaks = self.vision.family.breaks
+        found = tuple(None if tokenizer is None else tokenizer.token_id(text) for text in breaks)
+        if None in found:
+            raise ValueError(
+                f"multi_modal_data: an image of this model is written with {' and '.join(breaks)}, which its tokenizer "
+                "must have; give tokenizer=..."
+            )
+        return tuple(i for i in found if i is not None)
+
     def marked(self, text: str, tokenizer: Tokenizer) -> str:
-        """A text in which the mark that stands for an image has the place of its rows beside it."""
+        """A text in which what stands for an image has the marks and the place of its rows around it."""
         marks = self.vision.marks
         if not marks or -1 in marks:
             return text
         first, place, last = (tokenizer.piece(i) for i in (marks[0], self.vision.placeholder, marks[1]))
-        return text if place in text else text.replace(first, f"\n\n{first}{place}{last}\n\n")
+        plain, full = (form.format(first=first, place=place, last=last) for form in self.vision.family.marked)
+        return text if first + place in text else text.replace(plain, full)
 
     def of_url(self, url: str, where: str) -> Any:
         """What a message's part names: data, or a file in the allowed folder. ValueError for anything else."""
@@ -135,6 +153,14 @@ class ImageReader:
                 f"{None if self._allowed is None else str(self._allowed)!r}; move it there, or give a data URI"
             )
         return path
+
+
+def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]:
+    """What stands for an image in a prompt: an id a row, and those that end its lines."""
+    if image.carries is None:
+        return [placeholder] * image.num_rows
+    after, end = breaks
+    return [placeholder if carried else after for carried in image.carries[:-1]] + [end]
 
 
 def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any], dict[str, list[Any]]]:

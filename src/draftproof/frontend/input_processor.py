@@ -167,7 +167,7 @@ class InputProcessor:
         plain = self._encode(given)
         images = self.images.read(data.get(IMAGE, []))
         videos = VideoReader(self.images, self.tokenizer).read(data.get(VIDEO, []))
-        token_ids, items, inputs = self.images.place(plain.token_ids, images, videos)
+        token_ids, items, inputs = self.images.place(plain.token_ids, images, videos, self.tokenizer)
         if (last := furthest(items, inputs)) >= self._max_model_len:
             raise ValueError(
                 f"multi_modal_data: a row stands at position {last}, at most max_model_len={self._max_model_len} are "

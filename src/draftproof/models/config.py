@@ -41,7 +41,7 @@ _OTHER_LAYERS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The constants of one decoder. Sizes are numbers of elements. Embeddings are multiplied by `embed_scale`;
-    `logit_cap` 0: logits are not capped.
+    `logit_cap` 0: logits are not capped; `blank_id`: as in `Body`.
 
     `norm_eps` and `norm_offset` are the final norm's. `dtype` is what the files say the weights are in, None where they
     do not say.
@@ -57,6 +57,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     embed_scale: float = 1.0
     logit_cap: float = 0.0
+    blank_id: int = 0
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
@@ -151,7 +152,7 @@ def language_model(
     """The config of a language model from the file's content; ValueError too where `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
-    seeing = vision.FAMILIES.get(str(raw.get("model_type")))
+    seeing = vision.family_of(raw)
     known = families[config.model_type].architectures if seeing is None else seeing.architectures
     given = schema.texts(raw, "architectures", where) or known
     if not set(given) & set(known):
@@ -188,6 +189,7 @@ def parse(
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
         embed_scale=body.embed_scale,
         logit_cap=body.logit_cap,
+        blank_id=body.blank_id,
         eos_token_ids=schema.token_ids(raw.get("eos_token_id"), f"{where}: eos_token_id"),
         dtype=stored_dtype(raw, where),
     )

@@ -162,7 +162,8 @@ class Decoder:
         x_TH = self._norms[0](residual_TH)
         layers: Sequence[LayerFn] = self._layers
         if self._layer_inputs is not None:
-            layers = self._layer_inputs(tokens_T, residual_TH)
+            own_T = tokens_T if given is None else given.replaced(tokens_T, self.config.blank_id)
+            layers = self._layer_inputs(own_T, residual_TH)
         for i, layer in enumerate(layers):
             x_TH, residual_TH = layer(x_TH, residual_TH, attn)
             x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)

@@ -76,6 +76,7 @@ _COUNTS: Mapping[str, int] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
+    "pad_token_id": 0,
 }
 _NUMBERS: Mapping[str, float | None] = {
     "query_pre_attn_scalar": 0,
@@ -116,7 +117,8 @@ def read_gemma(
     plain = {key: value for key, value in raw.items() if key not in _OWN_KEYS}
     check_family_keys(Given(raw=plain, family=family, where=where), family.keys, extra)
     cap = float(raw.get("final_logit_softcapping", 0))
-    return plain, Body(layers=layers, embed_scale=raw["hidden_size"] ** 0.5, logit_cap=cap)
+    blank = min(raw.get("pad_token_id", 0), raw["vocab_size"] - 1)
+    return plain, Body(layers=layers, embed_scale=raw["hidden_size"] ** 0.5, logit_cap=cap, blank_id=blank)
 
 
 class _Gemma(NamedTuple):

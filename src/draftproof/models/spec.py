@@ -160,8 +160,9 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
     """What a family's reader makes of a config: the layers, and constants around them. `logit_cap` 0: logits are not
-    capped."""
+    capped. `blank_id`: the token whose layers' inputs rows take that carry an embedding in place of a token's."""
 
     layers: tuple[LayerSpec, ...]
     embed_scale: float = 1.0
     logit_cap: float = 0.0
+    blank_id: int = 0

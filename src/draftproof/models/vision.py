@@ -9,7 +9,7 @@ Shapes: N rows of an image, H hidden size, X an embedding and what is added behi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ from draftproof.runtime.threads import threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
+Settings = Mapping[str, Any]  # a processor's, or a config's
+
+
+def _never(config: Settings) -> bool:
+    return False
+
+
+def _always(config: Settings) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +57,17 @@ class VisionFamily:
     reader takes nested configs; `flat`: a config may hold that one's keys beside the others. `placeholders`: config
     keys of the id that stands for a row of an image, the first found counts. `keys`: those of a config that are not its
     language model's. `inputs`: the processor's tensors that its encoder takes. `towers`: types of encoders that are
-    understood, none: whatever is there. `is_whole`: an image's rows see each other. `marks`: config keys of the ids
-    that stand before and after an image's rows; in a text the first alone stands for an image. `num_rows`: an image's,
-    by the config and its tensors. `places`: where its rows stand on the axes of its rotary embedding, and by how much
-    text moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
-    `video`: None where it sees none. `prefixes`: what names of the module's tensors begin with, and what
-    files may have in its place. `text_defaults`: by the language model's type, values of keys that files leave out.
+    understood, none: whatever is there. `is_whole`: whether an image's rows see each other, by the config;
+    `windows_only`: in layers with windows alone. `marks`: config keys of the ids that stand before and after an
+    image's rows; `marked`: what stands for an image in a text, and what is written in its place, of {first}, {place}
+    and {last}. `num_rows`: an image's, by the config and its tensors; `most_rows`: of any image, by the config and the
+    processor's settings, where an image is whole. `line`: rows of a line of an image, and `breaks`: texts of the tokens
+    that stand after each line but the last, and after that; none: rows follow each other. `options`: what its processor
+    is told, by the config. `places`: where its rows stand on the axes of its rotary embedding, and by how much text
+    moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
+    `video`: None where it sees none. `unmade`: config keys of other encoders. `prefixes`: what names of the module's
+    tensors begin with, and what files may have in its place. `text_defaults`: by the language model's type, values of
+    keys that files leave out.
     """
 
     model_type: str
@@ -64,12 +78,19 @@ class VisionFamily:
     keys: frozenset[str]
     inputs: tuple[str, ...] = ("pixel_values",)
     towers: tuple[str, ...] = ()
-    is_whole: bool = False
+    is_whole: Callable[[Settings], bool] = _never
+    windows_only: bool = False
     marks: tuple[tuple[str, ...], ...] = ()
-    num_rows: Callable[[Mapping[str, Any], Tensors], int]
-    places: Callable[[Mapping[str, Any], Tensors], tuple[Grid, int]] | None = None
-    added: Callable[[Mapping[str, Any]], Added] = lambda config: NOTHING_ADDED
+    marked: tuple[str, str] = ("", "")
+    num_rows: Callable[[Settings, Tensors], int]
+    most_rows: Callable[[Settings, Settings], int] | None = None
+    line: Callable[[Settings, Tensors], int] | None = None
+    breaks: tuple[str, ...] = ()
+    options: Callable[[Settings], Settings] | None = None
+    places: Callable[[Settings, Tensors], tuple[Grid, int]] | None = None
+    added: Callable[[Settings], Added] = lambda config: NOTHING_ADDED
     video: VideoFamily | None = None
+    unmade: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = (("", ""), ("", "model."))
     text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -129,18 +150,75 @@ def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
     return (height // patch) * (width // patch) + (is_whole and has_own)
 
 
-def _rows_as_told(config: Mapping[str, Any], tensors: Tensors) -> int:
+def _rows_as_told(config: Settings, _: Settings) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
 
-# what an encoder's processor must know of it
-_PROCESSED_BY = ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "image_size")
+def _rows_of_patches(config: Settings, tensors: Tensors) -> int:
+    """A row a square of patches; a patch that only fills up has no position."""
+    side = int(config["vision_config"].get("pooling_kernel_size", 3))
+    return int((tensors["image_position_ids"] >= 0).all(-1).sum()) // side**2
+
+
+def _most_soft_tokens(config: Settings, processor: Settings) -> int:
+    return int(processor.get("max_soft_tokens", 280))
+
+
+def _side_of_row(config: Settings) -> int:
+    """Pixels of a side of what a row shows."""
+    return int(config["vision_config"].get("patch_size", 16)) * int(config.get("spatial_merge_size", 1))
+
+
+def _rows_of_lines(config: Settings, tensors: Tensors) -> int:
+    return int((tensors["image_sizes"].view(-1) // _side_of_row(config)).prod())
+
+
+def _row_of_lines(config: Settings, tensors: Tensors) -> int:
+    return int(tensors["image_sizes"].view(-1)[1]) // _side_of_row(config)
+
+
+def _whole_rows_of_pixels(config: Settings) -> Settings:
+    return {"patch_size": _side_of_row(config)}
+
+
+def _sees_images_whole(config: Settings) -> bool:
+    return (config.get("text_config") or {}).get("use_bidirectional_attention") == "vision"
+
+
+# Keys of a config or of its encoder's part that say what a processor makes of an image, and how many rows it has.
+_PROCESSED_BY = (
+    *("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "image_size"),
+    *("pooling_kernel_size", "mm_tokens_per_image", "vision_feature_select_strategy"),
+)
 
 _LLAMA = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     **{"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
 }
 _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MISTRAL3 = {
+    **{"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None},
+}
+_LLAVA_KEYS = schema.words(
+    """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias projector_hidden_act
+    vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id vocab_size"""
+)
+# An image of any size, as lines of rows.
+_PIXTRAL = VisionFamily(
+    model_type="llava/pixtral",
+    architectures=("LlavaForConditionalGeneration",),
+    text="mistral",
+    keys=_LLAVA_KEYS,
+    inputs=("pixel_values", "image_sizes"),
+    towers=("pixtral",),
+    num_rows=_rows_of_lines,
+    line=_row_of_lines,
+    breaks=("[IMG_BREAK]", "[IMG_END]"),
+    options=_whole_rows_of_pixels,
+    text_defaults={"mistral": _MISTRAL},
+)
 
 FAMILIES: Mapping[str, VisionFamily] = {
     row.model_type: row
@@ -179,15 +257,19 @@ FAMILIES: Mapping[str, VisionFamily] = {
             model_type="llava",
             architectures=("LlavaForConditionalGeneration",),
             text="llama",
-            keys=schema.words(
-                """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias
-                projector_hidden_act vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id
-                vocab_size"""
-            ),
+            keys=_LLAVA_KEYS,
             towers=("clip_vision_model", "siglip_vision_model"),
             num_rows=_rows_of_square,
             prefixes=(("", ""), ("", "model."), ("vision_tower.", "vision_tower.vision_model.")),
             text_defaults={"llama": _LLAMA, "mistral": _MISTRAL},
+        ),
+        _PIXTRAL,
+        replace(
+            _PIXTRAL,
+            model_type="mistral3",
+            architectures=("Mistral3ForConditionalGeneration",),
+            keys=_LLAVA_KEYS | {"spatial_merge_size"},
+            text_defaults={"mistral": _MISTRAL3},
         ),
         VisionFamily(
             model_type="gemma3",
@@ -195,14 +277,30 @@ FAMILIES: Mapping[str, VisionFamily] = {
             text="",
             keys=frozenset(),
             num_rows=_rows_as_told,
-            is_whole=True,
+            most_rows=_rows_as_told,
+            is_whole=_always,
             marks=(("boi_token_id", "boi_token_index"), ("eoi_token_id", "eoi_token_index")),
+            marked=("{first}", "\n\n{first}{place}{last}\n\n"),
             prefixes=(
                 ("", ""),
                 ("", "model."),
                 ("vision_tower.", "vision_tower.vision_model."),
                 ("vision_tower.", "model.vision_tower.vision_model."),
             ),
+        ),
+        VisionFamily(
+            model_type="gemma4",
+            architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
+            text="",
+            keys=frozenset(),
+            inputs=("pixel_values", "image_position_ids"),
+            num_rows=_rows_of_patches,
+            most_rows=_most_soft_tokens,
+            is_whole=_sees_images_whole,
+            windows_only=True,
+            marks=(("boi_token_id",), ("eoi_token_id",)),
+            marked=("{place}", "{first}{place}{last}"),
+            unmade=("audio_config",),
         ),
     )
 }
@@ -221,6 +319,21 @@ class Vision:
     marks: tuple[int, ...] = ()
 
     @property
+    def is_whole(self) -> bool:
+        """Whether an image's rows see each other."""
+        return self.family.is_whole(self.config)
+
+    @property
+    def processor(self) -> Settings:
+        """What the files say of the processor; nothing where they do not."""
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            path = self.directory / name
+            if path.is_file():
+                found = schema.read_json(path)
+                return schema.section(found, "image_processor", str(path)) or found
+        return {}
+
+    @property
     def video_placeholder(self) -> int:
         """The id that stands for a row of a video; -1: it sees none."""
         video = self.family.video
@@ -237,7 +350,20 @@ class Vision:
     @property
     def most_whole_rows(self) -> int:
         """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
-        return self.family.num_rows(self.config, {}) if self.family.is_whole else 0
+        most = self.family.most_rows
+        return 0 if most is None or not self.is_whole else most(self.config, self.processor)
+
+    def carries(self, tensors: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Which of an image's places carry its rows, where lines of them end with a token; None: all."""
+        if self.family.line is None:
+            return None
+        length = self.family.line(self.config, tensors)
+        return np.arange(self.num_rows(tensors) // length * (length + 1)) % (length + 1) < length
+
+    @property
+    def options(self) -> Settings:
+        """What the processor is told beside its own settings."""
+        return {} if self.family.options is None else self.family.options(self.config)
 
     @property
     def added(self) -> Added:
@@ -245,8 +371,11 @@ class Vision:
         return self.family.added(self.config)
 
     def reads_as(self, other: Vision) -> bool:
-        """Whether its encoder takes the tensors that the other's processor gives."""
-        sizes = [[v.config["vision_config"].get(key) for key in _PROCESSED_BY] for v in (self, other)]
+        """Whether its encoder takes the tensors that the other's processor gives, and makes as many rows of them."""
+        sizes = [
+            [part.get(key) for part in (v.config, v.config["vision_config"]) for key in _PROCESSED_BY]
+            for v in (self, other)
+        ]
         return self.family == other.family and sizes[0] == sizes[1]
 
     def places(self, tensors: Tensors) -> tuple[Grid, int] | None:
@@ -254,10 +383,17 @@ class Vision:
         return None if self.family.places is None else self.family.places(self.config, tensors)
 
 
+def family_of(raw: Mapping[str, Any]) -> VisionFamily | None:
+    """The row for a config, by its type and perhaps its encoder's; None for a model of text."""
+    kind, encoder = raw.get("model_type"), raw.get("vision_config")
+    own = f"{kind}/{encoder.get('model_type')}" if isinstance(encoder, Mapping) else ""
+    return FAMILIES.get(own) or FAMILIES.get(str(kind))
+
+
 def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
     """The part of a config that concerns images; None for a model that reads none."""
-    family = FAMILIES.get(str(raw.get("model_type")))
-    if family is None or (not family.text and "vision_config" not in raw):
+    family = family_of(raw)
+    if family is None or (not family.text and raw.get("vision_config") is None):
         return None
     key = next((key for key in family.placeholders if raw.get(key) is not None), None)
     if key is None and not family.text:
@@ -286,7 +422,7 @@ def is_stored(weights: WeightSource) -> bool:
 
 def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The config of the language model in a config that reads images; any other as it is."""
-    family = FAMILIES.get(str(raw.get("model_type")))
+    family = family_of(raw)
     if family is None or not family.text:
         return raw
     if "text_config" not in raw and family.flat:
@@ -315,7 +451,6 @@ class ImageEncoder:
         self._module = _module(vision, dtype)
         self._inputs = vision.family.inputs
         self._device = device
-        self._dtype = dtype
         named = {**dict(self._module.named_parameters()), **_stored_buffers(self._module)}
         with torch.no_grad():
             for name, tensor in named.items():
@@ -331,7 +466,6 @@ class ImageEncoder:
     def __call__(self, tensors: Tensors) -> Tensor:
         """The embeddings of one image, and behind each what else its row is given: [N, X]."""
         given = {name: tensors[name].to(self._device) for name in self._inputs}
-        given = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
         with torch.inference_mode(), threads(1):
             found = self._module.get_image_features(**given)
             parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
@@ -344,14 +478,25 @@ def _flat(found: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
 
 
+# What the smallest language model says of itself in its config.
+_STUMP: Settings = {
+    **{"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "intermediate_size": 8},
+    **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
+}
+
+
 def _module(vision: Vision, dtype: torch.dtype) -> Any:
     """The model without its language model, of which a stump is made and dropped."""
     from transformers import AutoConfig, AutoModel
 
     raw = {k: v for k, v in vision.config.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
     config = AutoConfig.for_model(**raw)
+    for key in vision.family.unmade:
+        setattr(config, key, None)
     text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+    for key, least in _STUMP.items():
+        if hasattr(text, key):
+            setattr(text, key, least)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
     module = AutoModel.from_config(config, dtype=dtype)
