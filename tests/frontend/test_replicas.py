@@ -36,7 +36,7 @@ PARAMS = [
 NUM_STREAMS = 32
 STREAMED = [f"{text}{i}\n" for i in range(NUM_STREAMS // 4) for text in PROMPTS]
 STREAM_PARAMS = [
-    SamplingParams(temperature=(0, 0.8)[i % 2], max_tokens=100, logprobs=1, ignore_eos=True)
+    SamplingParams(temperature=(0, 0.8)[i % 2], max_tokens=64, logprobs=1, ignore_eos=True)
     for i in range(NUM_STREAMS)
 ]
 DRAFTERS = {"plain": None, "eagle3": EAGLE3}
@@ -129,7 +129,7 @@ def test_what_llm_does_with_one_engine_it_does_with_several(two: LLM) -> None:
     assert last.finish_reason == "abort"
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(lambda text: two.generate(text, endless, use_tqdm=False)[0], PROMPTS))
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [200] * 4
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 4
     assert two.reset_prefix_cache()
     until(lambda: all(load.num_free_blocks == load.num_blocks for load in engine_of(two).loads()), two)
 
@@ -194,8 +194,8 @@ def test_a_request_that_kills_replicas_ends_and_others_go_on(plain_streams: list
     thread.start()
     try:
         outputs = llm.generate(
-            [*STREAMED, poison],
-            [*STREAM_PARAMS, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)],
+            [*STREAMED[:8], poison],
+            [*STREAM_PARAMS[:8], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)],
             use_tqdm=False,
         )
     finally:
@@ -205,7 +205,7 @@ def test_a_request_that_kills_replicas_ends_and_others_go_on(plain_streams: list
     assert guilty.outputs[0].finish_reason == "error"
     assert guilty.error is not None and "replicas have died 3 times" in guilty.error
     assert deaths[2:] == [1]
-    assert [facts(o)[1] for o in others] == [facts(o)[1] for o in plain_streams]
+    assert [facts(o)[1] for o in others] == [facts(o)[1] for o in plain_streams[:8]]
     llm.close()
 
 
@@ -247,7 +247,7 @@ def test_what_is_wrong_at_the_start_is_told_in_a_sentence() -> None:
 
 def test_replicas_of_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = wire.settings_of
-    given = iter(("auto", "bfloat16"))
+    given = iter(("float32", "bfloat16"))
 
     def mixed(config: EngineConfig, device: str) -> dict[str, Any]:
         return {**whole(config, device), "dtype": next(given)}
@@ -265,7 +265,7 @@ def test_a_server_with_replicas(plain_streams: list[RequestOutput]) -> None:
         running(replicated(), metrics_prefix="vllm:", api_key=["k"]) as server,
         httpx.Client(base_url=server.url, timeout=LONG, headers=key) as client,
     ):
-        body = {"prompt": STREAMED[0], "temperature": 0, "max_tokens": 100, "ignore_eos": True}
+        body = {"prompt": STREAMED[0], "temperature": 0, "max_tokens": 64, "ignore_eos": True}
         assert client.post("/pause").is_success
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(2)]
@@ -276,7 +276,7 @@ def test_a_server_with_replicas(plain_streams: list[RequestOutput]) -> None:
         assert client.post("/reset_prefix_cache").is_success
         lines = client.get("/metrics").text.splitlines()
         generated = [one for one in lines if one.startswith("vllm:generation_tokens_total")]
-        assert [line.rsplit(" ")[1] for line in generated] == ["100.0", "100.0"]
+        assert [line.rsplit(" ")[1] for line in generated] == ["64.0", "64.0"]
         assert ['engine="0"' in generated[0], 'engine="1"' in generated[1]] == [True, True]
 
 
@@ -348,7 +348,7 @@ def num_cached(rule: str) -> int:
         outputs = []
         for _ in range(6):
             asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-            for number, text in enumerate(texts):
+            for number, text in enumerate(list(texts)):
                 output = llm.generate([text], asked, use_tqdm=False)[0]
                 outputs.append(output)
                 texts[number] = [*text, *output.outputs[0].token_ids, 7]
