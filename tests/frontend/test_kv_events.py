@@ -1,4 +1,4 @@
-"""Events of the prefix cache: a subscriber that knows the documented wire format, and no code of ours, knows the cache."""
+"""Events of the prefix cache: a subscriber knows the cache by the documented wire format, and by no code of ours."""
 
 from __future__ import annotations
 
