@@ -21,7 +21,7 @@ from draftproof.metrics import EngineLoad
 
 log = logging.getLogger(__name__)
 CODE = "from draftproof.frontend.replicas.child import main; main()"
-MOST_STARTS = 5  # that fail one after the other
+MOST_STARTS = 5  # failures to start, one after the other, until a replica is given up
 EXIT_GRACE = 5.0  # seconds that a process has to end in once it was told to
 
 
