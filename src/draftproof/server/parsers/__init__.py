@@ -48,8 +48,8 @@ class Syntax:
         is_told = told.is_told(template)
         if is_told and tool_name not in (None, NONE, told.FAMILY):
             raise ValueError(
-                f"tool_call_parser={tool_name!r}: the model's chat template tells of no tools, and where they are told in "
-                f"plain text calls are {told.FAMILY}'s; leave it out"
+                f"tool_call_parser={tool_name!r}: the model's chat template tells of no tools, and where they are told "
+                f"in plain text calls are {told.FAMILY}'s; leave it out"
             )
         otherwise = told.FAMILY if is_told else NONE
         found = next((name for sign, name in TOOL_SIGNS.items() if sign in template), otherwise)
