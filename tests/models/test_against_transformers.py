@@ -70,7 +70,7 @@ def test_logits_with_compiled_operators(pair: Pair, library: Library) -> None:
 
 
 def test_a_pass_for_a_few_rows_gives_their_bits_and_stores_all(pair: Pair) -> None:
-    """Of two texts the rows 50, 89 and 130 are wanted: the last layer leaves out the others."""
+    """Rows 50, 89 and 130 of two texts are wanted: the last layer leaves out the others."""
     if not pair.ours.leaves_rows:
         pytest.skip("each layer is given an input of its own: no rows are left out")
     pieces, wanted_M = [(2, 0, A), (0, 0, B)], torch.tensor([50, 89, 130])

@@ -18,7 +18,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.runtime import native
 from draftproof.runtime.room import free_bytes
 
-MANY_ROWS = 1_000_000  # that choose every expert
+MANY_ROWS = 1_000_000  # more than enough to choose every expert
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
 

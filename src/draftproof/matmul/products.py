@@ -36,7 +36,7 @@ def packed_bytes(linear_fn: LinearFn) -> int | None:
 
 
 def packed_share(library: Library, dtype: torch.dtype) -> float:
-    """Of the bytes of a weight, about as many as its packed form has."""
+    """Bytes of a packed weight, by those of the weight as it is stored; about, since it depends on the numbers."""
     weight_NK = torch.randn(8 * TILE, 8 * TILE).to(dtype)
     return packed_weight(library, weight_NK)[0].nbytes / weight_NK.nbytes
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from draftproof.bench.peers.engine import Engine, Spec
 
-TOLD = ("version", "settings", "ways", "weight_bytes")  # of an engine that was loaded
+TOLD = ("version", "settings", "ways", "weight_bytes")  # by an engine, once it is loaded
 
 
 def main() -> None:
