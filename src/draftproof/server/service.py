@@ -137,7 +137,7 @@ class Service:
             raise ValueError(f"{told}: the answer's form is given too; give one of them")
         if self.syntax.form is None:
             raise ValueError(
-                f'{told}: is not served: calls in the syntax {self.syntax.tools} are no JSON; give "auto"'
+                f"{told}: is not served: the model's chat template has no form of {self.syntax.tools}'s; give \"auto\""
             )
         schemas = {tool.function.name: tool.function.parameters for tool in body.required}
         tokenizer = self.llm.llm.tokenizer

@@ -20,8 +20,8 @@ TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingPr
         "llama3": (llama3.read, llama3.MARKERS, llama3.FORMS),
         "mistral": (mistral.read, mistral.MARKERS, mistral.FORMS),
         "deepseek": (deepseek.read, deepseek.MARKERS, deepseek.FORMS),
-        "gemma": (gemma.read, gemma.MARKERS, ()),
-        "glm": (glm.read, glm.MARKERS, ()),
+        "gemma": (gemma.read, gemma.MARKERS, gemma.FORMS),
+        "glm": (glm.read, glm.MARKERS, glm.FORMS),
     }
 )
 # What a chat template says where a family's calls are to be read; the first that is found counts.
