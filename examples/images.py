@@ -6,6 +6,7 @@ The answers with and without drafts are the same; the second line of each says w
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from draftproof import LLM, SamplingParams
 
@@ -19,9 +20,14 @@ def main() -> None:
     parser.add_argument("--video", action="store_true", help="the pictures are a video's, one a second")
     parser.add_argument("--draft", help="a small model of the same family that drafts; left out: n-grams do")
     given = parser.parse_args()
-    seen = {path: {"type": "image", "image": open_(path)} for path in given.pictures}
+    seen = {path: {"type": "image", "image": Path(path).read_bytes()} for path in given.pictures}
     if given.video:
-        seen = {"video": {"type": "video", "video": (list(map(open_, given.pictures)), {"fps": 1})}}
+        seen = {
+            "video": {
+                "type": "video",
+                "video": ([Path(path).read_bytes() for path in given.pictures], {"fps": 1}),
+            }
+        }
     text = {"type": "text", "text": given.question}
     chats = [[{"role": "user", "content": [part, text]}] for part in seen.values()]
     params = SamplingParams(temperature=0, max_tokens=given.max_tokens)
@@ -31,13 +37,6 @@ def main() -> None:
             print(f"{name}: {output.outputs[0].text.strip() or output.error}")
             speculation = output.metrics.speculation
             print(f"  {speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafts were right")
-
-
-def open_(path: str) -> object:
-    """The picture; what is wrong with it is said by `LLM.chat`."""
-    from PIL import Image
-
-    return Image.open(path)
 
 
 if __name__ == "__main__":

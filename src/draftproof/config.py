@@ -60,7 +60,8 @@ class SpeculativeConfig:
     the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
     capability 8.9 or later, and a few other drafts. `image_inputs`: what a head that reads the target's states is fed
     at rows that carry embeddings (of images, of `prompt_embeds`): those (None, "embeddings") or "tokens", the ids that
-    stand for them; no checkpoint says which it was trained with. `hf_overrides`: keys that replace those of the draft
+    stand for them; no checkpoint says which it was trained with. A draft model that reads images makes its
+    own. `hf_overrides`: keys that replace those of the draft
     checkpoint's config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
     (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
     `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `trusted` True: a

@@ -266,7 +266,9 @@ def deep(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("settings", ["chunks of 1", "chunks of 7", "preempted", "small blocks"])
+@pytest.mark.parametrize(
+    "settings", ["chunks of 1", "chunks of 7", "chunks of 64", "preempted", "small blocks"]
+)
 def test_output_with_deepstack_depends_on_neither_batch_nor_drafter(
     deep: tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]], settings: str, name: str | None
 ) -> None:
@@ -394,6 +396,32 @@ def test_embeddings_of_a_drafter_are_its_own_or_its_targets(
         given = {"prompt_embeds": torch.randn(9, vision.HIDDEN)}  # which the small model cannot read
         both = [engine.generate(given, GREEDY, use_tqdm=False) for engine in (plain, llm)]
         assert not compare(*both) and llm.stats.num_drafter_faults == 0
+
+
+def test_a_draft_model_with_another_tokenizer_reads_the_words_around_images(
+    chatting: tuple[Path, Path], drafters: dict[str, dict[str, Any]]
+) -> None:
+    draft = Path(drafters["text model"]["model"])
+    vision.tokenizer(draft)
+    config = {"model": str(draft), "token_map": "text", "num_speculative_tokens": 3}
+    with LLM(str(chatting[0]), dtype="float32") as llm:
+        plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    with LLM(str(chatting[0]), dtype="float32", speculative_config=config) as llm:
+        assert not compare(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert llm.stats.speculation.num_draft_tokens > 0 and llm.stats.num_drafter_faults == 0
+
+
+def test_a_small_model_whose_encoder_reads_otherwise_is_fed_ids(
+    made: tuple[Any, Path], plain: list[RequestOutput], tmp_path: Path
+) -> None:
+    vision.qwen3_vl(tmp_path / "other", num_hidden_layers=1)
+    config = {"model": str(tmp_path / "other"), "num_speculative_tokens": 3}
+    with LLM(str(made[1]), dtype="float32", speculative_config=config) as llm:
+        assert not compare(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert not llm.engine.runner.items._own and llm.stats.num_drafter_faults == 0
+    config["image_inputs"] = "embeddings"
+    with pytest.raises(ValueError, match="does not read what the target's image processor gives"):
+        LLM(str(made[1]), dtype="float32", speculative_config=config)
 
 
 def test_what_was_forgotten_is_encoded_again(made: tuple[Any, Path], plain: list[RequestOutput]) -> None:

@@ -10,16 +10,14 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from tests.frontend.test_images import FAMILIES, PARAMS, PROMPTS
+from tests.frontend.test_images import FAMILIES, PARAMS, PROMPTS, drafters_for
+from tests.frontend.test_videos import MODELS
+from tests.frontend.test_videos import PROMPTS as VIDEOS
 from tests.made import vision
-from tests.made.vision import MROPE
 
-DRAFTERS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
-    "eagle3": {"rope": MROPE},
-    "text model": {},
-}
+DRAFTERS = [None, "ngram", "eagle3", "text model"]
+# those of families with several axes
+MORE = [*DRAFTERS, "eagle3, tokens", "eagle3, one axis", "eagle1", "mtp", "dflash", "small", "chain"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -32,11 +30,9 @@ def test_output_depends_on_neither_batch_nor_drafter(
     with LLM(str(tmp_path / "model"), max_num_seqs=1, enable_prefix_caching=False, **base) as llm:
         expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert not any(o.error for o in expected)
-    head = vision.eagle3(tmp_path / "eagle3", MROPE)
-    models = {"eagle3": {"model": head}, "text model": {"model": vision.text_draft(tmp_path / "text")}}
-    for name, given in DRAFTERS.items():
-        drafting = models.get(name, given)
-        config = {} if drafting is None else {"speculative_config": {**drafting, "num_speculative_tokens": 3}}
+    models = drafters_for(family, tmp_path / "drafters")
+    for name in MORE if family in MODELS else DRAFTERS:
+        config = {} if name is None else {"speculative_config": {**models[name], "num_speculative_tokens": 3}}
         for settings in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}, {"enforce_eager": True}):
             with LLM(str(tmp_path / "model"), **base, **config, **settings) as llm:
                 for _ in range(2):
@@ -57,3 +53,40 @@ def test_greedy_text_in_fp32_is_that_of_a_cpu(cuda: torch.device, tmp_path: Path
             params = SamplingParams(temperature=0, max_tokens=8)
             found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", MODELS)
+def test_videos_depend_on_neither_batch_nor_drafter(
+    cuda: torch.device, tmp_path: Path, family: str, dtype: str
+) -> None:
+    MODELS[family](tmp_path / "model")
+    vision.tokenizer(tmp_path / "model")
+    base: dict[str, Any] = {"dtype": dtype, "device": "cuda", "num_kv_blocks": 400, "max_model_len": 512}
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+    with LLM(str(tmp_path / "model"), max_num_seqs=1, enable_prefix_caching=False, **base) as llm:
+        expected = llm.generate(VIDEOS, params, use_tqdm=False)
+        assert not any(o.error for o in expected)
+    for drafting in ({"method": "ngram", "prompt_lookup_min": 1}, {"model": str(tmp_path / "model")}):
+        config = {**drafting, "num_speculative_tokens": 3}
+        for settings in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 3}):
+            with LLM(str(tmp_path / "model"), speculative_config=config, **base, **settings) as llm:
+                for _ in range(2):
+                    assert not compare(expected, llm.generate(VIDEOS, params, use_tqdm=False)), drafting
+                assert llm.stats.num_drafter_faults == 0
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_target_that_drafts_for_itself_is_nearly_always_right(
+    cuda: torch.device, tmp_path: Path, family: str
+) -> None:
+    """A drafter's sums are in another order."""
+    MODELS[family](tmp_path / "model")
+    config = {"model": str(tmp_path / "model"), "num_speculative_tokens": 3}
+    with LLM(
+        str(tmp_path / "model"), dtype="float32", device="cuda", max_model_len=256, speculative_config=config
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        speculation = llm.stats.speculation
+        assert speculation.num_accepted_tokens > 0.95 * speculation.num_draft_tokens > 30

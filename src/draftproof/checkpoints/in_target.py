@@ -93,8 +93,8 @@ def read(
     num = whole(text, key, where, 0, default=0)
     if num < 1:
         raise ValueError(
-            f"speculative_config: method='mtp' without model: {where} says {key}={text.get(key)!r}, so the model has no "
-            "prediction modules; give a module's folder as model, or take another method"
+            f"speculative_config: method='mtp' without model: {where} says {key}={text.get(key)!r}, so the model has "
+            "no prediction modules; give a module's folder as model, or take another method"
         )
     if naming.is_one and num > 1:
         raise ValueError(f"{where}: {key}={num}: only one layer is supported")
