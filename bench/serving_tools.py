@@ -5,8 +5,8 @@
 AIPerf and GuideLLM load a server of the embedded model with its EAGLE-3 head; their figures of acceptance must be those
 of /metrics. lm-eval scores a task of this file at a server with a drafter and at one without, greedily and sampled; the
 numbers must be equal. CompatCanary asks what an OpenAI-compatible API must answer (chats, streams, a call that must
-come, a strict schema, Responses); every probe must pass. It is run by Node (`npm install --prefix DIR compatcanary`), the
-others as `python -m`, with DIR in front of their path; none needs a network. Exit status 1 if a figure differs, or where
+come, a strict schema, Responses); every probe must pass. It is run by Node (`npm install --prefix DIR compatcanary`),
+the others as `python -m`, with DIR in front of their path; none needs a network. Exit status 1 if a figure differs, or
 a tool is not installed.
 """
 
@@ -177,6 +177,13 @@ def lm_eval(site: Path | None, folder: Path) -> dict[str, tuple[Any, Any]]:
     }
 
 
+LOADING: dict[str, Callable[..., dict[str, tuple[Any, Any]]]] = {
+    "aiperf": aiperf,
+    "guidellm": guidellm,
+    "compatcanary": compatcanary,
+}
+
+
 def with_server(tool: Callable[..., dict[str, tuple[Any, Any]]], site: Path | None, folder: Path) -> Any:
     server = Server({**MODEL, "speculative_config": EAGLE3})
     try:
@@ -189,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tools", nargs="+", choices=("aiperf", "guidellm", "lm-eval", "compatcanary"))
+    parser.add_argument("tools", nargs="+", choices=(*LOADING, "lm-eval"))
     parser.add_argument("--site", type=Path, help="folder with the tool and what it imports")
     given = parser.parse_args()
     is_wrong = False
@@ -198,8 +205,7 @@ def main() -> int:
             if name == "lm-eval":
                 pairs = lm_eval(given.site, Path(folder))
             else:
-                tool = {"aiperf": aiperf, "guidellm": guidellm, "compatcanary": compatcanary}[name]
-                pairs = with_server(tool, given.site, Path(folder))
+                pairs = with_server(LOADING[name], given.site, Path(folder))
         for what, (theirs, ours) in pairs.items():
             # figures in files are rounded; a mean of ratios is near the ratio of sums where requests are as long
             is_exact = name in ("lm-eval", "compatcanary")

@@ -69,12 +69,13 @@ def run_rows(
     pieces: Sequence[tuple[int, int, Sequence[int]]],
     taps: Sequence[int] = (),
     final: bool = False,
+    only_M: Tensor | None = None,
 ) -> TargetOutput:
     """One flat pass. Each piece is (slot, position of its first token, token ids)."""
     tokens_T = torch.tensor([t for _, _, tokens in pieces for t in tokens])
     positions_T = torch.tensor([start + i for _, start, tokens in pieces for i in range(len(tokens))])
     slots_T = torch.tensor([slot for slot, _, tokens in pieces for _ in tokens])
-    return decoder(tokens_T, paged.attention(positions_T, slots_T), taps, final)
+    return decoder(tokens_T, paged.attention(positions_T, slots_T), taps, final, only_M=only_M)
 
 
 def greedy(decoder: Decoder, prompt: Sequence[int], num_tokens: int, paged: Paged | None = None) -> list[int]:

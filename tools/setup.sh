@@ -23,20 +23,25 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
         exit 1
     fi
 fi
+# What is installed is compiled to bytecode when it is first imported: most of torch and transformers never is.
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+install=("${pip[@]}" install -qq --no-compile)
+# The operators are compiled meanwhile; what goes wrong there is said at first use, which would compile them.
+"$venv/bin/python" src/draftproof/runtime/compiling.py >/dev/null 2>&1 &
 cuda='import sys, torch; sys.exit(torch.version.cuda is None)'
 
 if [ "$flavour" = gpu ]; then
     # a CPU build of the same version would count as installed already
     "$venv/bin/python" -c "$cuda" 2>/dev/null || "${pip[@]}" uninstall -qq -y torch 2>/dev/null || true
-    "${pip[@]}" install -qq "torch==$torch"
+    "${install[@]}" "torch==$torch"
 elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     # PyPI's Linux build of torch carries CUDA (gigabytes), so ask the CPU index first, without waiting for it.
     # --no-deps: that index may not hold the right versions of torch's own requirements; the next step brings them.
     echo "installing torch $torch (CPU build)"
-    "${pip[@]}" install -qq --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
+    "${install[@]}" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
         "torch==$torch" 2>/dev/null ||
-        { echo "the CPU index is out of reach: taking torch $torch from PyPI" && "${pip[@]}" install -qq "torch==$torch"; }
+        { echo "the CPU index is out of reach: taking torch $torch from PyPI" && "${install[@]}" "torch==$torch"; }
 fi
 echo "installing draftproof${extras:+ [$extras]}"
-"${pip[@]}" install -qq --editable ".${extras:+[$extras]}"
+"${install[@]}" --editable ".${extras:+[$extras]}"
+wait

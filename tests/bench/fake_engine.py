@@ -14,6 +14,7 @@ class Fake:
     """Counts up from a prompt's last id. A prompt that begins with 1 raises, with 2 ends the process, with 3 hangs."""
 
     version = "1.0"
+    weight_bytes = 1e6
     ways: Mapping[str, str] = {"backwards": "single"}
 
     def __init__(self, spec: Spec) -> None:

@@ -41,7 +41,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
 
 def test_an_engine_answers_from_a_process_of_its_own(process: EngineProcess) -> None:
     assert process.version == "1.0" and process.ways == {"backwards": "single"}
-    assert process.settings == {"threads": 2, "omp": "2"}
+    assert process.settings == {"threads": 2, "omp": "2"} and process.weight_bytes == 1e6
     found = process.generate([[[5, 9], [6, 20]], [[7, 30]]], 2)
     assert found.outputs == [[[10, 11], [21, 22]], [[31, 32]]] and found.seconds == [0.5, 0.5]
     assert 0 <= found.cpu_seconds < 5
@@ -83,6 +83,7 @@ class FakeProcess:
 
     settings: Mapping[str, Any] = {}
     version = "1"
+    weight_bytes: float | None = None
 
     def __init__(
         self, name: str, log: list[Any], speed: float, ways: Mapping[str, str], fails: str = ""
@@ -117,6 +118,7 @@ def compared(
         assert together or all(process.is_closed for process in made.values())
         ways = {"lookup": "single", "continuous": "largest"} if name == "other" else {}
         made[name] = FakeProcess(name, log, speeds[name], ways, fails.get(name, ""))
+        made[name].weight_bytes = 1.5e6 if name == peers.OURS else None
         return made[name]
 
     names = [peers.OURS, "other", "missing", "third", peers.MEMORY]
@@ -166,7 +168,8 @@ def test_rows_are_medians_without_the_first_round() -> None:
     rate = found.read_rate("bfloat16")
     assert rate == pytest.approx(comparison.NUM_BYTES * 10)
     # two tokens more than the prompt's two take 20 ms: 10 ms a step
-    assert ours["read_rate_share"] == pytest.approx(2e6 / 0.01 / rate)
+    assert ours["read_rate_share"] == pytest.approx(1.5e6 / 0.01 / rate), "what the engine says that it reads"
+    assert rows["other", 1]["read_rate_share"] == pytest.approx(2e6 / 0.02 / rate), "what the dtype says"
     assert other["read_rate_share"] is None, "only one request's steps read each weight once a token"
 
 

@@ -31,6 +31,10 @@ class FakeLLM:
         self.seen: list[Any] = []
         self.stats = EngineStats()
 
+    @property
+    def core(self) -> Settings:
+        return self.engine
+
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.5)
 

@@ -11,7 +11,7 @@ import pytest
 from draftproof import LLM
 from draftproof.models.decoder import Decoder
 
-PATTERN = r"weights of about (.*?) MiB, .* are free; .* about (\d+) tokens of 8 KiB: (\d+) requests of"
+PATTERN = r"weights of about (.*?) MiB, .* are free; .* about (\d+) tokens of [48] KiB: (\d+) requests of"
 
 
 def told(caplog: pytest.LogCaptureFixture) -> tuple[float, int, int]:
@@ -21,7 +21,10 @@ def told(caplog: pytest.LogCaptureFixture) -> tuple[float, int, int]:
     return float(found[1]), int(found[2]), int(found[3])
 
 
-@pytest.mark.parametrize(("settings", "num_requests"), [({}, 5), ({"num_kv_blocks": 65}, 2)])
+SETTINGS = [({}, 5), ({"num_kv_blocks": 65}, 2)]
+
+
+@pytest.mark.parametrize(("settings", "num_requests"), SETTINGS)
 def test_what_is_told_beforehand_comes_true(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], num_requests: int
 ) -> None:
@@ -31,6 +34,12 @@ def test_what_is_told_beforehand_comes_true(
         assert weights == pytest.approx(llm.memory.weights / 2**20, rel=0.05)
         assert requests == num_requests and num_tokens >= llm.memory.kv_tokens
         assert "num_kv_blocks" not in settings or num_tokens == llm.memory.kv_tokens == 1024
+
+
+def test_compressed_weights_are_told_as_they_will_be_held(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with LLM(dtype="bfloat16", max_model_len=512, max_num_seqs=5, device="cpu") as llm:
+        assert told(caplog)[0] == pytest.approx(llm.memory.weights / 2**20, rel=0.03)
 
 
 def test_it_is_told_before_weights_are_read(

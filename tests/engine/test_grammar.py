@@ -49,6 +49,14 @@ class ToyMatcher:
                 seen.append(drafts[j])
         return rows
 
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        seen = list(self.output)
+        for number, draft in enumerate(drafts):
+            if draft not in allowed_after(seen):
+                return number
+            seen.append(draft)
+        return len(drafts)
+
     def forced(self, most: int) -> list[int]:
         found, seen = [], list(self.output)
         while len(found) < most and len(allowed_after(seen)) == 1 and END not in allowed_after(seen):
@@ -93,6 +101,8 @@ class MaskedRunner(FakeRunner):
     def sampled(self, s: ScheduledRequest, mask: bytes) -> RowResult:
         text, drafts = self.texts[s.slot], self.drafts[s.slot][: max(0, s.num_sampled - 1)]
         assert len(mask) == 4 * WORDS * s.num_sampled
+        rows = [mask[at : at + 4 * WORDS] for at in range(4 * WORDS, len(mask), 4 * WORDS)]
+        assert all(map(any, rows)), "a draft that the grammar refuses has no row behind it"
         emitted: list[int] = []
         for j in range(s.num_sampled):
             bits = int.from_bytes(mask[4 * WORDS * j : 4 * WORDS * (j + 1)], "little")

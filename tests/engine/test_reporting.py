@@ -110,7 +110,7 @@ def test_an_engine_says_what_it_expects(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_acceptance_is_reported_at_intervals() -> None:
     stats = SpeculationStats()
-    report = AcceptanceReport(stats, now=100.0)
+    report = AcceptanceReport(lambda: stats, now=100.0)
     stats.record(2, 1)
     assert report.due(100.0 + INTERVAL / 2) is None
     stats.record(3, 2)

@@ -109,6 +109,20 @@ def test_tagged_parts_follow_their_schema_and_other_text_is_free() -> None:
     assert not accepts("<call=g>", **rule)
 
 
+def test_drafts_that_are_allowed_are_counted_and_the_matcher_stays() -> None:
+    matcher, text = grammar(json=OBJECT).matcher(), ids('{"name": "abc", "n": 1}')
+    wrong = ids("]")
+    assert matcher.num_allowed(text) == len(text) and matcher.num_allowed([]) == 0
+    for number in range(1, len(text)):
+        if text[number] != wrong[0]:
+            assert matcher.num_allowed([*text[:1], *wrong, *text[1:]]) == 1
+    assert named(matcher.masks([], 1)) == named(grammar(json=OBJECT).matcher().masks([], 1))
+    later = grammar(regex="[ab]", after_token_id=text[0]).matcher()
+    a, c = ids("a")[0], ids("c")[0]
+    assert later.num_allowed([c, c]) == 2, "nothing is ruled out before"
+    assert later.num_allowed([c, text[0], a]) == 3 and later.num_allowed([text[0], c, a]) == 1
+
+
 def test_masks_along_drafts_are_those_after_each_of_them_and_the_matcher_stays() -> None:
     text = ids('{"name": "abc", "n": 1}')
     matcher, moved = grammar(json=OBJECT).matcher(), grammar(json=OBJECT).matcher()

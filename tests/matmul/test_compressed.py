@@ -165,13 +165,14 @@ def test_more_rows_than_a_panel_have_the_same_bits(built: native.Library) -> Non
     assert_bits(products.CompiledLinear(built, weight_NK, None, torch.float32)(x_TK), expected_TN)
 
 
-def test_the_planner_says_what_compressing_saves(built: native.Library, tmp_path: Path) -> None:
+def test_the_planner_says_what_is_read_and_held(built: native.Library, tmp_path: Path) -> None:
     planner = linear.LinearPlanner(
         torch.device("cpu"), exact=True, max_rows=8, library=built, cache_dir=tmp_path
     )
-    planner.pack(torch.randn(64, 64).to(BF16))
-    planner.pack(torch.randn(64, 64))
+    packed = [planner.pack(torch.randn(64, 64).to(BF16), kept=kept) for kept in (False, True)]
+    packed.append(planner.pack(torch.randn(64, 64)))
     planner.certify()
-    assert planner.num_packed == 2
-    assert planner.saved_bytes(0, 1) == 64 * 64 * 2 - 2 * (64 + 2 * BLOCK * BLOCK * 3 // 2)
-    assert planner.saved_bytes(1, 2) == 0
+    assert planner.num_packed == 3 and planner.packed(1, 3) == packed[1:]
+    num_stored, num_packed = 64 * 64 * 2, 2 * (64 + 2 * BLOCK * BLOCK * 3 // 2)
+    assert [linear.weight_bytes for linear in packed] == [num_packed, num_packed, 2 * num_stored]
+    assert [linear.held_bytes for linear in packed] == [num_packed - num_stored, num_packed, 0]

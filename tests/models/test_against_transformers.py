@@ -69,6 +69,21 @@ def test_logits_with_compiled_operators(pair: Pair, library: Library) -> None:
     pair.exact(A).logits.check(logits)
 
 
+def test_a_pass_for_a_few_rows_gives_their_bits_and_stores_all(pair: Pair) -> None:
+    """Rows 50, 89 and 130 of two texts are wanted: the last layer leaves out the others."""
+    if not pair.ours.leaves_rows:
+        pytest.skip("each layer is given an input of its own: no rows are left out")
+    pieces, wanted_M = [(2, 0, A), (0, 0, B)], torch.tensor([50, 89, 130])
+    whole, few = Paged(pair.ours.kv), Paged(pair.ours.kv)
+    expected_TH = run_rows(pair.ours, whole, pieces).hidden_TH
+    out = run_rows(pair.ours, few, pieces, taps=(0, 1), only_M=wanted_M)
+    assert torch.equal(out.hidden_TH, expected_TH[wanted_M])
+    for one, other in zip(whole.cache.layers, few.cache.layers, strict=True):
+        assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+    after = [run_rows(pair.ours, paged, [(2, len(A), [7])]).hidden_TH for paged in (whole, few)]
+    assert torch.equal(*after)
+
+
 @slow
 def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
     paged = Paged(pair.ours.kv)

@@ -43,6 +43,10 @@ class MeanConfig:
         return None
 
     @property
+    def leaves_rows(self) -> bool:
+        return False
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return ()
 

@@ -65,6 +65,36 @@ def test_freed_memory_below_what_stays_is_given_back() -> None:
     assert int(done.stdout) > 40_000_000
 
 
+UNTOUCHED = """
+import torch
+from draftproof.runtime.room import keep_freed_memory, untouched_zeros
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+assert keep_freed_memory()
+del [torch.ones(1_000_000, dtype=torch.uint8) for _ in range(60)][:]  # 60 MB that the C library has left
+before = resident()
+made = [untouched_zeros((1000, 1000), torch.uint8) for _ in range(200)]
+grown = resident() - before
+assert not any(int(one.max()) for one in made[::50])
+made[0].fill_(1)
+assert int(made[0].sum()) == 1_000_000 and not int(made[1].max())
+print(grown)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it likes")
+def test_zeros_cost_nothing_before_they_are_written_to() -> None:
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10_000_000
+
+
+def test_zeros_of_no_size_have_the_shape() -> None:
+    assert room.untouched_zeros((0, 3), torch.bfloat16).shape == (0, 3)
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
 def test_what_an_arena_keeps_lies_apart_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "ARENA_BYTES", 1000)

@@ -138,9 +138,81 @@ def test_choices_of_tools(server: Running) -> None:
         with pytest.raises(BadRequestError, match=r"tool_choice=.*: the answer's form is given too"):
             chats.create(**told, tool_choice=choice, response_format={"type": "json_object"})
     with pytest.raises(
-        BadRequestError, match=r"tool_choice=.*odd.*: must be auto, none, required, or a function"
+        BadRequestError, match=r"tool_choice=.*odd.*: must be auto, none, required, or functions"
     ):
         chats.create(**told, tool_choice={"type": "function", "function": {"name": "odd"}})
+
+
+ALLOWED: Any = [{"type": "function", "name": "edit"}]
+
+
+def test_tools_that_are_allowed(server: Running) -> None:
+    """The model is told of those alone, and of no others' calls."""
+    client = server.client()
+    named = [{"type": "function", "function": {"name": "edit"}}]
+    chat: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+    told: Any = {"model": MODEL, "messages": asking("Hi"), "tools": CHAT_TOOLS}
+    one: Any = {"model": MODEL, "messages": asking("Hi"), "tools": CHAT_TOOLS[1:]}
+    expected = client.chat.completions.create(**one).usage
+    found = client.chat.completions.create(**told, tool_choice=chat)
+    assert found.usage is not None and expected is not None
+    assert found.usage.prompt_tokens == expected.prompt_tokens
+    both = client.chat.completions.create(**{**told, "messages": asking("both")}, tool_choice=chat).choices[0]
+    assert len(both.message.tool_calls or []) == 2, "auto allows several"
+    response: Any = {"type": "allowed_tools", "mode": "auto", "tools": ALLOWED}
+    answer = client.responses.create(model=MODEL, input="Hi", tools=RESPONSE_TOOLS, tool_choice=response)
+    assert answer.usage is not None and answer.usage.input_tokens == expected.prompt_tokens
+    for wrong, message in (
+        ({**response, "tools": [{"type": "function", "name": "odd"}]}, "functions of `tools` by name"),
+        ({**response, "tools": []}, "functions of `tools` by name"),
+        ({**response, "mode": "often"}, "tool_choice: mode='often': must be auto or required"),
+    ):
+        with pytest.raises(BadRequestError, match=message):
+            client.responses.create(model=MODEL, input="Hi", tools=RESPONSE_TOOLS, tool_choice=wrong)
+
+
+def test_tokens_of_reasoning_are_counted(server: Running, claude: Any) -> None:
+    """Those up to the marker of its end, in the usage of all three, streamed or whole."""
+    client = server.client()
+    chats, told = client.chat.completions, {"model": MODEL, "messages": asking("think")}
+    llm = server.service.llm.llm
+    ids = llm.tokenizer.encode(SAYS["think"], add_special_tokens=False)
+    expected = min(k for k in range(len(ids)) if "</think>" in llm.tokenizer.decode(ids[:k]))
+    assert 5 < expected < len(ids)
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    (*_, last) = chats.create(**told, **options)
+    found = [chats.create(**told).usage, last.usage]
+    counts = [usage.completion_tokens_details.reasoning_tokens for usage in found]
+    counts.append(
+        client.responses.create(model=MODEL, input="think").usage.output_tokens_details.reasoning_tokens
+    )
+    message = claude.messages.create(model=MODEL, max_tokens=50, messages=asking("think"))
+    counts.append(message.usage.output_tokens_details.thinking_tokens)
+    assert counts == [expected] * 4
+    cut = chats.create(**told, max_tokens=4).usage
+    assert cut.completion_tokens == cut.completion_tokens_details.reasoning_tokens == 4
+    assert chats.create(model=MODEL, messages=ASKED).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_effort_is_told_to_a_template_that_asks_for_it(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>{{ enable_thinking }} {{ reasoning_effort }}<|im_end|>\n"
+    )
+    seen: list[str] = []
+    llm = scripted(tmp_path, lambda prompt: seen.append(prompt) or "x", template=template)  # type: ignore[func-returns-value]
+    with running(llm, served_model_name=(MODEL,)) as started, started.http() as http:
+        for route, body, said in (
+            ("chat/completions", {"messages": ASKED, "reasoning_effort": "none"}, "False "),
+            ("chat/completions", {"messages": ASKED, "reasoning_effort": "low"}, "True low"),
+            ("responses", {"input": "Hi", "reasoning": {"effort": "high", "summary": "auto"}}, "True high"),
+            ("messages", {"messages": ASKED, "max_tokens": 5, "thinking": {"type": "disabled"}}, "False "),
+            ("messages", {"messages": ASKED, "max_tokens": 5, "thinking": {"type": "adaptive"},
+                          "output_config": {"effort": "max"}}, "True max"),
+            ("messages", {"messages": ASKED, "max_tokens": 5}, " "),
+        ):  # fmt: skip
+            assert http.post(f"/v1/{route}", json=body).status_code == 200
+            assert seen[-1].endswith(f"<|im_start|>{said}<|im_end|>")
 
 
 def test_reasoning_of_a_chat(server: Running) -> None:
@@ -302,7 +374,11 @@ def test_a_tool_of_a_response_that_takes_text(server: Running) -> None:
         ({"input": [{"type": "computer_call"}]}, "input[0].type='computer_call'"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role='robot'"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role="),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]="),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url=None",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]="),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].call_id=None"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]="),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name=None"),
@@ -311,6 +387,10 @@ def test_a_tool_of_a_response_that_takes_text(server: Running) -> None:
         ({"input": "x", "background": True}, "background=True"),
         ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt="),
         ({"input": "x", "conversation": "conv_1"}, "conversation: is not served"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs=2"),
+        ({"input": "x", "reasoning": {"effort": "odd"}}, "reasoning_effort='odd'"),
+        ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools[0]="),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type='item_reference'"),
         ({"input": 1}, "input=1"),
     ],
 )
@@ -374,7 +454,11 @@ def test_events_of_a_message(claude: Any, text: str) -> None:
     ("changed", "message"),
     [
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role='robot'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0][0]="),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source=None",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]="),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, ".input=None"),
         ({"tools": [{"name": "x"}]}, "tools[0]="),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]="),
@@ -382,6 +466,9 @@ def test_events_of_a_message(claude: Any, text: str) -> None:
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice={'name': 'f'}: must be auto"),
         ({"tool_choice": {"type": "odd"}}, "tool_choice="),
         ({"max_tokens": None}, "max_tokens=None"),
+        ({"thinking": {"type": "odd"}}, "thinking="),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format="),
+        ({"output_format": {"type": "json_schema"}}, "json_schema must be"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not served"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftproof import assets
+from draftproof.frontend.text import Tokenizer
+from draftproof.grammar.matcher import GrammarCompiler
 from draftproof.grammar.sources import grammar_text
 from draftproof.server.parsers import NONE, TOOLS, Parser, Syntax
 from draftproof.server.parsers.forms import Form, call_grammar
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Piece, Reasoning
 from draftproof.types import StructuredOutputsParams
+from tests.conformance.schemas import generated
 
 SCHEMAS: dict[str, Any] = {
     "search": {"type": "object", "properties": {"text": {"type": "string"}, "most": {"type": "integer"}}},
@@ -25,6 +29,7 @@ SCHEMAS: dict[str, Any] = {
 }
 ARGUMENTS = {"text": 'a "b" {\\n}', "most": 3}
 JSON = json.dumps(ARGUMENTS)
+VOCAB = 8192
 SEARCH, NOW = ("search", ARGUMENTS), ("now", {})
 ONE_QUOTE = '<|"|>'
 # (family, what the model writes, text, calls)
@@ -202,6 +207,22 @@ def llguidances_tokenizer() -> Any:
     return LLTokenizer(str(Path(assets.path(assets.TARGET)) / "tokenizer.json"))
 
 
+def spelled_by_gemma(arguments: dict[str, Any], form: Form) -> str:
+    quote = ONE_QUOTE if ONE_QUOTE in TOOLS["gemma"][1] and "|" in form.end else "<escape>"
+    return ",".join(
+        f"{name}:{quote}{value}{quote}" if isinstance(value, str) else f"{name}:{json.dumps(value)}"
+        for name, value in arguments.items()
+    )
+
+
+def spelled_by_glm(arguments: dict[str, Any], form: Form) -> str:
+    return "".join(
+        f"<arg_key>{name}</arg_key>\n<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+        for name, value in arguments.items()
+    )
+
+
+SPELLED = {"gemma": spelled_by_gemma, "glm": spelled_by_glm}
 FORMS = [(family, form) for family, (_, _, forms) in TOOLS.items() for form in forms]
 
 
@@ -213,7 +234,9 @@ def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: boo
     llguidance, tokenizer = pytest.importorskip("llguidance"), llguidances_tokenizer()
     search = {**SCHEMAS["search"], "required": ["text", "most"], "description": "a text ::= not GBNF"}
     schemas = {"search": search, "now": None}  # None: any object
-    ids = {marker: 1 + i for i, marker in enumerate(TOOLS[family][1])} if are_tokens else {}
+    # the last markers of a family as special tokens: of spelled texts they are those that end them
+    specials = [1, 3, 4]
+    ids = dict(zip(reversed(TOOLS[family][1]), specials, strict=False)) if are_tokens else {}
     rule = StructuredOutputsParams(grammar=call_grammar(form, schemas, ids.get, is_single=is_single))
     grammar = grammar_text(rule, frozenset())
 
@@ -227,7 +250,8 @@ def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: boo
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def written(*calls: tuple[str, dict[str, Any]]) -> str:
-        parts = [json.dumps(arguments).join(form.written(name)) for name, arguments in calls]
+        spell = SPELLED.get(family, lambda arguments, _: json.dumps(arguments))
+        parts = [spell(arguments, form).join(form.written(name)) for name, arguments in calls]
         return f"{form.first}{form.between.join(parts)}{form.last}"
 
     for calls in ([SEARCH], [SEARCH, NOW]):
@@ -236,6 +260,68 @@ def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: boo
     for wrong in (("search", {"text": "x"}), ("other", {})):
         assert not matches(written(wrong))
     assert not matches(f"Text. {written(SEARCH)}")
+
+
+@pytest.mark.parametrize(("family", "form"), [one for one in FORMS if one[1].spell])
+def test_arguments_that_are_spelled_out_follow_their_schema(family: str, form: Form) -> None:
+    """Whatever a model says that likes all tokens alike: the reader makes of it what the schema describes."""
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance")
+    tokenizer = Tokenizer(assets.path(assets.TARGET))
+    compiler = GrammarCompiler(
+        tokenizer.to_json, VOCAB, [tokenizer.eos_token_id or 0], tokenizer.special_texts
+    )
+    rng, num_ended = random.Random(5), 0
+    for schema in (s for s in [*MORE, *generated(60, seed=7)] if "properties" in s):
+        grammar = call_grammar(form, {"f": schema}, lambda marker: None, is_single=True)
+        matcher = compiler.compile(StructuredOutputsParams(grammar=grammar)).matcher()
+        ids: list[int] = []
+        while not matcher.is_complete and len(ids) < 300:
+            bits = int.from_bytes(matcher.masks([], 1), "little")
+            ids.append(rng.choice([i for i in range(VOCAB) if bits >> i & 1]))
+            matcher.advance(ids[-1:])
+        if not matcher.is_complete:
+            continue
+        num_ended += 1
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        ((name, arguments),) = told(read(Parser(syntax(family), {"f": schema}), [text]))[1]
+        assert name == "f"
+        problems = list(jsonschema.Draft202012Validator(schema).iter_errors(arguments))
+        assert not problems, (schema, text, arguments, problems)
+    assert num_ended > 20
+
+
+# A list of lists of itself, a text by a pattern within a choice, and keys that need quotes.
+MORE: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/node"}, "a b": {"type": ["integer", "null"]}},
+        "required": ["tree"],
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "name": {"anyOf": [{"type": "string", "pattern": "^x[a-c]{1,3}$"}, {"const": "none"}]},
+                    "parts": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+                },
+                "required": ["name"],
+            }
+        },
+    },
+    {
+        "type": "object",
+        "properties": {"path": {"type": "string", "pattern": "a/b"}, "x": {"maxLength": 3, "type": "string"}},
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"anyOf": [{}]}, {"type": "array"}, {"properties": {"x": {"type": "array", "uniqueItems": True}}}],
+)
+def test_arguments_that_cannot_be_followed_are_named(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="tools: parameters"):
+        call_grammar(TOOLS["gemma"][2][0], {"f": schema}, lambda marker: None, is_single=True)
 
 
 def test_arguments_come_as_they_are_written() -> None:

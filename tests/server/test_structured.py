@@ -207,6 +207,9 @@ def test_a_model_whose_template_has_no_tools_calls_what_it_must(server: Running)
 def test_responses_and_messages_call_what_they_must(caller: Running) -> None:
     responses = caller.client().responses
     told: Any = {"model": "tiny", "input": "What?", "tools": RESPONSE_TOOLS, "max_output_tokens": 120}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "roll"}]}
+    only = responses.create(**told, tool_choice=allowed, parallel_tool_calls=False).output
+    assert [item.name for item in only] == ["roll"]
     for choice in ("required", {"type": "function", "name": "weather"}):
         answer = responses.create(
             **told, tool_choice=choice, parallel_tool_calls=False, extra_body={"seed": 1}
@@ -232,6 +235,12 @@ def test_a_response_has_the_form_that_it_must(caller: Running) -> None:
         model="tiny", input="What?", text=form, max_output_tokens=80, extra_body={"seed": 5}
     )
     check_call("weather", json.loads(answer.output_text))
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=caller.url, api_key="none", max_retries=0, timeout=LONG)
+    told = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 80, "extra_body": {"seed": 5}}
+    message = client.messages.create(**asked, output_config=told)
+    check_call("weather", json.loads(message.content[0].text))
 
 
 def test_calls_that_must_come_are_of_a_bounded_size(caller: Running) -> None:

@@ -212,11 +212,16 @@ class PagedAttention:
     backend: AttentionBackend
     cache: PagedCache
     rows: Rows
+    only_M: Tensor | None = None  # int64: rows that attend; all are stored. None: all attend
     _own: AttentionPass | None = None  # over the rows as they are
     _whole: AttentionPass | None = None  # over rows that see their block's end
     _staggered: list[AttentionPass] = field(default_factory=list)  # over the j-th row of each block
     # by a layer's window: over rows that see as many positions
     _grouped: dict[int, list[tuple[int, Tensor, AttentionPass]]] = field(default_factory=dict)
+
+    def only(self, rows_M: Tensor) -> PagedAttention:
+        """Attention in which these rows alone attend: its results have a row for each of them."""
+        return PagedAttention(self.ops, self.backend, self.cache, self.rows, rows_M)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
         """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
@@ -240,13 +245,25 @@ class PagedAttention:
     def _attend_own(self, layer: int, q_THD: Tensor, spec: AttentionSpec) -> Tensor:
         if self.rows.whole is not None and spec.window:
             return self._attend_grouped(layer, q_THD, self.rows.whole, spec)
+        if self.only_M is not None:
+            q_THD = self._taken(q_THD, self.only_M)
         if self._own is None:
-            rows, whole = self.rows, self.rows.whole
-            seen_T = rows.context_lens_T
-            if whole is not None and not whole.windows_only:
-                seen_T = seen_T + whole.more_T
-            self._own = self.backend.plan(QueryRows(rows.slots_T, seen_T, rows.max_query_len))
+            self._own = self.backend.plan(self._own_rows())
         return self._own.attend(q_THD, spec, self.cache.layers[layer])
+
+    def _own_rows(self) -> QueryRows:
+        rows, whole = self.rows, self.rows.whole
+        seen_T = rows.context_lens_T
+        if whole is not None and not whole.windows_only:
+            seen_T = seen_T + whole.more_T
+        if self.only_M is None:
+            return QueryRows(rows.slots_T, seen_T, rows.max_query_len)
+        return QueryRows(self._taken(rows.slots_T, self.only_M), self._taken(seen_T, self.only_M))
+
+    def _taken(self, x: Tensor, rows_M: Tensor) -> Tensor:
+        """These rows of x [T, ...]."""
+        num_rows, *rest = x.shape
+        return self.ops.gather(x.reshape(num_rows, -1), rows_M).view(-1, *rest)
 
     def _attend_grouped(self, layer: int, q_THD: Tensor, whole: WholeRows, spec: AttentionSpec) -> Tensor:
         """Rows of items that see each other, beside others: a call for each length that windows have."""

@@ -7,15 +7,14 @@ Block 0 is never handed out: it is scratch, which unused table entries name, so 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof.cache.states import LayerState, StateSpec
+from draftproof.runtime.room import untouched_zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +101,7 @@ def allocate(
         size = layout(shape, num_blocks, block_size)
         if device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
-        # the system's memory costs nothing before it is written to; torch.zeros would write to all of it
-        lazy = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(lazy).view(dtype).view(size)
+        return untouched_zeros(size, dtype)
 
     def both(shape: PagedKV) -> LayerKV:
         keys = one(shape)

@@ -44,6 +44,7 @@ from draftproof.engine.runner import ModelRunner
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.state import State
 from draftproof.kernels.ops import Ops
+from draftproof.matmul import products
 from draftproof.matmul.certify import BUCKETS
 from draftproof.matmul.linear import LinearPlanner
 from draftproof.matmul.spec import DENSE
@@ -161,13 +162,15 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
     drafting = _drafting(base, plans, members)
     groups = _groups(base, target, drafting)
     engine, num_graph_bytes = _engine(base, target, drafting, groups, progress)
-    saved = base.planner.saved_bytes(0, num_target_packed)
-    draft_saved = base.planner.saved_bytes(num_target_packed, base.planner.num_packed)
+    target_packed = base.planner.packed(0, num_target_packed)
+    draft_packed = base.planner.packed(num_target_packed, base.planner.num_packed)
     used = memory.Memory(
-        weights=num_target_bytes - saved,
+        weights=num_target_bytes + sum(linear.held_bytes for linear in target_packed),
+        unread=sum(linear.stored_bytes - linear.weight_bytes for linear in target_packed),
         encoder=num_encoder_bytes + sum(own.num_bytes for own in drafting.spec.embeds),
         items=MOST_ITEM_BYTES * (1 + len(drafting.spec.embeds)) if base.vision else 0,
-        draft_weights=base.planner.weight_bytes - num_target_bytes - draft_saved,
+        draft_weights=base.planner.weight_bytes - num_target_bytes
+        + sum(linear.held_bytes for linear in draft_packed),
         kv_bytes_per_token=memory.bytes_per_token(_full(target.kv, groups), base.dtype),
         draft_kv_bytes_per_token=memory.bytes_per_token(drafting.spec.kv, base.dtype),
         num_blocks=engine.scheduler.pages.num_blocks, block_size=config.block_size, graphs=num_graph_bytes,
@@ -238,7 +241,8 @@ def _base(config: EngineConfig, directory: Path, progress: ProgressCallback | No
     max_model_len = _max_model_len(config, model)
     memory.check_tables(config, max_model_len, _rotary_sizes(model), device)
     where, library = operators.where_to_run(config, model, progress)
-    log.info("%s", memory.forecast(directory, config, model, where, max_model_len))
+    packed_share = 1.0 if library is None else products.packed_share(library, where.dtype)
+    log.info("%s", memory.forecast(directory, config, model, where, max_model_len, packed_share))
     ops, backend = operators.select(config, model, where, library, progress)
     vision = vision_of(config, directory)
     new_graphs = partial(graphs.select, device, library, eager=config.enforce_eager)

@@ -29,6 +29,7 @@ from draftproof.engine.interface import (
 from draftproof.engine.policy import Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler, SchedulerOutput
+from draftproof.grammar.matcher import Matcher
 from draftproof.metrics import DrafterStats, EngineLoad, EngineStats
 from draftproof.types import FinishReason
 
@@ -255,7 +256,7 @@ class EngineCore:
         self._choose_trial()
         if self._num_matched:  # what may follow depends on the tokens and drafts that are under way
             self._take_in(0)
-            self._force()
+            self._choose_drafts()
         output = self._schedule()
         wanted = self._wanted_drafts(output)
         self.stats.planning_seconds += time.perf_counter() - start
@@ -339,25 +340,34 @@ class EngineCore:
         scheduler.released, scheduler.fresh_blocks = [], []
         return step
 
-    def _force(self) -> None:
-        """What grammars leave no choice about takes the place of other drafts, where there is a drafter for it."""
-        most, drafter = self.runner.most_forced, len(self.runner.drafter_names) - 1
-        for request in self.scheduler.running if most else ():
-            spec, request.forced = request.spec, []
-            is_open = request.matcher is not None and request.num_outputs > 0 and request.num_to_compute == 1
-            if not is_open or (spec.members and drafter not in spec.members):
+    def _choose_drafts(self) -> None:
+        """Drafts of outputs that follow a grammar: they end where it refuses one, since the target will, too; and what
+        it leaves no choice about takes their place, where there is a drafter for that. No pass is in flight."""
+        for request in self.scheduler.running:
+            matcher = request.matcher
+            if matcher is None:
                 continue
-            assert request.matcher is not None
-            room = request.at_most(min(most, spec.limit - len(request.tokens) - 1))
-            forced = request.matcher.forced(room) if room > 0 else []
-            if forced and self._drafts(request, request.num_drafts)[: len(forced)] != forced:
-                request.forced, request.num_drafts, request.drafter = forced, len(forced), drafter
+            request.forced, request.is_cut, request.drafts = [], False, []
+            if request.num_drafts:
+                waiting = self.runner.known_drafts(request.slot, len(request.tokens), request.num_drafts)
+                request.drafts = waiting[: matcher.num_allowed(waiting)]
+                request.is_cut = len(request.drafts) < len(waiting)
+            forced = self._forced(request, matcher)
+            if request.drafts[: len(forced)] != forced:
+                request.forced, request.drafts, request.is_cut = forced, forced, False
+                request.drafter = len(self.runner.drafter_names) - 1
+            request.num_drafts = len(request.drafts)
 
-    def _drafts(self, request: Progress, number: int) -> list[int]:
-        """The first of the drafts that the next pass verifies; no pass is in flight."""
-        if request.forced or not number:
-            return request.forced[:number]
-        return self.runner.known_drafts(request.slot, len(request.tokens), number)
+    def _forced(self, request: Progress, matcher: Matcher) -> list[int]:
+        """What must follow the output, as far as there is room for it."""
+        most, spec = self.runner.most_forced, request.spec
+        is_open = request.num_outputs > 0 and request.num_to_compute == 1
+        if not most or not is_open:
+            return []
+        if spec.members and len(self.runner.drafter_names) - 1 not in spec.members:
+            return []
+        room = request.at_most(min(most, spec.limit - len(request.tokens) - 1))
+        return matcher.forced(room) if room > 0 else []
 
     def _masks(self, rows: PlannedRows) -> bytes:
         """What the request's grammar lets each sampled row have. The matcher stays where it is: it follows the tokens
@@ -365,8 +375,7 @@ class EngineCore:
         request = rows.request
         if request.matcher is None or not rows.num_sampled:
             return b""
-        drafts = self._drafts(request, min(request.num_drafts, rows.num_sampled - 1))
-        return request.matcher.masks(drafts, rows.num_sampled)
+        return request.matcher.masks(request.drafts[: rows.num_sampled - 1], rows.num_sampled)
 
     def _can_do_without_drafter(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
         """Whether the drafter has nothing to do: nobody has drafts or wants any, and prompts do without it."""
@@ -482,6 +491,8 @@ class EngineCore:
         # what lies behind the end of the output was neither hit nor miss
         is_whole = num_kept == len(result.token_ids) and not result.failure
         num_observed = delta.num_drafted if is_whole else delta.num_accepted
+        if is_whole and request.is_cut and num_observed == delta.num_accepted == len(request.drafts):
+            num_observed += 1  # the grammar refused one before the target could
         if num_observed and not request.forced:  # which says nothing of other drafts
             self.policy.verified(request, num_observed, delta.num_accepted)
 

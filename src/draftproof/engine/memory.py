@@ -18,6 +18,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.runtime import native
 from draftproof.runtime.room import free_bytes
 
+MANY_ROWS = 1_000_000  # more than enough to choose every expert
 CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
 
 
@@ -25,7 +26,8 @@ CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are l
 class Memory:
     """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere; `window_kv`: keys
     and values of layers that see a window, which are not among those of each token; `encoder`: weights of what reads
-    images; `items`: the most that embeddings of images take."""
+    images; `items`: the most that embeddings of images take; `unread`: by how much less the target's products read than
+    their weights take in files."""
 
     weights: int
     draft_weights: int
@@ -37,6 +39,7 @@ class Memory:
     window_kv: int = 0
     encoder: int = 0
     items: int = 0
+    unread: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -78,13 +81,18 @@ def _size(num_bytes: float) -> str:
 
 
 def forecast(
-    directory: Path, config: EngineConfig, model: ModelConfig, where: Where, max_model_len: int
+    directory: Path,
+    config: EngineConfig,
+    model: ModelConfig,
+    where: Where,
+    max_model_len: int,
+    packed_share: float,
 ) -> str:
     """What the target will take, and the room that will be left for requests, told before anything is loaded: files'
-    sizes stand for weights."""
+    sizes stand for weights. `packed_share`: of a product's weight, what is left of it once it is packed."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     stored_as = model.dtype or where.dtype
-    weights = stored * where.dtype.itemsize // stored_as.itemsize
+    weights = _held(stored * where.dtype.itemsize // stored_as.itemsize, model, where, packed_share)
     free, per_token = free_bytes(where.device), bytes_per_token(model.caches, where.dtype)
     if config.num_kv_blocks is not None:
         num_tokens = (config.num_kv_blocks - 1) * config.block_size
@@ -96,6 +104,18 @@ def forecast(
         f"{num_tokens} tokens of {_size(per_token)}: {num_requests} requests of max_model_len={max_model_len} at once, "
         f"of max_num_seqs={config.max_num_seqs}, without a drafter"
     )
+
+
+def _held(stored: int, model: ModelConfig, where: Where, packed_share: float) -> int:
+    """What weights of so many bytes take in memory. On a CPU products pack copies: of an embedding that makes
+    logits too there are two. Experts' (about those that a row does not choose) stay as large as they are."""
+    if where.device.type != "cpu":
+        return stored
+    embedding = model.vocab_size * model.hidden_size * where.dtype.itemsize
+    ffns = [layer.ffn.num_weights(model.hidden_size, MANY_ROWS) for layer in model.layers]
+    whole = embedding + sum(int(ffn.read - ffn.used) for ffn in ffns) * where.dtype.itemsize
+    products = stored - whole + (embedding if model.tie_word_embeddings else 0)
+    return int(whole + products * packed_share)
 
 
 def pick_device(name: str) -> torch.device:

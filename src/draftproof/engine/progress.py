@@ -83,7 +83,9 @@ class Progress:
     queued: float = 0.0  # when it was asked for: seconds of `time.perf_counter`
     queue_seconds: float | None = None  # until it was first admitted
     matcher: Matcher | None = None  # where its output must follow a grammar
+    drafts: list[int] = field(default_factory=list)  # that wait to be verified, where it has a matcher
     forced: list[int] = field(default_factory=list)  # drafts of ours, in place of those on the device
+    is_cut: bool = False  # its matcher refused the draft that follows `drafts`
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
 

@@ -279,7 +279,11 @@ class ModelRunner:
         else:
             num_rows = shape.most_sampled
             scheduled = [s._replace(num_rows=num_rows, num_sampled=num_rows) for s in scheduled]
-        shape = replace(shape, processing=processing)
+        shape = replace(
+            shape,
+            processing=processing,
+            only_sampled=items is None and self._leaves_rows(shape, scheduled),
+        )
         scheduled_4R = self.state.load(scheduled, shape, step.table_entries)
         if step.masks:
             firsts = itertools.accumulate((s.num_sampled for s in scheduled), initial=0)
@@ -320,6 +324,15 @@ class ModelRunner:
             if self.graphs.prepare(("step", processed), function, (self.state.idle(processed),)):
                 self.captured.add(processed)
         return processed in self.captured
+
+    def _leaves_rows(self, shape: BatchShape, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether nobody wants what the last layer makes of rows that are not sampled. Sizes that come again are
+        recorded with all rows, of which few are left out there."""
+        taps = self.spec.taps if shape.with_drafter else Taps()
+        if taps.final or self.target.config.num_layers in taps.layers or not self.target.leaves_rows:
+            return False
+        some = 0 < shape.num_sampled < shape.num_rows
+        return some and not shape.repeats and not any(s.scored[1] for s in scheduled)
 
     def _padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of
@@ -436,9 +449,11 @@ class ModelRunner:
         key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
         given, whole = (None, None) if items is None else (items.given, items.whole)
         carried = None if given is None else given.at(rows.slots_T, rows.positions_T)
-        target = partial(self.target_pass, shape.most_rows, shape.with_drafter, carried, whole)
+        only_M = rows.sampled_M if shape.only_sampled else None
+        target = partial(self.target_pass, shape.most_rows, shape.with_drafter, carried, whole, only_M)
         hidden_TH, *taps = graphs.run(key, target, inputs)
-        logits_MV = self.target.logits(self.ops.gather(hidden_TH, rows.sampled_M))
+        hidden_MH = hidden_TH if shape.only_sampled else self.ops.gather(hidden_TH, rows.sampled_M)
+        logits_MV = self.target.logits(hidden_MH)
         result = self.verifier.verify(
             logits_MV,
             rows.slots_M,
@@ -457,12 +472,13 @@ class ModelRunner:
         with_taps: bool,
         given: GivenEmbeddings | None,
         whole: WholeRows | None,
+        only_M: Tensor | None,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The target's layers: hidden state of all rows, the drafter's taps if they are wanted."""
+        """The target's layers: hidden state of all rows or of `only_M`, the drafter's taps if they are wanted."""
         rows = Rows(
             positions_T,
             slots_T,
@@ -473,7 +489,7 @@ class ModelRunner:
         )
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
         taps = self.spec.taps if with_taps else Taps()
-        out = self.target(tokens_T, attn, taps.layers, taps.final, given)
+        out = self.target(tokens_T, attn, taps.layers, taps.final, given, only_M)
         return (out.hidden_TH, *out.taps)
 
     def _commit(self, verified: Verified, *, with_drafter: bool) -> None:

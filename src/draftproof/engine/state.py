@@ -36,6 +36,7 @@ class BatchShape:
     repeats: bool  # passes of this size come again and again: worth running them as graphs
     with_drafter: bool = True
     processing: int = 0  # generation of the sampling table, where logits are processed beyond filters; else 0
+    only_sampled: bool = False  # the last layer leaves out rows that are not sampled
 
     @classmethod
     def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool, with_drafter: bool = True) -> BatchShape:

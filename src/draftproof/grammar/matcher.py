@@ -74,6 +74,17 @@ class Matcher:
         starts = range(0, len(rows), self._own_bytes)
         return b"".join(rows[at : at + self._row_bytes] for at in starts)
 
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many of these may follow the output so far, one after the other."""
+        first = 0
+        if self._after is not None:
+            if self._after not in drafts:
+                return len(drafts)
+            first = list(drafts).index(self._after) + 1
+        if self.error:
+            return first
+        return first + int(self._matcher.validate_tokens(list(drafts[first:])))
+
     def forced(self, most: int) -> list[int]:
         """At most so many tokens that must come next."""
         if self._after is not None or self.error:

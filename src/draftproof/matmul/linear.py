@@ -26,17 +26,26 @@ FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Librar
 class PackedLinear:
     """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`.
 
-    `weight_itemsize`: bytes of a weight element as it is read, scales not counted.
+    `weight_itemsize`: bytes of a weight element as its kind stores it, scales not counted. `weight_bytes`: what the
+    product reads, `held_bytes`: by how much it changes what is held; both are known once it is certified. `kept`: the
+    weight stays as it was read, for another use.
     """
 
-    def __init__(self, shape: Shape, weight_itemsize: int) -> None:
+    def __init__(self, shape: Shape, weight_itemsize: int, *, kept: bool = False) -> None:
         self.shape = shape
         self.in_features = shape.inputs
         self.out_features = shape.outputs
         self.weight_itemsize = weight_itemsize
-        self.saved_bytes = 0  # what packing the weight takes away from it, known when it is certified
+        self.weight_bytes = self.stored_bytes
+        self.held_bytes = 0
+        self.kept = kept
         self._linear_fn: LinearFn | None = None
         self._partial_sums: LinearFn | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weight as its kind stores it."""
+        return self.weight_itemsize * self.in_features * self.out_features
 
     def use(self, linear_fn: LinearFn) -> None:
         """Multiply by this function from now on."""
@@ -99,9 +108,10 @@ class LinearPlanner:
         *,
         out_dtype: torch.dtype | None = None,
         exact: bool | None = None,
+        kept: bool = False,
     ) -> PackedLinear:
-        """The product with `weight`, a tensor [N, K] or one of a kind; the caller drops the original. `exact` None: as
-        the planner.
+        """The product with `weight`, a tensor [N, K] or one of a kind; the caller drops the original, or it is `kept`.
+        `exact` None: as the planner.
 
         `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype.
         """
@@ -109,7 +119,7 @@ class LinearPlanner:
         bias_N = None if bias_N is None else bias_N.detach()
         shape = Shape(*weight.size, weight.dtype, out_dtype or weight.dtype, bias_N is not None, weight.kind)
         kind = KINDS[weight.kind]
-        linear = PackedLinear(shape, kind.itemsize(self._device, weight.dtype))
+        linear = PackedLinear(shape, kind.itemsize(self._device, weight.dtype), kept=kept)
         self._packed.append(linear)
         if self.exact if exact is None else exact:
             assert kind.exact, (
@@ -179,8 +189,10 @@ class LinearPlanner:
             self._use(linear, self._make(linear.shape, weight, bias_N))
 
     def _use(self, linear: PackedLinear, linear_fn: LinearFn) -> None:
-        num_read = linear.weight_itemsize * linear.in_features * linear.out_features
-        linear.saved_bytes = num_read - products.weight_bytes(linear_fn, num_read)
+        num_packed = products.packed_bytes(linear_fn)
+        if num_packed is not None:
+            linear.weight_bytes = num_packed
+            linear.held_bytes = num_packed - (0 if linear.kept else linear.stored_bytes)
         products.settle(linear_fn, self._arena)
         linear.use(linear_fn)
 
@@ -189,9 +201,9 @@ class LinearPlanner:
         """How many weights were packed so far."""
         return len(self._packed)
 
-    def saved_bytes(self, first: int, end: int) -> int:
-        """By how much less than `weight_bytes` says weights `first` to `end` take as they are packed."""
-        return sum(linear.saved_bytes for linear in self._packed[first:end])
+    def packed(self, first: int, end: int) -> Sequence[PackedLinear]:
+        """Products `first` to `end`, in the order in which they were packed."""
+        return self._packed[first:end]
 
     @property
     def choices(self) -> Mapping[Shape, Choice]:

@@ -36,8 +36,11 @@ template <class T>
 constexpr int STEPS = IS_BF16<T> && !HAS_DOT ? 2 : 1;  // of a word
 template <class T>
 constexpr int SUMS = REGISTERS == 32 ? 24 : STEPS<T> == 2 ? 10 : 12;  // registers for sums
+// Rows that share one reading of a tile where there is no AMX: of many rows, and at most.
 template <class T>
-constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);  // most rows that share one reading of a tile where there is no AMX
+constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);
+template <class T>
+constexpr int MOST_ROWS = std::min(SUMS<T> / PARTS, 12);
 
 struct Args {
     const void* x;
@@ -220,7 +223,7 @@ void block(const Problem& p, O* out, int64_t row, int64_t t, int first) {
 
 template <class T, class O, int R>
 void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
-    if constexpr (2 * R * PARTS < SUMS<T>) {
+    if constexpr (2 * R * PARTS <= SUMS<T>) {
         block<T, O, R, 2>(p, out, row, t, 0);
     } else {
         block<T, O, R, 1>(p, out, row, t, 0);
@@ -247,7 +250,7 @@ void few_rows(const Problem& p, O* out, int64_t from, int64_t to) {
     for (; t < to; t++) tile_rows<T, O, R>(p, out, 0, t);
 }
 
-template <class T, class O, int R = ROWS<T>>
+template <class T, class O, int R = MOST_ROWS<T>>
 void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) {
     if (rows == R)
         tile_rows<T, O, R>(p, out, row, t);
@@ -262,12 +265,13 @@ char* scratch(int64_t bytes) {
     return (char*)kept.data();
 }
 
-// Many rows: groups of ROWS or one fewer, which share one reading of a tile; panels of equally many groups.
+// Many rows: groups of ROWS or fewer, which share one reading of a tile, or a single one; panels of equally many groups.
 template <class T>
 struct Panels {
     int64_t rows, groups, count;
 
-    explicit Panels(const Problem& p) : rows(p.rows), groups((rows + ROWS<T> - 1) / ROWS<T>) {
+    explicit Panels(const Problem& p)
+        : rows(p.rows), groups(rows <= MOST_ROWS<T> ? 1 : (rows + ROWS<T> - 1) / ROWS<T>) {
         int64_t most = std::max<int64_t>(1, PANEL_BYTES / (ROWS<T> * p.stride * 4));
         count = (groups + most - 1) / most;
     }

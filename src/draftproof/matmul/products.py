@@ -29,10 +29,16 @@ def settle(linear_fn: LinearFn, arena: Arena) -> None:
         move(arena)
 
 
-def weight_bytes(linear_fn: LinearFn, otherwise: int) -> int:
-    """Bytes of its packed weight, `otherwise` where it does not say."""
-    found: int = getattr(linear_fn, "weight_bytes", otherwise)
+def packed_bytes(linear_fn: LinearFn) -> int | None:
+    """Bytes of its own copy of the weight, as it is packed; None where it has none, or does not say."""
+    found: int | None = getattr(linear_fn, "packed_bytes", None)
     return found
+
+
+def packed_share(library: Library, dtype: torch.dtype) -> float:
+    """Bytes of a packed weight, by those of the weight as it is stored; about, since it depends on the numbers."""
+    weight_NK = torch.randn(8 * TILE, 8 * TILE).to(dtype)
+    return packed_weight(library, weight_NK)[0].nbytes / weight_NK.nbytes
 
 
 def candidates(
@@ -77,7 +83,7 @@ class CompiledLinear:
         self._out_dtype = out_dtype
 
     @property
-    def weight_bytes(self) -> int:
+    def packed_bytes(self) -> int:
         """Bytes of the packed weight."""
         return self._weight.nbytes
 

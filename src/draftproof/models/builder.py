@@ -91,7 +91,7 @@ class LayerBuilder:
     ) -> PackedLinear:
         """The product with a weight that `tensor` read. `kept`: the caller has another use for the weight."""
         weight = KINDS[self.kind].store(weight_NX)
-        made = self.planner.pack(weight, bias_N, out_dtype=out_dtype, exact=self.exact)
+        made = self.planner.pack(weight, bias_N, out_dtype=out_dtype, exact=self.exact, kept=kept)
         if self.kind != DENSE:
             freed = 0 if kept else weight_NX.nbytes
             self.planner.weight_bytes += made.weight_itemsize * weight_NX.numel() - freed

@@ -28,7 +28,7 @@ from draftproof.models.weights import Weights, WeightSource, head_of, root_of
 
 @dataclass(slots=True)
 class TargetOutput:
-    """The result of one pass. hidden_TH: after the final norm; taps: [T, H] each, in the order asked for."""
+    """The result of one pass. hidden_TH: after the final norm, of the rows wanted; taps: [T, H] each, as asked for."""
 
     hidden_TH: Tensor
     taps: tuple[Tensor, ...]
@@ -146,15 +146,18 @@ class Decoder:
         taps: Sequence[int] = (),
         final: bool = False,
         given: GivenEmbeddings | None = None,
+        only_M: Tensor | None = None,
     ) -> TargetOutput:
         """One pass over rows of any requests; their keys and values are stored.
 
         taps: tap i is the stream entering layer i (0 the embeddings, num_layers the last layer's output); final: the
-        state after the final norm, given last; given: embeddings of rows that carry them in place of their tokens'.
-        ValueError where a tap is out of range.
+        state after the final norm, given last; given: embeddings of rows that carry them in place of their tokens';
+        only_M: the rows whose states are wanted, for a target that `leaves_rows`: all that the last layer does for the
+        others is to keep their keys and values. ValueError where a tap is out of range.
         """
         if taps:
             self.check_taps(taps)
+        assert only_M is None or (self.leaves_rows and not final and len(self._layers) not in taps)
         residual_TH = self.embed(tokens_T)
         if given is not None:
             residual_TH = given.over(residual_TH)
@@ -165,6 +168,8 @@ class Decoder:
             own_T = tokens_T if given is None else given.replaced(tokens_T, self.config.blank_id)
             layers = self._layer_inputs(own_T, residual_TH)
         for i, layer in enumerate(layers):
+            if only_M is not None and layer is layers[-1]:
+                attn, residual_TH = attn.only(only_M), self._gather(residual_TH, only_M)
             x_TH, residual_TH = layer(x_TH, residual_TH, attn)
             x_TH, residual_TH = self._norms[i + 1].add(x_TH, residual_TH)
             tapped_TH = residual_TH
@@ -176,6 +181,11 @@ class Decoder:
                 stream.append(tapped_TH)
         tapped = tuple(stream[i] for i in taps)
         return TargetOutput(x_TH, (*tapped, x_TH) if final else tapped)
+
+    @property
+    def leaves_rows(self) -> bool:
+        """Whether a pass may leave out rows of the last layer."""
+        return self._layer_inputs is None and self.config.layers[-1].mixer.leaves_rows
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """ValueError where a tapped id is not one of this model's."""

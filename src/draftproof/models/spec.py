@@ -90,6 +90,12 @@ class MixerConfig(Protocol):
         ...
 
     @property
+    def leaves_rows(self) -> bool:
+        """Whether its result for a row is made of what attention gives and of nothing else, so that fewer rows may
+        attend than are stored (`PagedAttention.only`)."""
+        ...
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings whose tables it wants."""
         ...

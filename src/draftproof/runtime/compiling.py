@@ -1,14 +1,17 @@
 """How the library is compiled: for this machine, or for one of the kinds of processor that a wheel carries it for.
 
-Imports nothing but the standard library: `hatch_build.py` runs this file where there is no torch.
+Imports nothing but the standard library: `hatch_build.py` runs this file where there is no torch, and so does
+`tools/setup.sh`, which compiles the library for this machine while packages are being installed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +89,17 @@ def runnable() -> list[Variant]:
     return [variant for variant in VARIANTS.get(platform.machine(), ()) if variant.needs <= has]
 
 
+def default_cache_dir() -> Path:
+    """Where built code and certificates are kept: $XDG_CACHE_HOME/draftproof, else ~/.cache/draftproof."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "draftproof"
+
+
+def file_name(key: str) -> str:
+    """The file in the cache that holds the library with this `build_key`."""
+    return f"ops-{key}.so"
+
+
 def find_compiler() -> str | None:
     """The first C++ compiler on the path."""
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -157,3 +171,32 @@ def compile_library(
     if progress is not None:
         progress("compiling operators, once for this machine", len(running), len(running))
     return built
+
+
+def build(compiler: str, path: Path, progress: Progress | None = None, extra: Sequence[str] = ()) -> None:
+    """Compile for this machine and link into `path`. Atomic: two processes may build at once, the later rename wins."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        for number, flags in enumerate(THIS_MACHINE):
+            try:
+                built = compile_library(compiler, (*flags, *extra), Path(folder), progress)
+                break
+            except subprocess.SubprocessError:
+                if number == len(THIS_MACHINE) - 1:
+                    raise
+        os.replace(built, path)
+
+
+def main() -> None:
+    """Put this machine's library into the cache, where the first use looks for it. Without a compiler nothing is done:
+    the first use says so."""
+    compiler = find_compiler()
+    if compiler is None:
+        return
+    path = default_cache_dir() / file_name(build_key(compiler))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        build(compiler, path)
+
+
+if __name__ == "__main__":
+    main()

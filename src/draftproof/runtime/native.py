@@ -23,6 +23,7 @@ import torch
 from draftproof.runtime import compiling
 
 Progress = compiling.Progress
+default_cache_dir = compiling.default_cache_dir
 PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so in a wheel; a source tree has none
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
@@ -136,12 +137,6 @@ class Program:
         return Program(self._dll, [call for call in self._calls if call[0] in names], self._outputs)
 
 
-def default_cache_dir() -> Path:
-    """Where built code and certificates are kept: $XDG_CACHE_HOME/draftproof, else ~/.cache/draftproof."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "draftproof"
-
-
 def load(
     progress: Progress | None = None, cache_dir: Path | None = None, *, widened: bool = False
 ) -> Library | None:
@@ -165,11 +160,11 @@ def load(
     try:
         extra = (compiling.WIDENED,) if widened else ()
         key = compiling.build_key(compiler, extra)
-        path = _folder(cache_dir or default_cache_dir()) / f"ops-{key}.so"
+        path = _folder(cache_dir or default_cache_dir()) / compiling.file_name(key)
         if path.exists():
             with contextlib.suppress(OSError):  # spoilt: build it anew
                 return Library(path, key)
-        _build(compiler, path, progress, extra)
+        compiling.build(compiler, path, progress, extra)
         return Library(path, key)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
@@ -203,17 +198,3 @@ def _folder(path: Path) -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="draftproof-"))
-
-
-def _build(compiler: str, path: Path, progress: Progress | None, extra: Sequence[str]) -> None:
-    """Compile and link into `path`. Atomic: two processes may build at once, the later rename wins."""
-    choices = compiling.THIS_MACHINE
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        for number, flags in enumerate(choices):
-            try:
-                built = compiling.compile_library(compiler, (*flags, *extra), Path(folder), progress)
-                break
-            except subprocess.SubprocessError:
-                if number == len(choices) - 1:
-                    raise
-        os.replace(built, path)

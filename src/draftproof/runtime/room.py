@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +47,18 @@ def keep_freed_memory() -> bool:
     if mallopt is None:  # another C library
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES))
+
+
+def untouched_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU of which each page costs nothing before it is written to.
+
+    Memory fresh from the system is zero; what a C library has left from before it would have to clear, page by page.
+    """
+    num_bytes = math.prod(size) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(*size, dtype=dtype)
+    mapped = mmap.mmap(-1, num_bytes)  # given back when the tensor is gone
+    return torch.frombuffer(mapped, dtype=dtype).view(*size)
 
 
 ARENA_BYTES, LARGE_PAGE, CACHE_LINE = 1 << 26, 1 << 21, 64

@@ -19,6 +19,7 @@ from draftproof.server.response_events import ResponseWriter
 from draftproof.server.responses import ResponsesBody, ResponseStore
 from draftproof.server.service import Job, Service
 from draftproof.server.streaming import EventResponse
+from draftproof.types import SamplingParams
 
 NO_SUCH: dict[int | str, dict[str, Any]] = {status: {"description": "refused"} for status in (401, 404)}
 
@@ -78,5 +79,7 @@ async def _count(service: Service, request: Request) -> Response:
     chat = body.chat()
     chat.check_limits(service.config)
     work = partial(chat.prompts, service.llm.llm)
-    (ids,) = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
-    return JSONResponse({"input_tokens": len(ids)}, headers=unread(body))
+    (prompt,) = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
+    if isinstance(prompt, dict):  # its images have as many tokens as they have rows
+        prompt = (await service.llm.prepare(prompt, SamplingParams(max_tokens=1))).prompt_token_ids
+    return JSONResponse({"input_tokens": len(prompt)}, headers=unread(body))

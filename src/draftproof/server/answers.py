@@ -16,9 +16,9 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TokenLogprobs = Sequence[Mapping[int, Logprob]]
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens that were read and written. Accepted and rejected drafts are counted beside them: the rejected ones are no
-    part of the answer, nor of `completion_tokens`."""
+def usage(outputs: Sequence[RequestOutput], num_reasoning: int = 0) -> dict[str, Any]:
+    """Tokens that were read and written, `num_reasoning` of them before the answer proper. Accepted and rejected drafts
+    are counted beside them: the rejected ones are no part of the answer, nor of `completion_tokens`."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_written = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     drafts = SpeculationStats()
@@ -30,6 +30,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_written,
         "prompt_tokens_details": {"cached_tokens": sum(o.metrics.num_cached_tokens for o in outputs)},
         "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
             "accepted_prediction_tokens": drafts.num_accepted_tokens,
             "rejected_prediction_tokens": drafts.num_draft_tokens - drafts.num_accepted_tokens,
         },

@@ -15,7 +15,7 @@ from draftproof.server.errors import RefusalError
 from draftproof.server.parsers import Parser, Syntax
 from draftproof.server.parsers.reader import Piece
 from draftproof.server.service import Job, Service
-from draftproof.types import CompletionOutput, RequestOutput
+from draftproof.types import CompletionOutput
 
 TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 Event = tuple[str, dict[str, Any]]
@@ -43,8 +43,8 @@ class Writer(Protocol):
         """Events of a piece."""
         ...
 
-    def end(self, ended: Ended, output: RequestOutput) -> list[Event]:
-        """Events after the last one."""
+    def end(self, ended: Ended, usage: dict[str, Any]) -> list[Event]:
+        """Events after the last one; `usage`: as in chats."""
         ...
 
     def whole(self) -> dict[str, Any]:
@@ -54,20 +54,70 @@ class Writer(Protocol):
 
 def text_of(content: Any, where: str) -> str:
     """The text of a message's content in any of the three APIs. ValueError for anything but text."""
+    found = content_of(content, where)
+    if not isinstance(found, str):
+        raise ValueError(f"{where}={shown(content)}: must be text, without an image")
+    return found
+
+
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """A message's content in the form of chats: its text, or a list of parts if images are among them. ValueError for
+    anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{where}={shown(content)}: must be text, or a list of parts of text")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
-        if not isinstance(text, str) or (isinstance(part, dict) and kind not in TEXT_TYPES):
-            raise ValueError(
-                f"{where}[{i}]={shown(part)}: must be text; images and other parts are not served"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+        raise ValueError(f"{where}={shown(content)}: must be text, or a list of parts of text and images")
+    return as_content([part_of(part, f"{where}[{i}]") for i, part in enumerate(content)])
+
+
+def as_content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts as a message's content: their text where there are no images."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def part_of(part: Any, where: str) -> dict[str, Any]:
+    """A part of a message as chats have it."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_image", "image"):
+        url = _image_url(part, where) if kind == "input_image" else _image_source(part, where)
+        return {"type": "image_url", "image_url": {"url": url}}
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
+    if not isinstance(text, str) or (isinstance(part, dict) and kind not in TEXT_TYPES):
+        raise ValueError(f"{where}={shown(part)}: must be text or an image; other parts are not served")
+    return {"type": "text", "text": text}
+
+
+def _image_url(part: dict[str, Any], where: str) -> str:
+    """Where an image of Responses is."""
+    if part.get("file_id") is not None:
+        raise ValueError(f"{where}.file_id: files are not kept here; give a data URI in image_url")
+    return _unfetched(part.get("image_url"), f"{where}.image_url")
+
+
+def _image_source(part: dict[str, Any], where: str) -> str:
+    """An image of Messages as a data URI."""
+    given = part.get("source")
+    source = given if isinstance(given, dict) else {}
+    kind = source.get("type")
+    if kind == "url":
+        return _unfetched(source.get("url"), f"{where}.source.url")
+    if kind != "base64":
+        raise ValueError(
+            f'{where}.source={shown(given)}: must be {{"type": "base64", "media_type": ..., "data": ...}}'
+        )
+    media, data = (text_in(source, name, f"{where}.source") for name in ("media_type", "data"))
+    return f"data:{media};base64,{data}"
+
+
+def _unfetched(url: Any, where: str) -> str:
+    """An URL that nothing has to be fetched for. ValueError for others."""
+    if not isinstance(url, str):
+        raise ValueError(f"{where}={shown(url)}: must be a data URI, as text")
+    if url.startswith(("http:", "https:")):
+        raise ValueError(f"{where}={shown(url)}: nothing is fetched; give a data URI, or base64")
+    return url
 
 
 def text_in(given: dict[str, Any], name: str, where: str) -> str:
@@ -108,7 +158,7 @@ async def events(service: Service, job: Job, writer: Writer) -> AsyncIterator[by
         if delta.finish_reason is not None:
             ended = Ended(answers.finish_reason(delta.finish_reason, parser), delta.stop_reason, delta.error)
     (output,) = service.outputs(job)
-    for event in writer.end(ended, output):
+    for event in writer.end(ended, service.usage(job, [output])):
         yield _written(event)
 
 
@@ -120,7 +170,8 @@ async def whole(service: Service, job: Job, writer: Writer) -> dict[str, Any]:
     writer.begin(len(output.prompt_token_ids))
     for piece in parser.push(choice.text, is_over=True):
         writer.take(piece)
-    writer.end(Ended(answers.finish_reason(choice.finish_reason, parser), choice.stop_reason), output)
+    ended = Ended(answers.finish_reason(choice.finish_reason, parser), choice.stop_reason)
+    writer.end(ended, service.usage(job, [output]))
     return writer.whole()
 
 

@@ -10,10 +10,20 @@ from pydantic import ConfigDict, Field
 
 from draftproof.schema import shown
 from draftproof.server import answers
-from draftproof.server.conversation import Ended, Event, add_call, assistant, failure, text_in, text_of
+from draftproof.server.conversation import (
+    Ended,
+    Event,
+    add_call,
+    as_content,
+    assistant,
+    content_of,
+    failure,
+    part_of,
+    text_in,
+    text_of,
+)
 from draftproof.server.parsers.reader import CallArguments, CallStart, Piece, Reasoning
 from draftproof.server.protocol import Body, ChatBody, Speculation
-from draftproof.types import RequestOutput
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -26,11 +36,36 @@ class CountBody(Body):
     system: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
         """A chat that says the same. ValueError names what is wrong."""
         fields = {"messages": self._messages(), "tools": self._tools(), **self._choice()}
+        fields |= {"reasoning_effort": self._effort(), "response_format": self._format()}
         return ChatBody.model_validate(fields | self._sampling())
+
+    def _effort(self) -> Any:
+        """How much is to be thought, as chats have it; None: as the model does by itself."""
+        if self.thinking is None:
+            return None
+        kind = self.thinking.get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise ValueError(
+                f"thinking={shown(self.thinking)}: its type must be enabled, adaptive or disabled"
+            )
+        return "none" if kind == "disabled" else (self.output_config or {}).get("effort") or "medium"
+
+    def _format(self) -> dict[str, Any] | None:
+        """The form of the answer, as chats have it."""
+        name = "output_config.format" if self.output_format is None else "output_format"
+        form = (self.output_config or {}).get("format") if self.output_format is None else self.output_format
+        if form is None:
+            return None
+        if not isinstance(form, dict) or form.get("type") != "json_schema":
+            raise ValueError(f"{name}={shown(form)}: must be an object of type json_schema with a schema")
+        return {"type": "json_schema", "json_schema": form}
 
     def _sampling(self) -> dict[str, Any]:
         return {"model": self.model}
@@ -97,14 +132,14 @@ def _add(made: list[dict[str, Any]], message: dict[str, Any], where: str) -> Non
     if not isinstance(content, list):
         made.append({"role": role, "content": text_of(content, f"{where}.content")})
         return
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for i, block in enumerate(content):
         at = f"{where}.content[{i}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
             result = block.get("content")
-            text = "" if result is None else text_of(result, f"{at}.content")
-            told = {"role": "tool", "tool_call_id": text_in(block, "tool_use_id", at), "content": text}
+            found = "" if result is None else content_of(result, f"{at}.content")
+            told = {"role": "tool", "tool_call_id": text_in(block, "tool_use_id", at), "content": found}
             made.append(told)
         elif kind == "tool_use" and role == "assistant":
             given = block.get("input")
@@ -117,9 +152,9 @@ def _add(made: list[dict[str, Any]], message: dict[str, Any], where: str) -> Non
             message = assistant(made)
             message["content"] = "\n".join(filter(None, (message["content"], text_of([block], at))))
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], at))
-    if texts:
-        made.append({"role": role, "content": "\n".join(texts)})
+            parts.append(part_of(block, at))
+    if parts:
+        made.append({"role": role, "content": as_content(parts)})
 
 
 class MessageWriter:
@@ -165,7 +200,7 @@ class MessageWriter:
             found.append(self._delta({"type": f"{kind}_delta", name: piece.text}))
         return found
 
-    def end(self, ended: Ended, output: RequestOutput) -> list[Event]:
+    def end(self, ended: Ended, usage: dict[str, Any]) -> list[Event]:
         found = self._close()
         wrong = failure(ended)
         if wrong is not None:
@@ -173,17 +208,19 @@ class MessageWriter:
         reason, sequence = STOP_REASONS.get(ended.finish_reason or "", ended.finish_reason), None
         if isinstance(ended.stop_reason, str):
             reason, sequence = ("tool_use" if reason == "tool_use" else "stop_sequence"), ended.stop_reason
-        counted = answers.usage([output])
-        num_cached = counted["prompt_tokens_details"]["cached_tokens"]
-        usage = {
-            "input_tokens": counted["prompt_tokens"] - num_cached,
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counted = {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
-            "output_tokens": counted["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+            },
         }
         last = {"stop_reason": reason, "stop_sequence": sequence}
-        self._message |= {**last, "usage": usage}
-        told = {"type": "message_delta", "delta": last, "usage": usage}
+        self._message |= {**last, "usage": counted}
+        told = {"type": "message_delta", "delta": last, "usage": counted}
         return [*found, ("message_delta", told), ("message_stop", {"type": "message_stop"})]
 
     def whole(self) -> dict[str, Any]:

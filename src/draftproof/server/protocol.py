@@ -26,6 +26,7 @@ NOT_SERVED: Mapping[str, frozenset[str]] = {
     "tools are those of chats, in `tools`": words("tools functions function_call"),
     "there is neither infilling nor beam search": words("suffix use_beam_search"),
     "prompts and answers are text or token ids": words("audio prompt_embeds"),
+    "tools are the client's": words("web_search_options"),
     "prompts are not cut": words("truncate_prompt_tokens"),
     "nothing is kept here but answers of /v1/responses": words("conversation container mcp_servers"),
 }
@@ -214,32 +215,53 @@ class ChatBody(GenerationBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that may be called."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if self.tool_choice == "none":
+            return []
+        return self.tools or [] if self._allowed is None else self._named(self._allowed.get("tools"))
 
     @property
     def required(self) -> list[Tool]:
         """The tools of which one must be called; none: the model may answer as it likes."""
+        if self._allowed is not None:
+            mode = self._allowed.get("mode", "auto")
+            if mode not in ("auto", "required"):
+                raise ValueError(f"tool_choice: mode={shown(mode)}: must be auto or required")
+            return self.offered if mode == "required" else []
         if self.tool_choice in (None, "none", "auto"):
             return []
-        required = self.tools or []
         if isinstance(self.tool_choice, dict):
-            chosen = self.tool_choice.get("function", self.tool_choice)
-            name = chosen.get("name") if isinstance(chosen, dict) else None
-            required = [tool for tool in required if tool.function.name == name]
-        if not required:
+            return self._named([self.tool_choice])
+        return self.tools or self._named([])
+
+    @property
+    def _allowed(self) -> dict[str, Any] | None:
+        """The choice's field that names the tools which may be called, in the form of chats or of Responses."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        inner = choice.get("allowed_tools", choice)
+        return inner if isinstance(inner, dict) else {}
+
+    def _named(self, choices: Any) -> list[Tool]:
+        """The tools that are named. ValueError where one is not among `tools`, and for none."""
+        tools = {tool.function.name: tool for tool in self.tools or ()}
+        listed = [_chosen_name(choice) for choice in choices] if isinstance(choices, list) else []
+        if not listed or any(name not in tools for name in listed):
             raise ValueError(
-                f"tool_choice={shown(self.tool_choice)}: must be auto, none, required, or a function of `tools` by name"
+                f"tool_choice={shown(self.tool_choice)}: must be auto, none, required, or functions of `tools` by name"
             )
-        return required
+        return [tools[str(name)] for name in dict.fromkeys(listed)]
 
     @property
     def calls_once(self) -> bool:
         """Whether at most one tool is to be called."""
-        return self.parallel_tool_calls is False or isinstance(self.tool_choice, dict)
+        is_one = isinstance(self.tool_choice, dict) and self._allowed is None
+        return self.parallel_tool_calls is False or is_one
 
     @property
     def num_logprobs(self) -> int | None:
@@ -261,10 +283,22 @@ class ChatBody(GenerationBody):
     def prompts(self, llm: LLM) -> list[Prompt]:
         """The conversation's ids. ValueError where the chat template does not take it."""
         messages = [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
-        template = self._template()
-        if told.is_told(llm.tokenizer.chat_template()):
-            messages = told.as_text(messages, template.pop("tools", ()))
-        return [llm.chat_prompt(messages, **template)]
+        template = llm.tokenizer.chat_template()
+        given = {**self._effort(template), **self._template()}
+        if told.is_told(template):
+            messages = told.as_text(messages, given.pop("tools", ()))
+        return [llm.chat_prompt(messages, **given)]
+
+    def _effort(self, template: str) -> dict[str, Any]:
+        """The effort under those names that this chat template has for it."""
+        if self.reasoning_effort is None:
+            return {}
+        thinks = self.reasoning_effort != "none"
+        named: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
+        if thinks:
+            named["reasoning_effort"] = self.reasoning_effort
+        words = set(re.findall(r"\w+", template))
+        return {name: value for name, value in named.items() if name in words}
 
     def _template(self) -> dict[str, Any]:
         """What the chat template is told beside the messages."""
@@ -278,6 +312,13 @@ class ChatBody(GenerationBody):
         if self.offered:
             given["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
         return given
+
+
+def _chosen_name(choice: Any) -> str | None:
+    """The function that a choice names, in the form of chats or of Responses."""
+    found = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = found.get("name") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _texts(message: Mapping[str, Any]) -> list[Any]:

@@ -11,7 +11,6 @@ from draftproof.server.conversation import Ended, Event, failure
 from draftproof.server.parsers.reader import CallArguments, CallStart, Piece, Reasoning
 from draftproof.server.responses import ResponsesBody, ResponseStore, custom_input
 from draftproof.server.streaming import KEEP_ALIVE
-from draftproof.types import RequestOutput
 
 STARTS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field of a call's item
@@ -55,10 +54,10 @@ class ResponseWriter:
             "tools": body.tools or [],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
             "truncation": "disabled",
             "background": False,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, **(body.reasoning or {}), "summary": None},
             "error": None,
             "incomplete_details": None,
             "usage": None,
@@ -99,10 +98,9 @@ class ResponseWriter:
         self._item["arguments"] = self._arguments
         return [self._in_item("function_call_arguments.delta", delta=text)]
 
-    def end(self, ended: Ended, output: RequestOutput) -> list[Event]:
+    def end(self, ended: Ended, usage: dict[str, Any]) -> list[Event]:
         is_whole = ended.finish_reason in ("stop", "tool_calls")
         found = self._close("completed" if is_whole else "incomplete")
-        counted = answers.usage([output])
         status = "completed" if is_whole else "incomplete"
         wrong = failure(ended)
         if wrong is not None:
@@ -115,11 +113,11 @@ class ResponseWriter:
             "output": self._output,
             "completed_at": int(time.time()) if is_whole else None,
             "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0, **counted["completion_tokens_details"]},
-                "total_tokens": counted["total_tokens"],
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
             },
         }
         if self._response["store"] and wrong is None:

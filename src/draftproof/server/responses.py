@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from draftproof.schema import shown
-from draftproof.server.conversation import add_call, assistant, text_in, text_of
+from draftproof.server.conversation import add_call, assistant, content_of, text_in, text_of
 from draftproof.server.errors import RefusalError
 from draftproof.server.protocol import NOTHING_ASKED, Body, ChatBody, Speculation
 from draftproof.server.settings import ServerConfig
@@ -40,6 +40,7 @@ class ResponsesBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     background: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -65,13 +66,17 @@ class ResponsesBody(Body):
         for name, asked in (
             ("background", self.background),
             ("prompt", (self.model_extra or {}).get("prompt")),
+            ("top_logprobs", (self.model_extra or {}).get("top_logprobs")),
         ):
             if asked not in NOTHING_ASKED:
                 raise ValueError(f"{name}={shown(asked)}: is not served; leave it out")
         names = ("model", "stream", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls")
         fields = {name: getattr(self, name) for name in (*names, "request_id", "speculation", "user")}
         fields |= {"max_tokens": self.max_output_tokens, "tools": self._tools()}
-        fields |= {"response_format": self._format()}
+        fields |= {
+            "response_format": self._format(),
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
         fields |= {"messages": self._messages([*before, *self.items]), "tool_choice": self.tool_choice}
         return ChatBody.model_validate(fields)
 
@@ -115,7 +120,8 @@ def _add(made: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{where}.role={shown(role)}: must be one of {', '.join(ROLES)}")
-        text = text_of(item.get("content"), f"{where}.content")
+        reads = content_of if role == "user" else text_of  # nobody else shows images
+        text = reads(item.get("content"), f"{where}.content")
         if role == "assistant" and made and made[-1] == {**made[-1], "role": role, "content": ""}:
             made[-1]["content"] = text  # what it thought came first
         else:
@@ -127,8 +133,8 @@ def _add(made: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         given = {INPUT: text_in(item, "input", where)}
         add_call(made, text_in(item, "call_id", where), text_in(item, "name", where), given)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        text = text_of(item.get("output"), f"{where}.output")
-        made.append({"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": text})
+        content = content_of(item.get("output"), f"{where}.output")
+        made.append({"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": content})
     elif kind == "reasoning":
         thought = item.get("content") or item.get("summary") or ""
         made.append({"role": "assistant", "content": ""})

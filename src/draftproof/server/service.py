@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from draftproof import assets
 from draftproof.frontend.async_llm import AnswerStream, AsyncLLM, together
@@ -46,6 +46,12 @@ class Job:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
+
+
+def _token_ids(prompt: Any) -> Sequence[int]:
+    """A chat's ids, with one for each of its images."""
+    found: Sequence[int] = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+    return found
 
 
 class Service:
@@ -131,7 +137,7 @@ class Service:
             raise ValueError(f"{told}: the answer's form is given too; give one of them")
         if self.syntax.form is None:
             raise ValueError(
-                f'{told}: is not served: calls in the syntax {self.syntax.tools} are no JSON; give "auto"'
+                f"{told}: is not served: the model's chat template has no form of {self.syntax.tools}'s; give \"auto\""
             )
         schemas = {tool.function.name: tool.function.parameters for tool in body.required}
         tokenizer = self.llm.llm.tokenizer
@@ -202,7 +208,7 @@ class Service:
         prompts = await self.llm.encode(partial(within, limit, work) if job.is_chat else work)
         prompts = [await self.llm.fetch(prompt) for prompt in prompts]
         if isinstance(job.body, ChatBody):
-            job.params = self._ruled(job.body, job.params, cast("Sequence[int]", prompts[0]))
+            job.params = self._ruled(job.body, job.params, _token_ids(prompts[0]))
         await self.llm.compile(job.params, self.config.grammar_timeout)
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
@@ -248,7 +254,7 @@ class Service:
             for choice in output.outputs
         ]
         kind = "chat.completion" if job.is_chat else "text_completion"
-        answer = {**self.head(job, kind), "choices": choices, "usage": answers.usage(outputs)}
+        answer = {**self.head(job, kind), "choices": choices, "usage": self.usage(job, outputs)}
         if job.is_chat:
             answer["prompt_logprobs"] = answers.prompt_logprobs(outputs[0])
             if job.body.return_token_ids:
@@ -273,6 +279,17 @@ class Service:
             self.meter.finished(stream, output)
         self._log(job, outputs)
         return outputs
+
+    def usage(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What answers say of their tokens."""
+        markers = reasoning.PAIRS.get(self.syntax.reasoning)
+        if markers is None or not job.is_chat:
+            return answers.usage(outputs)
+        begins_inside = self._begins_inside(job.streams[0].prompt_token_ids)
+        decode = partial(self.llm.llm.tokenizer.decode, skip_special_tokens=False)
+        written = [choice.token_ids for output in outputs for choice in output.outputs]
+        num_reasoning = sum(reasoning.num_tokens(ids, markers, begins_inside, decode) for ids in written)
+        return answers.usage(outputs, num_reasoning)
 
     def metrics(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Times and acceptance, under the key they have at the root of an answer; empty for several outputs."""

@@ -68,7 +68,7 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
     outputs = service.outputs(job)
     asked = job.body.stream_options
     if asked is not None and asked.include_usage:
-        usage = {"choices": [], "usage": answers.usage(outputs)}
+        usage = {"choices": [], "usage": service.usage(job, outputs)}
         yield event(writer.head | usage | service.metrics(job, outputs))
     yield DONE
 

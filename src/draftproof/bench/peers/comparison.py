@@ -33,7 +33,7 @@ MUCH_LOAD = 0.1  # of the machine, by others
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What every engine is asked. `source`: ids that prompts of `length` are cut from; `weight_bytes`: read by a step
-    in each dtype; `busy`: numbers of busy processes beside, for more rounds."""
+    in each dtype, where an engine does not say it; `busy`: numbers of busy processes beside, for more rounds."""
 
     dtypes: Sequence[str]
     batch_sizes: Sequence[int]
@@ -104,6 +104,9 @@ class Comparison:
         self._num_prompts = 0
         self._gave_up: set[tuple[Cell, str]] = set()
         self.calls: dict[tuple[Cell, str], list[Call]] = {}
+        self._read: dict[
+            tuple[str, str], float | None
+        ] = {}  # bytes of weights that a step reads, by dtype and entrant
         self.engines: dict[str, Record] = {}  # version, and settings by dtype
         self.notes: list[str] = []
 
@@ -127,7 +130,10 @@ class Comparison:
             stack.callback(process.close)
             known = self.engines.setdefault(name, {"version": process.version, "settings": {}})
             known["settings"][dtype] = process.settings
-            entrants += [Entrant(process, way) for way in ("", *process.ways)]
+            own = [Entrant(process, way) for way in ("", *process.ways)]
+            read = process.weight_bytes or self._work.weight_bytes.get(dtype)
+            self._read.update(dict.fromkeys([(dtype, entrant.name) for entrant in own], read))
+            entrants += own
         return entrants
 
     def _measure(self, dtype: str, entrants: Sequence[Entrant]) -> None:
@@ -242,6 +248,7 @@ class Comparison:
             "duration": seconds,
             "plain_over_it": seconds / median(ours) if ours else None,
             "prompt_ms": self._prompt_ms(cell, name),
+            "weight_bytes": self._read[cell.dtype, name],
             "read_rate_share": self._read_share(cell, name),
             "foreign_load": statistics.median(foreign) if foreign else None,
             "most_foreign_load": max(foreign, default=None),
@@ -275,7 +282,7 @@ class Comparison:
         """Share of the read rate at which one request's steps read the weights, prompts apart."""
         rate, weights, prompt = (
             self.read_rate(cell.dtype),
-            self._work.weight_bytes.get(cell.dtype),
+            self._read[cell.dtype, name],
             self._prompt_ms(cell, name),
         )
         if (

@@ -39,12 +39,14 @@ class Engine(Protocol):
     """Made by `Class(spec)`, which may raise whatever its library raises for a model that it cannot load.
 
     `version`: of the library; `settings`: what a reader should know of how it ran; `ways`: its ways to generate
-    beside the usual one, "", and where they are measured.
+    beside the usual one, "", and where they are measured; `weight_bytes`: that a step of one request reads, None where
+    the engine does not say and the dtype is what is known.
     """
 
     version: str
     settings: Mapping[str, Any]
     ways: Mapping[str, Reach]
+    weight_bytes: float | None
 
     def generate(self, prompts: Ids, num_new: int, way: str = "") -> tuple[Ids, float]:
         """Exactly `num_new` ids for each prompt, all prompts in one batch; and the seconds that it took."""

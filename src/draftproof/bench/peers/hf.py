@@ -24,6 +24,7 @@ class Transformers:
     """
 
     version: str = transformers.__version__
+    weight_bytes: float | None = None
 
     def __init__(self, spec: Spec) -> None:
         transformers.utils.logging.disable_progress_bar()

@@ -30,6 +30,7 @@ class LlamaCpp:
     """See `Engine`."""
 
     version: str = api.__version__
+    weight_bytes: float | None = None
     ways: Mapping[str, Reach] = {}
 
     def __init__(self, spec: Spec) -> None:

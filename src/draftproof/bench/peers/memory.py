@@ -17,6 +17,7 @@ class Memory:
     """Reads a buffer on all threads. See `Engine`; it generates nothing."""
 
     version = torch.__version__
+    weight_bytes: float | None = None
     settings: Mapping[str, Any] = {"bytes": NUM_BYTES}
     ways: Mapping[str, Reach] = {}
 

@@ -22,6 +22,7 @@ class OpenVino:
     """See `Engine`."""
 
     version: str = importlib.metadata.version("openvino-genai")
+    weight_bytes: float | None = None
     ways: Mapping[str, Reach] = {}
 
     def __init__(self, spec: Spec) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftproof.bench.peers.engine import Ids, Reach, Spec
+from draftproof.bench.peers.plan import weight_bytes
 from draftproof.frontend.llm import LLM
 from draftproof.types import SamplingParams
 
@@ -27,6 +28,8 @@ class Ours:
             "enable_prefix_caching": False,
         }
         self._llm = LLM(**{"model": spec.model, **settings})
+        dense = weight_bytes(self._llm.model_config, spec.dtype)
+        self.weight_bytes: float | None = dense - self._llm.memory.unread
         self.settings: dict[str, Any] = {"arithmetic": str(self._llm.arithmetic), "prefix cache": False}
 
     def generate(self, prompts: Ids, num_new: int, way: str = "") -> tuple[Ids, float]:

@@ -40,7 +40,7 @@ class Answer:
 
 
 class EngineProcess:
-    """One engine in a process of its own. `ways`, `version` and `settings`: see `Engine`."""
+    """One engine in a process of its own. `ways`, `version`, `settings` and `weight_bytes`: see `Engine`."""
 
     def __init__(self, name: str, spec: Spec, command: Sequence[str] = WORKER) -> None:
         """Starts it and waits until the model is loaded; raises EngineFailedError where it cannot be."""
@@ -62,6 +62,7 @@ class EngineProcess:
         self.version: str = answer["version"]
         self.settings: dict[str, Any] = answer["settings"]
         self.ways: dict[str, Reach] = answer["ways"]
+        self.weight_bytes: float | None = answer["weight_bytes"]
 
     def generate(
         self, batches: Sequence[Ids], num_new: int, way: str = "", limit_s: float = CALL_SECONDS

@@ -1,6 +1,7 @@
 """The process of one engine: `python -m draftproof.bench.peers.worker` answers each line of JSON on stdin with one.
 
-    {"do": "load", "spec": {...}}                                        {"version", "settings", "ways"}
+    {"do": "load", "spec": {...}}                                        {"version", "settings", "ways",
+                                                                          "weight_bytes"}
     {"do": "generate", "batches": [[ids, ...], ...], "num_new", "way"}   {"outputs", "seconds", "cpu_seconds"}
 
 An exception is answered by {"error": "its type and first line"}. Between two lines the process blocks in a read.
@@ -19,6 +20,8 @@ from typing import Any
 
 from draftproof.bench.peers.engine import Engine, Spec
 
+TOLD = ("version", "settings", "ways", "weight_bytes")  # by an engine, once it is loaded
+
 
 def main() -> None:
     """Answer until stdin ends. What libraries print goes to stderr: stdout carries answers only."""
@@ -31,7 +34,7 @@ def main() -> None:
         try:
             if asked["do"] == "load":
                 engine = load(Spec(**asked["spec"]))
-                answer = {"version": engine.version, "settings": engine.settings, "ways": engine.ways}
+                answer = {field: getattr(engine, field) for field in TOLD}
             else:
                 assert engine is not None, "load comes first"
                 answer = generate(engine, asked)

@@ -12,7 +12,7 @@ from draftproof.config import EngineConfig
 from draftproof.engine.build import MOST_ITEM_BYTES, Loaded, ProgressCallback, vision_of
 from draftproof.engine.items import ItemStore
 from draftproof.engine.locate import locate
-from draftproof.engine.memory import Memory, pick_device
+from draftproof.engine.memory import Memory
 from draftproof.frontend.replicas import wire
 from draftproof.frontend.replicas.entry import Replicas
 from draftproof.frontend.replicas.process import environment
@@ -57,6 +57,7 @@ def _setups(config: EngineConfig) -> list[tuple[wire.Setup, dict[str, str]]]:
         changed = {VISIBLE: _visible(int(index))} if kind == "cuda" else {}
         settings = wire.settings_of(config, kind)
         settings["model"] = settings["model"] or assets.default_model().where
+        wire.check_settings(settings)
         setups.append((wire.Setup(own, settings, num_threads, level), environment(**changed)))
     return setups
 
@@ -65,12 +66,12 @@ def devices(config: EngineConfig) -> list[str]:
     """One for each replica: "cpu", or "cuda:1" by its number among those that this process sees."""
     number, given = config.data_parallel_size, config.device
     listed = given.split(",")
-    if len(listed) == 1 and ":" not in given:
-        is_cpu = pick_device(given).type == "cpu"
+    num_gpus = torch.cuda.device_count()
+    if given in ("auto", "cpu", "cuda"):
+        is_cpu = given == "cpu" or (given == "auto" and not num_gpus)
         listed = ["cpu" if is_cpu else f"cuda:{own}" for own in range(number)]
     if len(listed) != number:
         raise ValueError(f"device={given!r}: names {len(listed)} devices for data_parallel_size={number}")
-    num_gpus = torch.cuda.device_count()
     for device in listed:
         kind, _, index = device.partition(":")
         if device != "cpu" and not (kind == "cuda" and index.isdecimal() and int(index) < num_gpus):

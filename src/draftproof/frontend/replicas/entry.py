@@ -281,8 +281,8 @@ class Replicas:
         placed.line = None
 
     def _try_next(self, line: Line) -> None:
-        """Have a replica that computes nothing else compute the next suspect; where there is none, it is open for all
-        that wait."""
+        """Have a replica that takes nobody else compute the next suspect, beside those that it has cleared; where there
+        is none, it is open for all that wait."""
         line.trial = None
         if self._suspects:
             line.trial = placed = self._suspects.popleft()
@@ -361,20 +361,20 @@ class Replicas:
             for future in line.calls.values():
                 future.set_result(None)
             line.calls.clear()
-            orphans, guilty = list(line.placed.values()), line.trial
-            line.trial = None
+            orphans, tried, line.trial = list(line.placed.values()), line.trial, None
             for placed in orphans:
                 self._take_off(placed, line)
-                placed.num_deaths += guilty is None
-            if guilty is not None:
-                self._fail(
-                    guilty,
-                    f"replicas have died {guilty.num_deaths + 1} times while they computed this request, the last time "
-                    "it alone; others are not affected",
-                )
-            left = [placed for placed in orphans if placed is not guilty]
-            self._suspects += [placed for placed in left if placed.num_deaths >= TRIED_AFTER]
-            self._place(placed for placed in left if placed.num_deaths < TRIED_AFTER)
+                placed.num_deaths += 1
+            if tried is not None and orphans == [tried]:
+                times = f"replicas have died {tried.num_deaths} times while they computed this request"
+                self._fail(tried, f"{times}, the last time it alone; others are not affected")
+                return
+            suspects = [placed for placed in orphans if placed.num_deaths >= TRIED_AFTER]
+            suspects.sort(
+                key=lambda placed: placed is not tried
+            )  # it is the first on the next replica, so alone there
+            self._suspects.extendleft(reversed(suspects))
+            self._place(placed for placed in orphans if placed.num_deaths < TRIED_AFTER)
 
     def gave_up(self, replica: Replica, failure: wire.Failed) -> None:
         with self._lock:

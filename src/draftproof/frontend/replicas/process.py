@@ -21,7 +21,7 @@ from draftproof.metrics import EngineLoad
 
 log = logging.getLogger(__name__)
 CODE = "from draftproof.frontend.replicas.child import main; main()"
-MOST_STARTS = 5  # that fail one after the other
+MOST_STARTS = 5  # failures to start, one after the other, until a replica is given up
 EXIT_GRACE = 5.0  # seconds that a process has to end in once it was told to
 
 
@@ -126,6 +126,13 @@ class Replica:
             self._thread.join(2 * EXIT_GRACE)
 
     def _run(self) -> None:
+        try:
+            self._keep_alive()
+        except BaseException as error:
+            log.exception("replica %d is left alone", self.number)
+            self._listener.gave_up(self, wire.Failed(f"{type(error).__name__}: {error}", is_users=False))
+
+    def _keep_alive(self) -> None:
         is_first, num_failed = True, 0
         while not self._closing.is_set():
             was_ready, failure = self._live()

@@ -254,6 +254,14 @@ def settings_of(config: EngineConfig, device: str) -> dict[str, Any]:
     return settings
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """ValueError for settings that cannot travel."""
+    try:
+        msgspec.msgpack.encode(settings, enc_hook=_plain)
+    except TypeError as error:
+        raise ValueError(f"data_parallel_size: {error}; give a name, a number or text") from None
+
+
 def pack_spec(spec: RequestSpec) -> WireSpec:
     names = WireSpec.__struct_fields__
     given = {name: getattr(spec, name) for name in names if name != "params"}

@@ -58,6 +58,10 @@ class AttentionConfig:
         return None
 
     @property
+    def leaves_rows(self) -> bool:
+        return True
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope,)
 

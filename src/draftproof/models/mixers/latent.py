@@ -73,6 +73,10 @@ class LatentConfig:
         return None
 
     @property
+    def leaves_rows(self) -> bool:
+        return True
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope,)
 

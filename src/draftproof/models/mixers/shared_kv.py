@@ -49,6 +49,10 @@ class SharedKVConfig:
         return ()
 
     @property
+    def leaves_rows(self) -> bool:
+        return True
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope,)
 

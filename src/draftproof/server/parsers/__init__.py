@@ -20,8 +20,8 @@ TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingPr
         "llama3": (llama3.read, llama3.MARKERS, llama3.FORMS),
         "mistral": (mistral.read, mistral.MARKERS, mistral.FORMS),
         "deepseek": (deepseek.read, deepseek.MARKERS, deepseek.FORMS),
-        "gemma": (gemma.read, gemma.MARKERS, ()),
-        "glm": (glm.read, glm.MARKERS, ()),
+        "gemma": (gemma.read, gemma.MARKERS, gemma.FORMS),
+        "glm": (glm.read, glm.MARKERS, glm.FORMS),
     }
 )
 # What a chat template says where a family's calls are to be read; the first that is found counts.
@@ -48,8 +48,8 @@ class Syntax:
         is_told = told.is_told(template)
         if is_told and tool_name not in (None, NONE, told.FAMILY):
             raise ValueError(
-                f"tool_call_parser={tool_name!r}: the model's chat template tells of no tools, and where they are told in "
-                f"plain text calls are {told.FAMILY}'s; leave it out"
+                f"tool_call_parser={tool_name!r}: the model's chat template tells of no tools, and where they are told "
+                f"in plain text calls are {told.FAMILY}'s; leave it out"
             )
         otherwise = told.FAMILY if is_told else NONE
         found = next((name for sign, name in TOOL_SIGNS.items() if sign in template), otherwise)

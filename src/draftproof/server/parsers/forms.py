@@ -1,4 +1,4 @@
-"""Answers that must be calls, as grammars: for families that write arguments as JSON."""
+"""Answers that must be calls, as grammars."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draftproof.schema import shown
+
 # One space at most, as in outputs that must be JSON.
+_COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties"}
 SPACED = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """How a family writes calls: the texts before a name, between it and its arguments, behind them, between two calls,
-    before the first, and behind the last. `sign`: what the chat template of a model says that writes so."""
+    before the first, and behind the last. `sign`: what the chat template of a model says that writes so. `spell`: gives
+    the rule of arguments by their schema, in a family that does not write them as JSON."""
 
     before_name: str
     before_arguments: str
@@ -24,11 +28,86 @@ class Form:
     first: str = ""
     last: str = ""
     sign: str = ""
+    spell: Callable[[Rules, Any], str] | None = None
 
     def written(self, name: str) -> tuple[str, str]:
         """A call's text before its arguments, and behind them."""
         quoted = json.dumps(name)[1:-1] if self.before_name.endswith('"') else name
         return f"{self.before_name}{quoted}{self.before_arguments}", self.end
+
+
+class Rules:
+    """The rules of a grammar in Lark's form, while it is being written."""
+
+    def __init__(self, token_id: Callable[[str], int | None]) -> None:
+        """`token_id`: of a marker that is a token and no text."""
+        self.lines: list[str] = []
+        self._token_id = token_id
+
+    def add(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def json(self, schema: Any) -> str:
+        """A value that is written as JSON; None: any object."""
+        given = schema if isinstance(schema, Mapping) else {"type": "object"}
+        return self.add(f"%json {json.dumps({**given, 'x-guidance': SPACED})}")
+
+    def literal(self, text: str) -> str:
+        """A text, whose markers may be tokens of their own."""
+        parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
+        found = ((part, self._token_id(part)) for part in parts if part)
+        return " ".join(
+            json.dumps(part, ensure_ascii=False) if number is None else f"<[{number}]>"
+            for part, number in found
+        )
+
+    def text(self, schema: Mapping[str, Any], end: str) -> str:
+        """A text that a schema describes, without quotes, and the marker that ends it."""
+        chosen = [schema["const"]] if "const" in schema else schema.get("enum")
+        if chosen is not None:
+            return self.add(
+                " | ".join(self.literal(f"{text}{end}") for text in chosen if isinstance(text, str))
+            )
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        terminal = f"T{len(self.lines)}"
+        self.lines.append(f"{terminal}: /(?s:.{{{low},{high}}})/{_matching(schema.get('pattern'))}")
+        number = self._token_id(end)
+        if number is None:
+            return self.add(terminal, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+        return self.add(f"{terminal} <[{number}]>")
+
+
+def members(schema: Any) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """(name, schema, whether it is required) of each argument, whose schemas have the definitions that they may refer
+    to. ValueError for a schema that does not list them."""
+    given = schema if isinstance(schema, Mapping) else {}
+    named = given.get("properties") or {}
+    if given.get("type", "object") != "object" or not isinstance(named, Mapping) or _COMBINED & set(given):
+        raise ValueError(f"tools: parameters={shown(schema)}: must be an object that names its properties")
+    shared = {name: given[name] for name in ("$defs", "definitions") if name in given}
+    required = given.get("required") or ()
+    return [(name, {**shared, **_object(own)}, name in required) for name, own in named.items()]
+
+
+def _object(schema: Any) -> Mapping[str, Any]:
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"tools: parameters: {shown(schema)}: must be a schema")
+    return schema
+
+
+def _matching(pattern: str | None) -> str:
+    """A schema's pattern, which a part of the text must match, beside another terminal."""
+    if pattern is None:
+        return ""
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    behind = "" if pattern.endswith("$") else "(?s:.*)"
+    inner = pattern.removeprefix("^").removesuffix("$").replace("\\/", "/").replace("/", "\\/")
+    return f" & /{before}(?:{inner}){behind}/"
 
 
 def call_grammar(
@@ -38,29 +117,12 @@ def call_grammar(
 
     `schemas`: of the tools' arguments; None: any object. `token_id`: of a marker that is a token and no text.
     """
-    first, between, last = (_literal(text, token_id) for text in (form.first, form.between, form.last))
+    rules = Rules(token_id)
+    first, between, last = map(rules.literal, (form.first, form.between, form.last))
+    calls = []
+    for name, schema in schemas.items():
+        before, behind = map(rules.literal, form.written(name))
+        arguments = rules.json(schema) if form.spell is None else form.spell(rules, schema)
+        calls.append(rules.add(f"{before} {arguments} {behind}"))
     more = "" if is_single else f"({between} call)*"
-    lines = [
-        f"start: {first} call {more} {last}",
-        f"call: {' | '.join(f'c{i}' for i in range(len(schemas)))}",
-    ]
-    for i, (name, schema) in enumerate(schemas.items()):
-        before, behind = form.written(name)
-        lines.append(f"c{i}: {_literal(before, token_id)} a{i} {_literal(behind, token_id)}")
-        lines.append(f"a{i}: %json {_schema(schema)}")
-    return "\n".join(lines)
-
-
-def _schema(schema: Any) -> str:
-    """A schema as a line."""
-    given = schema if isinstance(schema, Mapping) else {"type": "object"}
-    return json.dumps({**given, "x-guidance": SPACED})
-
-
-def _literal(text: str, token_id: Callable[[str], int | None]) -> str:
-    """A text of a form, whose markers may be tokens of their own."""
-    parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
-    found = ((part, token_id(part)) for part in parts if part)
-    return " ".join(
-        json.dumps(part, ensure_ascii=False) if number is None else f"<[{number}]>" for part, number in found
-    )
+    return "\n".join([f"start: {first} call {more} {last}", f"call: {' | '.join(calls)}", *rules.lines])

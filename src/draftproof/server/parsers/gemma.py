@@ -7,12 +7,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form, Rules
+from draftproof.server.parsers.gemma_rules import Speller
 from draftproof.server.parsers.reader import OPEN, CallArguments, CallStart, Content, Reader, Steps
 
 OPENS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 QUOTES = ('<|"|>', "<escape>")
 MARKERS = (*OPENS, *OPENS.values(), *QUOTES)
 MOST_DEPTH = 64
+
+
+def _form(opened: str, quote: str) -> Form:
+    def spell(rules: Rules, schema: Any) -> str:
+        root = schema if isinstance(schema, Mapping) else {}
+        return rules.add(Speller(rules, quote, root).members(root))
+
+    return Form(f"{opened}call:", "{", f"}}{OPENS[opened]}", sign=opened, spell=spell)
+
+
+FORMS = tuple(_form(opened, quote) for opened, quote in zip(OPENS, QUOTES, strict=True))
 
 
 def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:

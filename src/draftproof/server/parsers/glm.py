@@ -7,10 +7,27 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from draftproof.server.parsers.forms import Form, Rules, members
 from draftproof.server.parsers.reader import CallArguments, CallStart, Content, Reader, Steps
 
 MARKERS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 CALL, END, KEY, KEY_END, VALUE, VALUE_END = MARKERS
+
+
+def _spell(rules: Rules, schema: Any) -> str:
+    """The rule of arguments: those that are required, and the others or not, in the schema's order."""
+    parts = []
+    for key, own, is_required in members(schema):
+        opened = rules.literal(f"{KEY}{key}{KEY_END}\n{VALUE}")
+        if own.get("type") == "string":
+            value = rules.text(own, VALUE_END)
+        else:
+            value = f"{rules.json(own)} {rules.literal(VALUE_END)}"
+        parts.append(f'({opened} {value} "\\n"){"" if is_required else "?"}')
+    return rules.add(" ".join(parts) or '""')
+
+
+FORMS = (Form(CALL, "\n", END, between="\n", spell=_spell),)
 
 
 def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 
-from draftproof.server.parsers.reader import Reader, Reasoning, Steps
+from draftproof.server.parsers.reader import SPACE, Reader, Reasoning, Steps
 
 # The markers of each, and which names it goes by. An answer may begin inside, where the prompt ends with the first one.
 PAIRS: Mapping[str, tuple[str, str]] = {
@@ -14,6 +15,21 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "kimi": ("◁think▷", "◁/think▷"),
     "seed": ("<seed:think>", "</seed:think>"),
 }
+
+
+def num_tokens(
+    token_ids: Sequence[int],
+    markers: tuple[str, str],
+    begins_inside: bool,
+    decode: Callable[[Sequence[int]], str],
+) -> int:
+    """Tokens of an answer up to the end of its reasoning, with the markers; all of them where it has no end."""
+    text = decode(token_ids)
+    if not begins_inside and not text.lstrip(SPACE).startswith(markers[0]):
+        return 0
+    if markers[1] not in text:
+        return len(token_ids)
+    return bisect.bisect_left(range(len(token_ids)), True, key=lambda k: markers[1] in decode(token_ids[:k]))
 
 
 def read(reader: Reader, markers: tuple[str, str], begins_inside: bool) -> Steps[None]:
