@@ -261,3 +261,54 @@ def flat(s: States) -> States:
     angles = torch.outer(torch.arange(len(s.cos_TD)).float(), 10000.0 ** -(torch.arange(0, 16, 2) / 16))
     angles = torch.cat((angles, angles), dim=-1)
     return s._replace(cos_TD=angles.cos(), sin_TD=angles.sin())
+
+
+def block_drafts(net: Network, ids: list[int], s: States, known: int, num: int) -> list[int]:
+    """DFlash's: masks behind the newest token see each other, and what is made of the target's states before them."""
+    features = net.norm("hidden_norm", net.linear("fc", torch.cat((s.streams[1], s.streams[2]), -1)))[
+        : known - 1
+    ]
+    embedded = net.embed_VH[[ids[known - 1], 94, 94, 94]]
+    x, at = net.norm("layers.0.input_layernorm", embedded), "layers.0.self_attn"
+    q, (k, v) = (
+        net.linear(f"{at}.q_proj", x),
+        (
+            torch.cat((net.linear(f"{at}.{part}_proj", features), net.linear(f"{at}.{part}_proj", x)))
+            for part in "kv"
+        ),
+    )
+    q, k, v = (each.view(len(each), -1, 16) for each in (q, k, v))
+    cos, sin = s.cos_TD[: known + 3, None], s.sin_TD[: known + 3, None]
+    q = net._turned(net.norm(f"{at}.q_norm", q), cos[known - 1 :], sin[known - 1 :])
+    k = net._turned(net.norm(f"{at}.k_norm", k), cos, sin)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    seen = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).reshape(4, -1)
+    stream = embedded + net.linear(f"{at}.o_proj", seen)
+    x = net.norm("layers.0.post_attention_layernorm", stream)
+    gate, up = (net.linear(f"layers.0.mlp.{part}_proj", x) for part in ("gate", "up"))
+    stream = stream + net.linear("layers.0.mlp.down_proj", functional.silu(gate) * up)
+    logits = net.norm("norm", stream) @ net.head_VH.T
+    return logits[1 : 1 + num].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [2048, 7])
+def test_blocks_are_those_of_a_head_computed_anew(
+    target: tuple[Any, Path], tmp_path: Path, chunk: int
+) -> None:
+    model, folder = target
+    head = vision.dflash(tmp_path / "dflash", ROPES[model.config.model_type])
+    net = Network(head, "layers.0", model)
+    config = {"model": head, "num_speculative_tokens": K}
+    num_compared = 0
+    with (
+        LLM(str(folder), dtype="float32", speculative_config=config, max_num_batched_tokens=chunk) as llm,
+        torch.no_grad(),
+    ):
+        for number in (0, 1, 4):
+            known_ids, found = proposals(llm, PROMPTS[number])
+            size = len(placed(model, folder, PROMPTS[number])[0])
+            ids, s = states_of(model, folder, PROMPTS[number], known_ids[size:] + [0] * (K + 1))
+            for known, drafts in found:
+                assert drafts == block_drafts(net, ids, s, known, len(drafts)), (number, known)
+                num_compared += len(drafts)
+    assert num_compared > 30

@@ -398,6 +398,33 @@ def test_embeddings_of_a_drafter_are_its_own_or_its_targets(
         assert not compare(*both) and llm.stats.num_drafter_faults == 0
 
 
+def test_a_drafter_whose_encoder_fails_costs_nothing_but_its_drafts(
+    made: tuple[Any, Path], plain: list[RequestOutput], drafters: dict[str, dict[str, Any]]
+) -> None:
+    with LLM(
+        str(made[1]), dtype="float32", speculative_config={**drafters["small"], "num_speculative_tokens": 3}
+    ) as llm:
+        (store,) = llm.engine.runner.items._own.values()
+        encode, num_left = store.encoders["image"], iter(range(1))
+
+        def failing(tensors: Any) -> torch.Tensor:
+            if next(num_left, None) is None:
+                return encode(tensors)
+            raise RuntimeError("no such picture")
+
+        store.encoders["image"] = failing
+        assert not compare(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert llm.stats.num_drafter_faults == 1 and llm.requests.inputs._store.num_encoded == 3
+
+
+def test_embeddings_that_a_drafter_cannot_be_fed_are_refused(
+    made: tuple[Any, Path], drafters: dict[str, dict[str, Any]]
+) -> None:
+    config = {**drafters["dflash"], "image_inputs": "embeddings"}
+    with pytest.raises(ValueError, match="method='dflash' is fed none"):
+        LLM(str(made[1]), dtype="float32", speculative_config=config)
+
+
 def test_a_draft_model_with_another_tokenizer_reads_the_words_around_images(
     chatting: tuple[Path, Path], drafters: dict[str, dict[str, Any]]
 ) -> None:

@@ -375,6 +375,11 @@ def _one_drafter(
         vision=base.vision,
     )
     drafter = registry.build(plan.method, ctx)
+    if settings.image_inputs == "embeddings" and not drafter.spec.takes_embeddings:
+        raise ValueError(
+            f"speculative_config: image_inputs='embeddings': a drafter of method={plan.method!r} is fed none; leave it "
+            "out"
+        )
     log.info("%s", reporting.start_line(plan, drafter.spec, ctx))
     return drafter if settings.max_model_len is None else ShortTexts(drafter, settings.max_model_len)
 
