@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import shutil
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams
 from draftproof.config import EngineConfig
+from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.fetching import Fetcher, is_public
 from tests.frontend.test_images import IMAGE, A, encoded, image_url, message
 from tests.made import vision
@@ -273,3 +275,30 @@ def test_messages_name_images_elsewhere_only_where_that_is_allowed(world: World,
         assert "cannot be read" in str(found[1].error) and "404" in str(found[2].error)
         with pytest.raises(ValueError, match="not among allowed_media_domains"):
             llm.chat(message(image_url("http://other.example/a.png")), GREEDY, use_tqdm=False)
+
+
+def test_a_server_fetches_images_and_frames_before_it_encodes(world: World, tmp_path: Path) -> None:
+    vision.qwen2_5_vl(tmp_path)
+    vision.tokenizer(tmp_path)
+    for number in range(2):
+        world.send(f"/{number}.png", encoded(vision.picture(32, 24, number), "PNG"))
+    urls = [f"http://pictures.example/{number}.png" for number in range(2)]
+    parts = [image_url(urls[0]), {"type": "video", "video": urls}, {"type": "video", "video": [A, A]}]
+    llm = LLM(str(tmp_path), dtype="float32", allowed_media_domains=["*"])
+    reader = llm.requests.inputs.images
+    assert reader is not None
+    reader._fetcher = world.fetcher()
+    prompt = llm.chat_prompt(message(*parts))
+    expected = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    world.asked.clear()
+
+    async def main() -> list[int]:
+        engine = AsyncLLM(llm)
+        fetched = await engine.fetch(prompt)
+        assert sorted(path for _, path in world.asked) == ["/0.png", "/0.png", "/1.png"]
+        world.pages.clear()  # nothing is left to fetch
+        found = [i async for delta in engine.generate(fetched, GREEDY) for i in delta.token_ids]
+        await engine.shutdown()
+        return found
+
+    assert asyncio.run(main()) == expected

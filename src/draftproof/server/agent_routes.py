@@ -81,5 +81,6 @@ async def _count(service: Service, request: Request) -> Response:
     work = partial(chat.prompts, service.llm.llm)
     (prompt,) = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
     if isinstance(prompt, dict):  # its images have as many tokens as they have rows
+        prompt = await service.llm.fetch(prompt)
         prompt = (await service.llm.prepare(prompt, SamplingParams(max_tokens=1))).prompt_token_ids
     return JSONResponse({"input_tokens": len(prompt)}, headers=unread(body))
