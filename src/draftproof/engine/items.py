@@ -323,8 +323,9 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
 
 
 def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
-    """The largest position of an item's row, on any axis."""
-    return int(_axes_of(list(zip(items, inputs, strict=True))).axes_3P.max(initial=0))
+    """The largest position of an item's row, on any axis; 0 without items."""
+    placed = list(zip(items, inputs, strict=True))
+    return int(_axes_of(placed).axes_3P.max()) if placed else 0
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:
