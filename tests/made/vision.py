@@ -137,6 +137,21 @@ def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
     return _saved(model, folder, processor, quiet=("q_norm", "k_norm"))
 
 
+def gemma4_assistant(folder: Path) -> Any:
+    """transformers' assistant of `gemma4`, saved in `folder`."""
+    config = transformers.Gemma4AssistantConfig(
+        text_config={
+            **{**_TEXT, "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
+            **{"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": BLANK},
+            "model_type": "gemma4_text",
+        },
+        backbone_hidden_size=HIDDEN,
+        use_ordered_embeddings=False,
+    )
+    return _saved(transformers.Gemma4AssistantForCausalLM(config), folder, {}, quiet=("q_norm", "k_norm"))
+
+
 def gemma4_causal(folder: Path) -> Any:
     return gemma4(folder, sees_whole=False)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftproof import schema
 from draftproof.models.weights import WeightSource
-from draftproof.runtime.threads import threads
+from draftproof.runtime.threads import own_precision, threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
@@ -364,9 +364,10 @@ class ImageEncoder:
         return sum(tensor.nbytes for tensor in self._module.parameters())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """The embeddings [N, H] of one image."""
-        given = {name: tensors[name].to(self._device) for name in self._inputs}
-        with torch.inference_mode(), threads(1):
+        """The embeddings [N, H] of one image, whatever else is computed beside it and however torch is set."""
+        # libraries choose by how memory is aligned; arrays of others lie anywhere
+        given = {name: tensors[name].to(self._device, copy=True) for name in self._inputs}
+        with torch.inference_mode(), threads(1), own_precision():
             found = self._module.get_image_features(**given).pooler_output
             embeds = (
                 found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
