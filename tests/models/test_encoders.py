@@ -42,7 +42,7 @@ def encoding(
 
 
 def _unaligned(tensor: Tensor) -> Tensor:
-    """The same numbers at an address that is a multiple of nothing but a number's size."""
+    """A copy at an address that is a multiple of nothing but the size of a number."""
     size = tensor.element_size()
     room = np.zeros(tensor.numel() * size + 128, dtype=np.uint8)
     first = -room.ctypes.data % 64 + size
