@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.windows import WindowPages
-from draftproof.engine.interface import RequestSpec
+from draftproof.engine.interface import Item, RequestSpec
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import Scheduler, SchedulerOutput
 
@@ -308,3 +309,20 @@ def test_choices_do_not_wait_for_one_that_has_left() -> None:
     finish_pass(s.schedule())
     s.finish(first)
     assert shape(s.schedule()) == [("r1", 8, 0)]
+
+
+def test_an_item_that_is_computed_whole_ends_a_pass_that_it_overfills() -> None:
+    """Nobody is admitted with what is left of the budget, which is less than nothing."""
+    s = scheduler(budget=8)
+    for arrival in range(3):
+        one = request(30, arrival, start=100 * arrival)
+        items = (Item(bytes([arrival]) * 32, 4, 20, is_whole=True),)
+        s.add(replace(one, spec=replace(one.spec, items=items)))
+    passes = []
+    for _ in range(7):
+        plan = s.schedule()
+        passes.append(shape(plan))
+        finish_pass(plan)
+    assert all(num_rows > 0 for plan in passes for _, num_rows, _ in plan)
+    assert passes[:2] == [[("r0", 4, 0), ("r1", 4, 0)], [("r0", 20, 0)]]
+    assert sum(num_rows for plan in passes for _, num_rows, _ in plan) >= 90

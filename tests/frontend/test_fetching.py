@@ -302,3 +302,36 @@ def test_a_server_fetches_images_and_frames_before_it_encodes(world: World, tmp_
         return found
 
     assert asyncio.run(main()) == expected
+
+
+def test_a_server_waits_for_others_aside(world: World, tmp_path: Path) -> None:
+    """While one image is on its way, the thread that encodes prompts does other work."""
+    vision.qwen2_5_vl(tmp_path)
+    vision.tokenizer(tmp_path)
+    world.send("/a.png", encoded(A, "PNG"))
+    plain, is_asked = world.pages["/a.png"], threading.Event()
+
+    def held(handler: http.server.BaseHTTPRequestHandler) -> None:
+        is_asked.set()
+        world.stop.wait(60)
+        plain(handler)
+
+    world.pages["/a.png"] = held
+
+    async def run() -> None:
+        with LLM(str(tmp_path), dtype="float32", allowed_media_domains=["pictures.example"]) as llm:
+            reader = llm.requests.inputs.images
+            assert reader is not None
+            reader._fetcher = world.fetcher(most_seconds=60)
+            server = AsyncLLM(llm)
+            given = llm.chat_prompt(message(image_url("http://pictures.example/a.png")))
+            fetching = asyncio.create_task(server.fetch(given))
+            await asyncio.to_thread(is_asked.wait, 60)
+            assert await server.encode(lambda: "free") == "free" and not fetching.done()
+            world.stop.set()
+            found = await fetching
+            assert isinstance(found, dict) and found["multi_modal_data"]["image"] == [encoded(A, "PNG")]
+            assert await server.fetch([1, 2]) == [1, 2]
+            await server.shutdown()
+
+    asyncio.run(run())

@@ -296,6 +296,58 @@ def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
         assert llm.stats.num_drafter_faults == 0 and llm.requests.inputs._store.num_encoded == 3
 
 
+def assisted(
+    model: Any, assistant: Any, folder: Path, given: dict[str, Any], answer: list[int], count: int
+) -> list[int]:
+    """What transformers' assistant drafts after a prompt and an answer of which the last token's row is still to come:
+    its query stays where that token stands."""
+    ids, found = placed(model, folder, given)
+    known = torch.tensor([ids + answer])
+    kept = {key: value for key, value in found.items() if key != "num_soft_tokens_per_image"}
+    drafts = []
+    with torch.no_grad():
+        out = model.model(
+            known[:, :-1],
+            mm_token_type_ids=(known[:, :-1] == IMAGE).int(),
+            return_shared_kv_states=True,
+            **kept,
+        )
+        state, token = out.last_hidden_state[:, -1:], known[:, -1:]
+        for _ in range(count):
+            embedded = model.get_input_embeddings()(token)
+            step = assistant(
+                inputs_embeds=torch.cat((embedded, state), -1),
+                position_ids=torch.tensor([[known.shape[1] - 1]]),
+                shared_kv_states=out.shared_kv_states,
+            )
+            state, token = step.last_hidden_state, step.logits[:, -1:].argmax(-1)
+            drafts.append(int(token))
+    return drafts
+
+
+@pytest.mark.parametrize("settings", ["one batch", "chunks of 7", "chunks of 64", "small blocks"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4, causal"])
+def test_gemma_4s_assistant_drafts_over_images_what_transformers_drafts(
+    tmp_path: Path, family: str, settings: str
+) -> None:
+    model = FAMILIES[family](tmp_path / "model")
+    assistant = vision.gemma4_assistant(tmp_path / "assistant")
+    config = {"model": str(tmp_path / "assistant"), "num_speculative_tokens": 3, "policy": "fixed"}
+    base: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+    with LLM(str(tmp_path / "model"), max_num_seqs=1, enable_prefix_caching=False, **base) as llm:
+        plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    with LLM(str(tmp_path / "model"), speculative_config=config, **base, **SETTINGS[settings]) as llm:
+        for _ in range(2):
+            assert not compare(plain, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        assert llm.stats.speculation.num_draft_tokens > 0 and llm.stats.num_drafter_faults == 0
+        inputs = llm.requests.inputs
+        for number in (0, 1, 2, 4):
+            given = PROMPTS[number]
+            prepared = inputs.prepare(dict(given), GREEDY)
+            expected = assisted(model, assistant, tmp_path / "model", given, [], 3)
+            assert llm.engine.draft(inputs.spec(prepared, 0), 3) == expected, number
+
+
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("name", ["eagle3", "text model", "dflash", "small"])
 def test_drafts_do_not_depend_on_how_a_prompt_was_computed(

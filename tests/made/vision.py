@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -160,6 +161,24 @@ def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
         "max_soft_tokens": 70,
     }
     return _saved(model, folder, processor, quiet=("q_norm", "k_norm"))
+
+
+def gemma4_assistant(folder: Path) -> Any:
+    """transformers' assistant of `gemma4`, saved in `folder`."""
+    config = transformers.Gemma4AssistantConfig(
+        text_config={
+            **{**_TEXT, "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
+            **{"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": BLANK},
+            "model_type": "gemma4_text",
+        },
+        backbone_hidden_size=HIDDEN,
+        use_ordered_embeddings=False,
+    )
+    # transformers 5.23 looks for layers that are read even where all of them read another model's
+    with mock.patch.object(type(config.text_config), "kv_sharing_modes", ["reuse"] * 2):
+        model = transformers.Gemma4AssistantForCausalLM(config)
+    return _saved(model, folder, {}, quiet=("q_norm", "k_norm"))
 
 
 def gemma4_causal(folder: Path) -> Any:

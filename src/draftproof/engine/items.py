@@ -83,7 +83,8 @@ class ItemStore:
     """Inputs of items that somebody still holds, and the embeddings that were made last.
 
     `encoders`: by kind of item. Embeddings beyond `max_bytes` are forgotten, least recently used first, and made again
-    when they are needed again; the last ones stay whatever their size. `num_encoded`: how many were made.
+    when they are needed again; the last ones stay whatever their size. `num_encoded`: how many were made. `watchers`
+    hear of every content whose embeddings are at hand.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ItemStore:
         self.max_bytes = max_bytes
         self.num_encoded = 0
         self.num_bytes = 0
+        self.watchers: list[Callable[[bytes], None]] = []
         self.encoders: dict[str, Encoder] = {EMBEDS: lambda tensors: tensors[EMBEDS]}
         self._device = device
         self._dtype = dtype
@@ -119,7 +121,13 @@ class ItemStore:
         found = self._embeddings.get(given.content)
         if found is not None:
             self._embeddings.move_to_end(given.content)
-            return found
+        else:
+            found = self._made(given)
+        for watcher in list(self.watchers):
+            watcher(given.content)
+        return found
+
+    def _made(self, given: ItemInput) -> Tensor:
         made = self.encoders[given.kind](given.tensors).to(self._device, self._dtype).contiguous()
         size = self.hidden_size * (1 if given.kind == EMBEDS else 1 + self.added.num_layers)
         if made.shape != (given.num_carried, size):
@@ -323,8 +331,9 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
 
 
 def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
-    """The largest position of an item's row, on any axis."""
-    return int(_axes_of(list(zip(items, inputs, strict=True))).axes_3P.max(initial=0))
+    """The largest position of an item's row, on any axis; 0 without items."""
+    placed = list(zip(items, inputs, strict=True))
+    return int(_axes_of(placed).axes_3P.max()) if placed else 0
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +20,7 @@ from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
 from draftproof.engine.memory import must_fit
 from draftproof.frontend.fetching import Fetcher
-from draftproof.frontend.images import MOST_BYTES, ImageReader, split_messages
+from draftproof.frontend.images import IMAGE, MOST_BYTES, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each
 from draftproof.frontend.output_processor import Request
 from draftproof.frontend.replicas.build import build as build_replicas
@@ -77,6 +78,7 @@ class LLM:
         self._defaults = read_generation_config(loaded.directory)
         self.engine = loaded.engine
         self.model_config = loaded.model
+        self._items = loaded.items
         self.max_model_len = loaded.max_model_len
         self.memory = loaded.memory
         self.arithmetic = loaded.arithmetic
@@ -226,7 +228,8 @@ class LLM:
             for prompt, given in zip(listed, params, strict=True):
                 prepared.append(self._prepare(prompt, given, None if len(listed) == 1 else len(prepared)))
             entries.extend(p if isinstance(p, RequestOutput) else self._start(p) for p in prepared)
-            self._run([e for e in entries if isinstance(e, Request)], bar)
+            with self._watched(prepared) if use_tqdm else contextlib.nullcontext():
+                self._run([e for e in entries if isinstance(e, Request)], bar)
             return [self.requests.output(e) if isinstance(e, Request) else e for e in entries]
         finally:
             if bar is not None:
@@ -368,6 +371,29 @@ class LLM:
                 bar.update(len(left) - len(still))
             left = still
 
+    @contextlib.contextmanager
+    def _watched(self, prepared: Sequence[PreparedRequest | RequestOutput]) -> Iterator[None]:
+        """A bar of the images of these prompts whose embeddings were made or found; none where there are no images."""
+        inputs = [one for p in prepared if isinstance(p, PreparedRequest) for one in p.inputs]
+        left = {one.content for one in inputs if one.kind == IMAGE}
+        if not left:
+            yield
+            return
+        bar, watchers = _bar(len(left), "images", "img"), self._items.watchers
+
+        def watch(content: bytes) -> None:
+            if content in left:
+                left.discard(content)
+                bar.update(1)
+
+        watchers.append(watch)
+        try:
+            yield
+            bar.update(len(left))  # the prefix cache had what these are needed for
+        finally:
+            watchers.remove(watch)
+            bar.close()
+
     def _forget(self, entries: Sequence[Request | RequestOutput]) -> None:
         for entry in entries:
             self._soon(partial(self.requests.close, entry.request_id))
@@ -415,7 +441,7 @@ def show_progress(what: str, done: int, total: int) -> None:
         print(f"{what}: {total} to do", file=sys.stderr, flush=True)
 
 
-def _bar(total: int) -> Any:
+def _bar(total: int, what: str = "prompts", unit: str = "req") -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="prompts", unit="req", disable=None)
+    return tqdm(total=total, desc=what, unit=unit, disable=None)

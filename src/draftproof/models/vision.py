@@ -20,7 +20,7 @@ from torch import Tensor
 from draftproof import schema
 from draftproof.attention.given import NOTHING_ADDED, Added
 from draftproof.models.weights import Weights, WeightSource
-from draftproof.runtime.threads import threads
+from draftproof.runtime.threads import own_precision, threads
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
@@ -464,9 +464,11 @@ class ImageEncoder:
         return sum(tensor.nbytes for tensor in self._module.parameters())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """The embeddings of one image, and behind each what else its row is given: [N, X]."""
-        given = {name: tensors[name].to(self._device) for name in self._inputs}
-        with torch.inference_mode(), threads(1):
+        """The embeddings of one image, and behind each what else its row is given, [N, X], whatever else is computed
+        beside it and however torch is set."""
+        # libraries choose by how memory is aligned; arrays of others lie anywhere
+        given = {name: tensors[name].to(self._device, copy=True) for name in self._inputs}
+        with torch.inference_mode(), threads(1), own_precision():
             found = self._module.get_image_features(**given)
             parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
             return torch.cat([_flat(part) for part in parts], dim=1)
