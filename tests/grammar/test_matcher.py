@@ -263,3 +263,32 @@ def test_a_schema_that_its_owner_changes_later_stays_what_it_was() -> None:
     rule = StructuredOutputsParams(json=schema)
     schema["type"] = "string"
     assert json.loads(str(rule.json)) == {"type": "integer"}
+
+
+NUMBER = {"type": "number", "minimum": 0, "maximum": 48, "multipleOf": 0.5}
+STRINGS = [{"type": "string", "minLength": 2, "maxLength": 8}, {"type": "string", "format": "ipv4"}]
+UNLIKE = {
+    "type": "object",
+    "properties": {
+        "age": {"enum": ["a, b", "green", True]},
+        "a b": {"anyOf": [*STRINGS, {**NUMBER, "maximum": 27}]},
+        "kind": {"enum": ["green", "a, b", True]},
+        "name": NUMBER,
+    },
+    "required": ["age", "name"],
+    "additionalProperties": False,
+}
+
+
+def test_drafts_that_were_refused_leave_nothing_behind() -> None:
+    """Behind `"name":` there are numbers, behind `"a b":` strings, too: whichever was drafted before."""
+    start, other, taken, quote = ids('{"age": true, "'), ids('name":'), ids('a b":'), ids(' "')[0]
+    matcher, fresh = grammar(json=UNLIKE).matcher(), grammar(json=UNLIKE).matcher()
+    matcher.advance(start)
+    assert quote not in named(matcher.masks(other, 3), row=2)
+    matcher.advance(taken[:-1])
+    behind = named(matcher.masks(taken[-1:], 2), row=1)
+    fresh.advance(start + taken)
+    assert behind == next_ids(fresh) and quote in behind
+    matcher.advance(taken[-1:])
+    assert next_ids(matcher) == behind

@@ -58,21 +58,37 @@ class Matcher:
             rows[: first * self._own_bytes] = b"\xff" * (first * self._own_bytes)
             drafts = drafts[first:]
         if first < num_rows and not self.error:
-            place = ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows))
-            if drafts:
-                work = [(self._matcher, first, drafts)]
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                    work, place, self._own_bytes, num_rows
-                )
-            else:
-                self._matcher.unsafe_compute_mask_ptr(place + first * self._own_bytes, self._own_bytes)
-            if self._matcher.is_error():
-                self._fail()
-                rows[first * self._own_bytes :] = bytes((num_rows - first) * self._own_bytes)
+            self._fill(rows, first, drafts)
         if self._own_bytes == self._row_bytes:
             return bytes(rows)
         starts = range(0, len(rows), self._own_bytes)
         return b"".join(rows[at : at + self._row_bytes] for at in starts)
+
+    def _fill(self, rows: bytearray, first: int, drafts: list[int]) -> None:
+        """Masks of the rows from `first` on, of which each but the last is followed by a draft.
+
+        Along drafts they are found by a copy: what llguidance 1.9 has found behind tokens it still answers after it
+        took them back. An error on the way is one of the output only once it has come so far.
+        """
+        size = self._own_bytes
+        place = ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows))
+        if drafts:
+            ahead, num_rows = self._matcher.deep_copy(), len(rows) // size
+            work = [(ahead, first, drafts)]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(work, place, size, num_rows)
+            if not ahead.is_error():
+                return
+        ahead = self._matcher.deep_copy() if drafts else self._matcher
+        for number, draft in enumerate([*drafts, None], first):
+            ahead.unsafe_compute_mask_ptr(place + number * size, size)
+            if ahead.is_error():
+                rows[number * size :] = bytes(len(rows) - number * size)
+                if number == first:
+                    self._fail(ahead)
+                return
+            if draft is not None and ahead.try_consume_tokens([draft]) != 1:
+                rows[(number + 1) * size :] = bytes(len(rows) - (number + 1) * size)
+                return
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of these may follow the output so far, one after the other."""
@@ -98,7 +114,7 @@ class Matcher:
         if taken == len(token_ids):
             return
         if self._matcher.is_error():
-            self._fail()
+            self._fail(self._matcher)
         else:  # beyond its end there is only the end-of-text token, which is not taken
             assert self._matcher.is_stopped(), f"token {token_ids[taken]} of the output is not in its grammar"
 
@@ -106,12 +122,12 @@ class Matcher:
         """The mask behind the output so far: what is asked for most, so with the fewest calls."""
         row = bytes(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            self._fail()
+            self._fail(self._matcher)
             return bytes(self._row_bytes)
         return row[: self._row_bytes] if len(row) > self._row_bytes else row
 
-    def _fail(self) -> None:
-        self.error = " ".join(str(self._matcher.get_error()).split())[:200]
+    def _fail(self, matcher: Any) -> None:
+        self.error = " ".join(str(matcher.get_error()).split())[:200]
 
 
 class Grammar:
