@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -234,6 +236,33 @@ def test_the_end_of_an_entry_is_the_end_of_its_replicas() -> None:
     assert all(is_gone(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="is closed"):
         llm.generate("x", use_tqdm=False)
+
+
+def test_no_replica_outlives_a_server_that_is_killed() -> None:
+    command = [sys.executable, "-m", "draftproof", "serve", "--port", "0", "--data-parallel-size", "2"]
+    server = subprocess.Popen(
+        [*command, "--max-model-len", "256", "--dtype", "float32"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if line.startswith("serving at "))
+        asked = {"prompt": "x = ", "max_tokens": 5, "ignore_eos": True}
+        answer = httpx.post(f"{line.split()[-1]}/completions", json=asked, timeout=LONG)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(server.pid)], capture_output=True, text=True
+        )
+        pids = [int(pid) for pid in listed.stdout.split()]
+        assert len(pids) == 2
+    finally:
+        server.kill()
+        server.wait()
+    pause = threading.Event()
+    for _ in range(LONG * 20):
+        if all(map(is_gone, pids)):
+            return
+        pause.wait(0.05)
+    raise AssertionError(f"{pids} live on")
 
 
 def test_what_is_wrong_at_the_start_is_told_in_a_sentence() -> None:
