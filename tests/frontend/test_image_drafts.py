@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftproof import LLM, SamplingParams
-from tests.frontend.test_images import PROMPTS, logits_of, placed
+from tests.frontend.test_images import FAMILIES, PROMPTS, logits_of, placed
 from tests.made import vision
 from tests.made.vision import INTERLEAVED, MROPE
 
@@ -37,11 +37,32 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(target: tuple[Any, Path]) -> None:
-    config = {"model": str(target[1]), "num_speculative_tokens": K}
+    check_own_drafts(target[1])
+
+
+@pytest.mark.parametrize("family", ["llava", "pixtral", "mistral3", "gemma4, causal"])
+def test_so_is_one_whose_rows_stand_as_text_does(family: str, tmp_path: Path) -> None:
+    FAMILIES[family](tmp_path)
+    check_own_drafts(tmp_path)
+
+
+def test_an_encoder_that_makes_other_rows_of_an_image_is_not_asked(tmp_path: Path) -> None:
+    vision.mistral3(tmp_path / "target")
+    vision.mistral3(tmp_path / "draft", merged=1)
+    config = {"model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    with LLM(str(tmp_path / "target"), dtype="float32", speculative_config=config) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.stats.speculation.num_draft_tokens > 0 and llm.stats.num_drafter_faults == 0
+        assert not llm.engine.runner.items._own
+
+
+def check_own_drafts(folder: Path) -> None:
+    config = {"model": str(folder), "num_speculative_tokens": K}
     for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}):
-        with LLM(str(target[1]), dtype="float32", speculative_config=config, **settings) as llm:
-            for _ in range(2):  # then inside of what is cached
-                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        with LLM(str(folder), dtype="float32", speculative_config=config, **settings) as llm:
+            assert len(llm.engine.runner.items._own) == 1, "it has its own encoder"
+            for prompts in (PROMPTS, PROMPTS, PROMPTS[4:], PROMPTS[4:]):  # then inside of what is cached
+                llm.generate(prompts, GREEDY, use_tqdm=False)
             speculation = llm.stats.speculation
             assert speculation.num_draft_tokens > 60 and llm.stats.num_cached_tokens > 0
             assert speculation.num_accepted_tokens == speculation.num_draft_tokens

@@ -207,12 +207,12 @@ def pixtral(folder: Path) -> Any:
     return _saved(transformers.LlavaForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
 
 
-def mistral3(folder: Path) -> Any:
-    """As `pixtral`, with four patches a row."""
+def mistral3(folder: Path, merged: int = 2) -> Any:
+    """As `pixtral`, with so many patches a row in each direction."""
     config = transformers.Mistral3Config(
         text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
         vision_config=_PIXTRAL,
-        **{"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
+        **{"image_token_index": IMAGE, "spatial_merge_size": merged, "tie_word_embeddings": False},
     )
     tokenizer(folder)
     return _saved(transformers.Mistral3ForConditionalGeneration(config), folder, _PIXTRAL_PROCESSOR)
@@ -259,6 +259,7 @@ def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[lis
 
 def tokenizer(folder: Path) -> None:
     """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
+    folder.mkdir(parents=True, exist_ok=True)
     words = {f"w{i}": i for i in range(VOCAB)}
     for text, i in (("<img>", IMAGE), ("<vid>", VIDEO), ("[IMG_BREAK]", BREAK), ("[IMG_END]", END)):
         words[text] = words.pop(f"w{i}")

@@ -114,16 +114,16 @@ def test_an_images_embeddings_have_the_same_bits_in_every_way(
 
 def test_the_data_would_show_a_difference(encoding: tuple[ImageEncoder, list[Tensors]], dtype: str) -> None:
     """Wrong twins: without its own settings an encoder follows the caller's; bits of a sum follow its order."""
+    if dtype != "float32":
+        pytest.skip("autocast has nothing to change")
     encoder, images = encoding
     expected = encoder(images[0])
     given = {name: tensor for name, tensor in images[0].items() if name in encoder._inputs}
-    with (
-        torch.inference_mode(),
-        torch.autocast("cpu", dtype=torch.float16 if dtype == "bfloat16" else torch.bfloat16),
-    ):
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         found = encoder._module.get_image_features(**given).pooler_output
     embeds = found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
-    assert not torch.equal(embeds.reshape(expected.shape).to(expected.dtype), expected)
+    rows = embeds.reshape(len(expected), -1).to(expected.dtype)
+    assert not torch.equal(rows, expected[:, : rows.shape[1]])  # behind which lies what is added after layers
 
 
 def test_progress_of_encoding_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
