@@ -25,7 +25,7 @@ from draftproof.cli.options import EMBEDDED_DRAFTER, SMOLLM2_DRAFTER
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it in two sentences."
 SIZE = {"width": 1200, "height": 760}
-NUM_COLOURS = 96  # of the file: the page has few
+NUM_COLOURS = 96  # in the file; the page has few
 WAIT = 300_000  # milliseconds
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
