@@ -318,6 +318,7 @@ async function compare(body, prompt, place) {
   $("state").textContent = "answering with drafts";
   const other = await run(asked, sheets[1], showFigures);
   judge(verdict, one, other, state.running.signal.aborted);
+  scrollAlong(true);
   return sheets[1];
 }
 
