@@ -51,7 +51,9 @@ def test_greedy_text_in_fp32_is_that_of_a_cpu(cuda: torch.device, tmp_path: Path
     FAMILIES[family](tmp_path / "model")
     found = []
     for device in ("cpu", "cuda"):
-        with LLM(str(tmp_path / "model"), dtype="float32", device=device, max_model_len=512) as llm:
+        with LLM(
+            str(tmp_path / "model"), dtype="float32", device=device, max_model_len=512, num_kv_blocks=400
+        ) as llm:
             params = SamplingParams(temperature=0, max_tokens=8)
             found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert found[0] == found[1]

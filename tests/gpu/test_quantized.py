@@ -17,7 +17,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
 def engine(**speculative: Any) -> LLM:
     config = {**speculative, "num_speculative_tokens": 4} if speculative else None
-    return LLM(dtype="bfloat16", speculative_config=config, max_num_seqs=16, max_model_len=512)
+    return LLM(
+        dtype="bfloat16", speculative_config=config, max_num_seqs=16, max_model_len=512, num_kv_blocks=1000
+    )
 
 
 @pytest.mark.parametrize("head", [EAGLE3, DRAFT], ids=["eagle3", "draft_model"])
