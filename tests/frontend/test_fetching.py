@@ -296,6 +296,9 @@ def test_a_server_fetches_images_and_frames_before_it_encodes(world: World, tmp_
         engine = AsyncLLM(llm)
         fetched = await engine.fetch(prompt)
         assert sorted(path for _, path in world.asked) == ["/0.png", "/0.png", "/1.png"]
+        with pytest.raises(ValueError, match="18 images are to be fetched, at most 16"):
+            await engine.fetch(llm.chat_prompt(message(*parts * 6)))
+        assert len(world.asked) == 3
         world.pages.clear()  # nothing is left to fetch
         found = [i async for delta in engine.generate(fetched, GREEDY) for i in delta.token_ids]
         await engine.shutdown()

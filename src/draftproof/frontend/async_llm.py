@@ -23,6 +23,7 @@ from draftproof.frontend.output_processor import Request
 from draftproof.types import Delta, RequestHints, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+MOST_FETCHED = 16  # images of a request that others hold: each may be of 64 MiB
 LOOK = 0.01  # seconds between two looks at whether the engine's thread has ended
 T = TypeVar("T")
 
@@ -226,6 +227,11 @@ class AsyncLLM:
         if reader is None or not data:
             return prompt
         assert isinstance(prompt, dict), "it has images"
+        if (number := _num_remote(list(data.values()))) > MOST_FETCHED:
+            raise ValueError(
+                f"multi_modal_data: {number} images are to be fetched, at most {MOST_FETCHED} of a request are; give "
+                "the others as data URIs"
+            )
         return {
             **prompt,
             "multi_modal_data": {kind: await self._fetched(x, reader) for kind, x in data.items()},
@@ -474,3 +480,10 @@ async def together(
     finally:
         for reader in readers:
             reader.cancel()
+
+
+def _num_remote(given: Any) -> int:
+    """How many images in lists of lists are still to be fetched."""
+    if isinstance(given, (list, tuple)):
+        return sum(map(_num_remote, given))
+    return int(isinstance(given, Remote))
