@@ -10,8 +10,9 @@ layout and the last check are draftproof's own; FOLDER gets a head that the engi
     head -n 25000 prompts/train.jsonl > first.jsonl
     draftproof train start --prompt-file first.jsonl --max-prompt-tokens 384 --intermediate-size 3072 \\
         --tokens-per-step 8192 --state-noise 0.05 --weight-decay 0.02 --max-seconds 205 --num-steps 1000000
-    python -m bench.training FOLDER --start start --prompt-file prompts/train.jsonl \\
-        --held-out-file prompts/held_out.jsonl --held-out-file src/draftproof/assets/prompts/demo.jsonl
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m bench.training FOLDER --start start \\
+        --prompt-file prompts/train.jsonl --held-out-file prompts/held_out.jsonl \\
+        --held-out-file src/draftproof/assets/prompts/demo.jsonl
 
 Without --start it goes on from the head that comes with the package. Stages (--stages answers,train,check) go on where
 they were stopped: `answers.safetensors` is written once, checkpoints every --save-every seconds. `train.json` has all
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--prompt-file: name the prompts to train on")
     settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
     device = memory.pick_device(given.device)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape
     model = given.model or assets.default_model().where
     target = Target(resolve(model), settings.num_positions, device)
     tokenizer = Tokenizer(target.directory)
@@ -83,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _train(loop.Learner(target, head, settings, loss), given.folder, record)
     if "check" in stages and given.held_out_file:
         held_out = _held_out(given.held_out_file, given.num_held_out, tokenizer)
+        torch.cuda.empty_cache()  # what training took; without a GPU it does nothing
         engine = {"model": str(model), "dtype": "bfloat16", "device": str(device)}
         rows = check.check(engine, given.folder, held_out, TEMPERATURES, CHECK_TOKENS)
         print(check.report(rows, given.folder))

@@ -72,8 +72,9 @@ class _Requests:
         tokens_NL = torch.zeros(num, self.longest, dtype=torch.int64)
         for i, prompt in enumerate(prompts):
             tokens_NL[i, : len(prompt)] = torch.tensor(prompt)
+        tokens_NL = tokens_NL.to(device)
         for start in range(0, num, READ_AT_ONCE):
-            self._read(tokens_NL.to(device), slice(start, min(start + READ_AT_ONCE, num)))
+            self._read(tokens_NL, slice(start, min(start + READ_AT_ONCE, num)))
 
     def _read(self, tokens_NL: Tensor, part: slice) -> None:
         """Read some prompts: their keys and values, and the state after each."""
@@ -84,9 +85,10 @@ class _Requests:
             return causal(q, k, v)
 
         some_NL = tokens_NL[part]
+        rows = torch.arange(len(some_NL), device=self._target.device)
         places = torch.arange(self.longest, device=self._target.device).expand(len(some_NL), -1)
         states_NLH, _ = self._target.run(some_NL, places, attend)
-        self._last_RH[part] = states_NLH[torch.arange(len(some_NL)), self.places_R[part] - 1]
+        self._last_RH[part] = states_NLH[rows, self.places_R[part] - 1]
 
     def sample(self) -> Tensor:
         """The next token of each: the best one, or one drawn at its temperature by the Gumbel trick."""

@@ -170,7 +170,7 @@ def drafts(
     context: list[tuple[Tensor, Tensor]] = []
     place_1L = torch.arange(length, device=target.device)[None]
     for number in range(settings.num_drafts):
-        ahead = 1 + number  # of the last token that this pass knows
+        ahead = 1 + number  # places from here to the last token that this pass knows
         stream_NLH = head.step(number, _ahead(tokens_NL, ahead), stream_NLH, context, bias_LL)
         yield Draft(
             head.logits(stream_NLH),

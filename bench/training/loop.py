@@ -102,14 +102,16 @@ class Learner:
         with safe_open(path, framework="pt") as file:
             counts: dict[str, Any] = json.loads(file.metadata()["counts"])
         self.step, self.seconds, self.tokens_read = counts["step"], counts["seconds"], counts["tokens_read"]
-        tensors = load_file(path, device=str(self.target.device))
-        for optimizer in self.optimizers:
-            learnt = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-            for name, weight in self.head.weights.items():
-                if id(weight) in learnt:
-                    weight.data.copy_(tensors.pop(f"weight/{name}"))
-                    keys = [key for key in tensors if key.partition("/")[2] == name]
-                    optimizer.state[weight] = {key.partition("/")[0]: tensors.pop(key) for key in keys}
+        tensors = load_file(path)
+        muon, adamw = self.optimizers
+        for name, weight in self.head.weights.items():
+            weight.data.copy_(tensors.pop(f"weight/{name}"))
+            state = (muon if weight.ndim == 2 else adamw).state[weight]
+            for key in [key for key in tensors if key.partition("/")[2] == name]:
+                value = tensors.pop(key)
+                state[key.partition("/")[0]] = (
+                    value.to(weight.device) if value.ndim else value
+                )  # counts stay here
 
 
 def share_of_rate(settings: Settings, step: int, seconds: float) -> float:

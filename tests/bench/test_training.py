@@ -18,10 +18,11 @@ from bench.training.loss import soft_cross_entropy, weighted
 from bench.training.settings import Settings
 from bench.training.target import Target
 from draftproof import LLM, SamplingParams, assets
+from draftproof.frontend.text import Tokenizer
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(max_prompt_tokens=16, max_tokens=32, num_drafts=3, tokens_per_step=256)
-PROMPTS = [[40 + i, 50, 60 + 2 * i, 70] for i in range(8)]
+PROMPTS = [[40 + i, 50, 60 + 2 * i, 70] for i in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +47,52 @@ def weights(learner: loop.Learner) -> dict[str, torch.Tensor]:
 
 def test_answers_are_the_targets(target: Target) -> None:
     """Each token is the best one after all before it, as a single pass over the text has it."""
-    prompts = [[40, 50, 60], [41, 50, 62, 70, 71, 72, 73, 74, 75, 76]]
+    tokenizer = Tokenizer(target.directory)
+    long = tokenizer.encode("def add(a, b):\n    return a + b\n\n\ndef mean(values):\n    " * 4)[:62]
+    prompts = [tokenizer.encode("import os\n"), long]  # whose answer lies in the cache's next part
     for prompt, tokens in zip(prompts, answers.answer(target, prompts, [0.0, 0.0], 20, []), strict=True):
         states, _ = target.read(torch.tensor([prompt + tokens]), [])
         logits = torch.nn.functional.linear(states[0], target.unembed_VH).float()[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert len(tokens) == 20
+        assert len(tokens) == 20 and len(set(tokens)) > 5
         assert (logits.amax(-1) - chosen < 0.25).all()  # products of bf16 differ with their shape
 
 
 def test_an_answer_ends_with_the_token_that_ends_it(target: Target) -> None:
-    (whole,) = answers.answer(target, PROMPTS[:1], [0.0], 32, [])
-    end = whole[20]
-    (cut,) = answers.answer(target, PROMPTS[:1], [0.0], 32, [end])
+    (whole,) = answers.answer(target, PROMPTS[:1], [0.0], 16, [])
+    end = whole[10]
+    (cut,) = answers.answer(target, PROMPTS[:1], [0.0], 16, [end])
     assert cut == whole[: whole.index(end) + 1]
+
+
+def test_a_pass_is_at_the_place_of_the_token_that_it_reads(target: Target) -> None:
+    """Given what pass 0 is given one place later, pass 1 makes the same keys."""
+    head = make_learner(target).head
+    tokens_NL, stream_NLH = torch.arange(40, 56)[None], torch.randn(1, 16, 256, dtype=torch.bfloat16)
+    context: list[tuple[torch.Tensor, torch.Tensor]] = []
+    bias_LL = torch.full((16, 16), -torch.inf, dtype=torch.bfloat16).triu(1)
+    head.step(0, tokens_NL, stream_NLH, context, bias_LL)
+    head.step(1, tokens_NL.roll(-1, 1), stream_NLH.roll(-1, 1), context, bias_LL)
+    torch.testing.assert_close(context[1][0][:, :, :-1], context[0][0][:, :, 1:])
+
+
+def test_later_passes_attend_to_tokens_before_and_to_their_own(target: Target) -> None:
+    head = make_learner(target).head
+    q_NALD = torch.randn(1, 4, 6, 64)
+    context = [(torch.randn(1, 2, 6, 64), torch.randn(1, 2, 6, 64)) for _ in range(3)]
+    bias_LL = torch.full((6, 6), -torch.inf).triu(1)
+    found = head._attend(q_NALD, context, bias_LL)
+    for at in range(6):
+        keys, values = (
+            torch.cat(
+                [context[0][i][:, :, : at + 1], *(pair[i][:, :, at : at + 1] for pair in context[1:])], 2
+            )
+            for i in range(2)
+        )
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            q_NALD[:, :, at : at + 1], keys, values, enable_gqa=True
+        )
+        torch.testing.assert_close(found[:, :, at : at + 1], wanted)
 
 
 def test_a_trained_head_is_read_as_one(target: Target, texts: Sequence[answers.Text]) -> None:
@@ -102,8 +135,8 @@ def test_a_step_after_a_break_has_the_same_bits(
 def test_steps_lower_the_loss(target: Target, texts: Sequence[answers.Text]) -> None:
     learner = make_learner(target)
     learner.step = loop.WARM_UP  # at the full rate
-    first, *_, last = (float(sum(learner.learn(texts)).detach()) for _ in range(6))
-    assert last < 0.9 * first
+    first, *_, last = (float(sum(learner.learn(texts)).detach()) for _ in range(4))
+    assert last < first - 0.1
 
 
 def test_texts_are_batched_once_each_within_the_size() -> None:
