@@ -121,12 +121,7 @@ def test_wrong_fields_are_named(
         (CHAT, b"{}", 400, "messages: is missing"),
         (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "content[0]"),
         (CHAT, ONE + b'"tools": [{"type": "function"}]}', 400, "tools[0].function: is missing"),
-        (
-            CHAT,
-            ONE + b'"tools": [{"type": "function", "function": {"name": "f"}}]}',
-            400,
-            "tools: is not served",
-        ),
+        (CHAT, ONE + b'"tools": [{"type": "function", "function": {"name": 1}}]}', 400, "tools[0].function"),
         (CHAT, ONE + b'"tool_choice": "required"}', 400, "tool_choice='required': must be auto"),
         (TEXT, b'{"prompt": ""}', 400, "prompt"),
         (TEXT, b'{"prompt": []}', 400, "prompt"),
@@ -165,6 +160,15 @@ def test_broken_bodies_are_refused(
         response = http.post(route, content=body, headers=JSON)
     assert response.status_code == status, response.text
     assert message in error_of(response)["message"]
+
+
+def test_tools_without_a_parser_are_refused() -> None:
+    """A server that is told to read no calls."""
+    with running(drafting(), tool_call_parser="none") as server, server.http() as http:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        response = http.post(CHAT, json={"messages": MESSAGES, "tools": tools})
+        assert response.status_code == 400
+        assert error_of(response)["message"].startswith("tools: is not served")
 
 
 def test_a_nul_is_a_character_as_any_other(server: Running) -> None:

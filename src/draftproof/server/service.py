@@ -157,7 +157,7 @@ class Service:
         """ValueError for tools whose calls could not be told from text."""
         if body.offered and self.syntax.tools == NONE:
             raise ValueError(
-                "tools: is not served: the model's chat template has no calls in a syntax that is known; name one with "
+                "tools: is not served: calls could not be told from text; name a syntax that the model writes with "
                 "--tool-call-parser, or leave it out"
             )
         return bool(body.offered) or self.syntax.reasoning != NONE
