@@ -90,7 +90,7 @@ def test_the_latest_is_preempted_and_computed_again_from_its_tokens() -> None:
     assert second.num_preemptions == 1 and second.slot == -1 and second.num_computed == 0
     assert len(second.tokens) == 9
     finish_pass(plan)
-    s.finish(first)
+    s.finish(first, is_over=False)
     assert first.slot == -1 and len(s.released) == 2
     assert shape(s.schedule()) == [("r1", 9, 1)] or second.num_cached > 0
     s.pages.check_integrity()
@@ -123,8 +123,8 @@ def test_a_finished_request_gives_everything_back() -> None:
     s.add(one)
     s.schedule()
     s.add(waiting)
-    s.finish(waiting)
-    s.finish(one)
+    s.finish(waiting, is_over=False)
+    s.finish(one, is_over=False)
     assert not s.running and not s.waiting and s.pages.num_free == 64
     s.pages.check_integrity()
 
@@ -132,6 +132,21 @@ def test_a_finished_request_gives_everything_back() -> None:
 def _told(lost: list[int], answer: bool, request: Progress, num_lost: int) -> bool:
     lost.append(num_lost)
     return answer
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_one_that_ends_with_its_prompts_pass_leaves_its_pages(is_over: bool) -> None:
+    """Nothing is scheduled for it any more; who is taken out in between leaves only what was known."""
+    s = scheduler()
+    one = request(9, 0)
+    s.add(one)
+    finish_pass(s.schedule())
+    s.finish(one, is_over=is_over)
+    other = request(9, 1)
+    s.add(other)
+    s.schedule()
+    assert other.num_cached == (8 if is_over else 0)
+    s.pages.check_integrity()
 
 
 @pytest.mark.parametrize("will_draft", [False, True])
@@ -146,7 +161,7 @@ def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bo
         if hole is not None:
             one.miss_drafter(hole)
         finish_pass(s.schedule())
-        s.finish(one)
+        s.finish(one, is_over=False)
         other = request(9, 1)
         s.add(other)
         s.schedule()
@@ -240,7 +255,7 @@ def test_blocks_given_back_are_cleared_in_the_table_and_those_held_are_in_it() -
             assert block or page < lowest, "a row of this pass sees it"
         assert all(table[0, page] == block for page, block in enumerate(r.blocks))
         finish_pass(plan)
-    s.finish(r)
+    s.finish(r, is_over=False)
     assert window.num_free == 299 and pages.num_free == 299
     window.check_integrity()
 
@@ -261,7 +276,7 @@ def test_priority_orders_those_that_wait_and_costs_nobody_a_place() -> None:
     assert shape(s.schedule()) == [("r0", 1, 1)], "who runs stays"
     order = []
     for _ in range(5):
-        s.finish(s.running[0])
+        s.finish(s.running[0], is_over=False)
         plan = s.schedule()
         order += [rows.request.id for rows in plan.rows]
         finish_pass(plan)
@@ -307,7 +322,7 @@ def test_choices_do_not_wait_for_one_that_has_left() -> None:
     s.add(first)
     s.add(second)
     finish_pass(s.schedule())
-    s.finish(first)
+    s.finish(first, is_over=False)
     assert shape(s.schedule()) == [("r1", 8, 0)]
 
 

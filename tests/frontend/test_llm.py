@@ -102,6 +102,14 @@ def test_prompt_logprobs_are_right_after_a_prefix_hit(llm: LLM) -> None:
     assert generate(llm, prompt, plain)[0].prompt_logprobs == first.prompt_logprobs
 
 
+def test_a_prompt_that_was_only_scored_is_found_again(llm: LLM) -> None:
+    """Its request ends with the pass that computed it."""
+    prompt, params = "Once. " + PROMPT * 5, SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    first, again = (generate(llm, prompt, params)[0] for _ in range(2))
+    assert again.metrics.num_cached_tokens > first.metrics.num_cached_tokens
+    assert again.outputs == first.outputs
+
+
 def test_a_stream_gives_the_pieces_of_what_generate_gives(drafting: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     whole = generate(drafting, PROMPT, params)[0].outputs[0]

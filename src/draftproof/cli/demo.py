@@ -90,9 +90,10 @@ def command(
     with asking_for(drafting, drafting.num_speculative_tokens):
         stream_one(drafting, _to_show(prompts, engine), max_tokens, options.use_color(color))
     plain = options.make_llm(options.without_drafter(engine))
-    reading = run_both(
-        plain, drafting, prompts, GREEDY, 1, batch_size
-    )  # leaves the prompts in both prefix caches
+    with asking_for(drafting, drafting.num_speculative_tokens):  # which shows all prompts to the drafter
+        reading = run_both(
+            plain, drafting, prompts, GREEDY, 1, batch_size
+        )  # leaves them in both prefix caches
     pairs = {}
     for temperature, name in ((GREEDY, "greedy"), (SAMPLED, f"T={SAMPLED}")):
         pairs[name] = run_both(plain, drafting, prompts, temperature, max_tokens, batch_size)

@@ -546,7 +546,7 @@ class EngineCore:
     def _finish(self, request: Progress, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._num_matched -= request.matcher is not None
-        self.scheduler.finish(request)
+        self.scheduler.finish(request, is_over=reason in ("stop", "length"))
         self._requests.pop(request.id, None)
 
     def _tell_releases(self) -> None:

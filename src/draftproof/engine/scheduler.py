@@ -114,10 +114,13 @@ class Scheduler:
         assert output.rows or not (self.running or self.waiting), "nothing could be scheduled"
         return output
 
-    def finish(self, request: Progress) -> None:
-        """Take a request out, wherever it is."""
+    def finish(self, request: Progress, *, is_over: bool) -> None:
+        """Take a request out, wherever it is; `is_over`: it came to its end, so that all its pages hold what was
+        computed."""
         if request.slot >= 0:
             self.running.remove(request)
+            if is_over:
+                self._register_pages(request)
             self._release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
