@@ -21,7 +21,7 @@ namespace {
 using namespace dp;
 
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
-constexpr int64_t PANEL_BYTES = 1 << 17;  // of rows that all of a block's tiles meet while they lie in the inner caches
+constexpr int64_t PANEL_BYTES = 1 << 18;  // of rows that all of a block's tiles meet while they lie in the inner caches
 constexpr int64_t MOST_TILES = 8;  // that a thread takes at once against one of several panels
 
 // bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
