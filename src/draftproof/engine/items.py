@@ -330,10 +330,9 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
     return _Axes(np.concatenate(pieces, axis=1), shift)
 
 
-def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
-    """The largest position of an item's row, on any axis; 0 without items."""
-    placed = list(zip(items, inputs, strict=True))
-    return int(_axes_of(placed).axes_3P.max()) if placed else 0
+def num_ahead(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
+    """By how much text behind the items stands further than its place; 0 where it does not."""
+    return max(0, _axes_of(list(zip(items, inputs, strict=True))).shift) if items else 0
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:
