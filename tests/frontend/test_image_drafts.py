@@ -41,7 +41,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(target: tuple[Any, Path
     check_own_drafts(target[1])
 
 
-@pytest.mark.parametrize("family", ["llava", "pixtral", "mistral3", "gemma4, causal"])
+@pytest.mark.parametrize("family", ["llava", "pixtral", "mistral3", "gemma4, causal", "gemma3", "gemma4"])
 def test_so_is_one_whose_rows_stand_as_text_does(family: str, tmp_path: Path) -> None:
     FAMILIES[family](tmp_path)
     check_own_drafts(tmp_path)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftproof.attention.given import NOTHING_ADDED, Added, GivenRows, WholeRows
 from draftproof.attention.turns import Turns, Window
+from draftproof.drafters.base import OwnEmbeddings
 from draftproof.engine.interface import Item, ScheduledRequest
 
 EMBEDS = "embeds"  # the kind of an item that is its embeddings
@@ -160,7 +161,7 @@ class SlotItems:
         turns: Turns | None = None,
         num_drafts: int = 0,
         *,
-        own: Mapping[Any, ItemStore] | None = None,
+        own: Mapping[OwnEmbeddings, ItemStore] | None = None,
         windows_only: bool = False,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
@@ -247,14 +248,19 @@ class SlotItems:
             return None
         index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
         first_S = np.zeros(self._num_slots, dtype=np.int64)
+        more_SW = np.zeros_like(index_SW)
         pieces, num_rows = list[_Piece](), 0
         for span in spans:
-            slot, first, _ = span
+            slot, first, end = span
             first_S[slot] = first
             for item, source in self._placed[slot]:
                 there = _overlap(span, item)
                 if not there:
                     continue
+                if item.is_whole:  # and all of it is computed in this step, or none
+                    rows_of_step = (slot, first + self._before, end - self._after)
+                    seeing = np.asarray(_overlap(rows_of_step, item), dtype=np.int64)
+                    more_SW[slot, seeing - first] = item.end - 1 - seeing
                 numbers = source.numbers(range(there.start - item.start, there.stop - item.start))
                 carried = numbers[numbers >= 0]
                 if len(carried):
@@ -264,8 +270,11 @@ class SlotItems:
                     num_rows += len(carried)
         if not pieces:
             return None
-        index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
-        others = {own: partial(_rows_of, store, pieces, index, firsts) for own, store in self._own.items()}
+        index, firsts, more = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S, more_SW))
+        others = {
+            own: partial(_own_rows, own, store, pieces, index, firsts, more)
+            for own, store in self._own.items()
+        }
         return replace(_rows_of(self._store, pieces, index, firsts), others=others)
 
 
@@ -298,6 +307,19 @@ def _rows_of(store: ItemStore, pieces: Sequence[_Piece], index_SW: Tensor, first
     filled = [torch.nn.functional.pad(rows, (0, size - rows.shape[1])) for rows in found]
     adds_E = torch.tensor(adds).repeat_interleave(torch.tensor([len(rows) for rows in found]))
     return GivenRows(torch.cat(filled), index_SW, first_S, store.added, adds_E.to(index_SW.device))
+
+
+def _own_rows(
+    own: OwnEmbeddings,
+    store: ItemStore,
+    pieces: Sequence[_Piece],
+    index_SW: Tensor,
+    first_S: Tensor,
+    more_SW: Tensor,
+) -> GivenRows:
+    """The pieces as a drafter has them, whose rows may see each other where the target's do."""
+    found = _rows_of(store, pieces, index_SW, first_S)
+    return replace(found, more_SW=more_SW, windows_only=own.windows_only) if own.is_whole else found
 
 
 class _Axes(NamedTuple):
