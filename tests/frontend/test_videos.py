@@ -301,7 +301,10 @@ SENSELESS: list[tuple[Any, str]] = [
     ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
     ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
 ]
-TOO_LATE = ((FRAMES, {"fps": 0.001}), "stands at position 16")  # of groups that stand apart by their times
+TOO_LATE = (
+    (FRAMES, {"fps": 0.001}),
+    "stands at position 16",
+)  # three groups, 16000 positions from one to the next
 
 
 def test_videos_without_sense_get_one_error_each(made: tuple[Any, Path]) -> None:
