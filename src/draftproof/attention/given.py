@@ -97,9 +97,7 @@ class GivenRows:
     first_S: Tensor  # int64
     added: Added = NOTHING_ADDED
     adds_E: Tensor | None = None  # see `GivenEmbeddings`
-    more_SW: Tensor | None = (
-        None  # int64: positions that a drafter's row sees beyond its own, as in `WholeRows`
-    )
+    more_SW: Tensor | None = None  # int64: positions that a drafter's row sees beyond its own
     windows_only: bool = False  # see `WholeRows`
     # by whoever has embeddings of its own: what makes the same rows of these
     others: Mapping[object, Callable[[], GivenRows]] = field(default_factory=dict)

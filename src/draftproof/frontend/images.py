@@ -279,9 +279,7 @@ def _errors_of(where: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
-    except (
-        Exception
-    ) as error:  # a decoder that reads what strangers wrote raises anything, TypeError included
+    except Exception as error:  # decoders of what strangers wrote raise anything, TypeError included
         raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
 
 
