@@ -271,7 +271,7 @@ class SlotItems:
         if not pieces:
             return None
         index, firsts, more = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S, more_SW))
-        others = {
+        others: dict[object, Callable[[], GivenRows]] = {
             own: partial(_own_rows, own, store, pieces, index, firsts, more)
             for own, store in self._own.items()
         }
