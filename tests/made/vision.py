@@ -97,17 +97,19 @@ def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
         **_QWEN3_IDS,
     )
     model = _saved(transformers.Qwen3VLMoeForConditionalGeneration(config), folder, _QWEN_PROCESSOR)
-    if published:
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw["text_config"]
+    if not published:
+        del text["rope_parameters"]["mrope_interleaved"]  # they are, whatever is said
+    else:
         tensors = load_file(folder / "model.safetensors")
         turned = {name: t.mT.contiguous() for name, t in tensors.items() if ".mlp.experts." in name}
         save_file({**tensors, **turned}, folder / "model.safetensors")
-        raw = json.loads((folder / "config.json").read_text())
-        text = raw["text_config"]
         rope = text.pop("rope_parameters")
         text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "norm_topk_prob": True}
         text["num_experts"] = text.pop("num_local_experts")
         raw["vision_config"]["model_type"] = "qwen3_vl_moe"
-        (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(raw))
     return model
 
 
