@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from PIL import Image
 from draftproof import LLM, RequestOutput, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftSpec, Proposal, Verified
+from draftproof.frontend import images
 from draftproof.server import protocol
 from tests.made import vision
 from tests.made.vision import IMAGE, INTERLEAVED, MROPE, VIDEO, picture
+from tests.slow import some
 
 START, END = 92, 93
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
@@ -35,6 +38,7 @@ PARAMS = [
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2_5_vl": vision.qwen2_5_vl,
     "qwen3_vl": vision.qwen3_vl,
+    "qwen3_vl_moe": vision.qwen3_vl_moe,
     "llava": vision.llava,
     "gemma3": vision.gemma3,
     "gemma4": vision.gemma4,
@@ -114,15 +118,10 @@ PROMPTS = [
 ]
 
 
-def theirs(
-    model: Any, folder: Path, given: dict[str, Any], num_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    """transformers' (logits of the prompt's last row and the answer's, greedy ids)."""
+def theirs(model: Any, folder: Path, given: dict[str, Any], answer: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of the rows that an answer was sampled from: the prompt's last and its own but the last."""
     ids, found = placed(model, folder, given)
-    start = len(ids)
-    for _ in range(num_tokens):
-        ids.append(int(logits_of(model, ids, found)[-1].argmax()))
-    return logits_of(model, ids[:-1], found)[start - 1 :], ids[start:]
+    return logits_of(model, [*ids, *answer[:-1]], found)[len(ids) - 1 :]
 
 
 def placed(model: Any, folder: Path, given: Mapping[str, Any]) -> tuple[list[int], Any]:
@@ -169,16 +168,26 @@ def seen(llm: LLM) -> list[torch.Tensor]:
     return kept
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 4])
-def test_logits_and_greedy_ids_are_transformers(each: tuple[Any, Path], number: int) -> None:
+def test_logits_and_greedy_ids_are_transformers(each: tuple[Any, Path]) -> None:
     model, folder = each
-    expected, ids = theirs(model, folder, PROMPTS[number], 8)
-    with LLM(str(folder), dtype="float32", enforce_eager=True) as llm:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", enforce_eager=True, enable_prefix_caching=False) as llm:
         logits = seen(llm)
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        output = llm.generate(PROMPTS[number], params, use_tqdm=False)[0]
-        assert output.outputs[0].token_ids == ids
-        torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+        for number in (0, 1, 2, 4):
+            ids = llm.generate(PROMPTS[number], params, use_tqdm=False)[0].outputs[0].token_ids
+            expected = theirs(model, folder, PROMPTS[number], ids)
+            assert ids == expected.argmax(-1).tolist() and len(ids) == 8, number
+            torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+            logits.clear()
+
+
+def test_experts_are_read_as_published_and_as_transformers_saves_them(tmp_path: Path) -> None:
+    found = []
+    for published in (True, False):
+        vision.qwen3_vl_moe(tmp_path / str(published), published=published)
+        with LLM(str(tmp_path / str(published)), dtype="float32") as llm:
+            found.append(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False))
+    assert not compare(*found) and not found[0][0].error
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +213,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
     "chunks of 64": {"max_num_batched_tokens": 64},
     "preempted": {"num_kv_blocks": 52, "max_model_len": 144, "block_size": 4},
+    "preempted, long": {"num_kv_blocks": 100, "max_model_len": 300, "block_size": 4},  # Gemma 4's images
     "small blocks": {"block_size": 4},
 }
 
@@ -242,8 +252,17 @@ def check(folder: Path, plain: list[RequestOutput], config: Mapping[str, Any] | 
         assert all(store.num_encoded == 3 for store in own), "by a drafter that has an encoder, too"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("settings", SETTINGS)
+SHORT = [settings for settings in SETTINGS if settings != "preempted, long"]
+# Every drafter where chunks end within images, and preempted; every setting for a few drafters of different kinds.
+CELLS = [
+    *itertools.product(["chunks of 7", "preempted"], NAMES),
+    *itertools.product(
+        ["one batch", "chunks of 1", "chunks of 64", "small blocks"], [None, "eagle3", "small"]
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "name"), some(itertools.product(SHORT, NAMES), CELLS))
 def test_output_depends_on_neither_batch_nor_drafter(
     made: tuple[Any, Path],
     plain: list[RequestOutput],
@@ -265,10 +284,14 @@ def deep(
         return folder / "target", llm.generate(PROMPTS, PARAMS, use_tqdm=False), drafters
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "settings", ["chunks of 1", "chunks of 7", "chunks of 64", "preempted", "small blocks"]
-)
+# What is added after layers goes through chunks, through what was cached, and to drafters that tap these layers.
+DEEP_CELLS = [
+    *itertools.product(["small blocks"], NAMES),
+    *itertools.product(["chunks of 1", "chunks of 7", "preempted"], ["eagle3", "small"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "name"), some(itertools.product(SHORT, NAMES), DEEP_CELLS))
 def test_output_with_deepstack_depends_on_neither_batch_nor_drafter(
     deep: tuple[Path, list[RequestOutput], dict[str, dict[str, Any]]], settings: str, name: str | None
 ) -> None:
@@ -276,8 +299,28 @@ def test_output_with_deepstack_depends_on_neither_batch_nor_drafter(
     check(folder, plain, None if name is None else drafters[name], settings)
 
 
-@pytest.mark.parametrize("settings", ["one batch", "chunks of 1", "chunks of 7", "chunks of 64"])
-@pytest.mark.parametrize("name", ["ngram", "eagle3, one axis"])
+# By the setting, a drafter that says something there; families above have every one of them.
+WHOLE = ("gemma3", "gemma4")  # whose images' rows see each other
+FAMILY_CELLS = [
+    *itertools.product(WHOLE, ["one batch"], ["ngram", "itself"]),
+    *itertools.product(WHOLE, ["chunks of 1"], ["eagle1"]),
+    *itertools.product(WHOLE, ["chunks of 7"], ["eagle3, one axis", "itself"]),
+    *itertools.product(WHOLE, ["chunks of 64"], ["dflash"]),
+    *[("gemma3", "preempted", "itself"), ("gemma4", "preempted, long", "itself")],
+    *itertools.product(FAMILIES.keys() - {*WHOLE, *ROPES}, ["chunks of 7"], ["eagle3, one axis", "dflash"]),
+]
+FAMILY_SETTINGS = SETTINGS.keys() - {"preempted", "preempted, long"}
+FAMILY_DRAFTERS = ["ngram", "suffix", "text model", "eagle3, one axis", "eagle1", "dflash", "itself"]
+
+
+@pytest.mark.parametrize(
+    ("each", "settings", "name"),
+    some(
+        sorted({*itertools.product(FAMILIES, FAMILY_SETTINGS, FAMILY_DRAFTERS), *FAMILY_CELLS}),
+        sorted(FAMILY_CELLS),
+    ),
+    indirect=["each"],
+)
 def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
     each: tuple[Any, Path],
     expected: list[RequestOutput],
@@ -285,13 +328,16 @@ def test_output_of_each_family_depends_on_neither_batch_nor_drafter(
     settings: str,
     name: str,
 ) -> None:
-    config = {**drafters[name], "num_speculative_tokens": 3}
+    drafter = {"model": str(each[1])} if name == "itself" else drafters[name]
+    config = {**drafter, "num_speculative_tokens": 3}
     with LLM(str(each[1]), dtype="float32", speculative_config=config, **SETTINGS[settings]) as llm:
         for _ in range(2):
             assert not compare(expected, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
         for _ in range(2):  # few pages are kept where a window is all that some layers see
             assert not compare(expected[4:], llm.generate(PROMPTS[4:], PARAMS[4:], use_tqdm=False))
-        assert llm.stats.num_cached_tokens > 0
+        is_preempted = settings.startswith("preempted")
+        assert llm.stats.num_cached_tokens > 0 or is_preempted
+        assert not is_preempted or llm.stats.num_preemptions > 0
         assert llm.stats.speculation.num_draft_tokens > 0 or settings == "chunks of 1"
         assert llm.stats.num_drafter_faults == 0 and llm.requests.inputs._store.num_encoded == 3
 
@@ -325,13 +371,25 @@ def assisted(
     return drafts
 
 
-@pytest.mark.parametrize("settings", ["one batch", "chunks of 7", "chunks of 64", "small blocks"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4, causal"])
+ASSISTED = list(
+    itertools.product(
+        ["gemma4", "gemma4, causal"], [0, 16], ["one batch", "chunks of 7", "chunks of 64", "small blocks"]
+    )
+)
+ASSISTED_CELLS = [
+    *[("gemma4", 0, settings) for settings in ("one batch", "chunks of 64")],
+    *[("gemma4", 16, settings) for settings in ("chunks of 7", "small blocks")],
+    ("gemma4, causal", 0, "chunks of 7"),
+    ("gemma4, causal", 16, "small blocks"),
+]
+
+
+@pytest.mark.parametrize(("family", "num_centroids", "settings"), some(ASSISTED, ASSISTED_CELLS))
 def test_gemma_4s_assistant_drafts_over_images_what_transformers_drafts(
-    tmp_path: Path, family: str, settings: str
+    tmp_path: Path, family: str, num_centroids: int, settings: str
 ) -> None:
     model = FAMILIES[family](tmp_path / "model")
-    assistant = vision.gemma4_assistant(tmp_path / "assistant")
+    assistant = vision.gemma4_assistant(tmp_path / "assistant", num_centroids)
     config = {"model": str(tmp_path / "assistant"), "num_speculative_tokens": 3, "policy": "fixed"}
     base: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
     with LLM(str(tmp_path / "model"), max_num_seqs=1, enable_prefix_caching=False, **base) as llm:
@@ -348,7 +406,7 @@ def test_gemma_4s_assistant_drafts_over_images_what_transformers_drafts(
             assert llm.engine.draft(inputs.spec(prepared, 0), 3) == expected, number
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("chunk", some([7, 64], [7]))
 @pytest.mark.parametrize("name", ["eagle3", "text model", "dflash", "small"])
 def test_drafts_do_not_depend_on_how_a_prompt_was_computed(
     made: tuple[Any, Path], drafters: dict[str, dict[str, Any]], name: str, chunk: int
@@ -550,53 +608,85 @@ def _animated(tmp: Path) -> Any:
     return encoded(A, "GIF", save_all=True, append_images=[C])
 
 
+def _mistyped(tmp: Path) -> Any:
+    """A TIFF that says where its pixels are in letters, at which Pillow raises a TypeError."""
+    data = encoded(A, "TIFF")
+    tag, number, letters = (
+        (0x0111).to_bytes(2, "little"),
+        (4).to_bytes(2, "little"),
+        (2).to_bytes(2, "little"),
+    )
+    assert data.count(tag + number) == 1
+    return data.replace(tag + number, tag + letters)
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bomb": (_bomb, "900000000 pixels"),
     "truncated": (_truncated, "cannot be read"),
     "thin": (lambda tmp: Image.new("RGB", (1, 100000)), "more than 200 times"),
     "mode": (lambda tmp: Image.new("F", (8, 8)), "mode 'F'"),
     "animated": (_animated, "animated, with 2 frames"),
-    "text": (lambda tmp: b"no image", "cannot be read"),
+    "text": (lambda tmp: b"no image", "is no PNG, JPEG"),
     "missing": (lambda tmp: tmp / "none.png", "cannot be read"),
     "number": (lambda tmp: 5, "must be a PIL image"),
     "floats": (lambda tmp: np.zeros((8, 8, 3)), "must be uint8"),
+    "empty": (lambda tmp: np.zeros((0, 8, 3), dtype=np.uint8), "has 8 x 0 pixels; give one with some"),
+    "16 bits": (lambda tmp: encoded(Image.new("I;16", (8, 8)), "PNG"), "mode 'I;16'"),
+    "letters": (_mistyped, "cannot be read: TypeError"),
+    "program": (lambda tmp: encoded(A, "EPS"), "is no PNG, JPEG"),
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_image_gets_one_error_and_the_others_go_on(
-    made: tuple[Any, Path], plain: list[RequestOutput], tmp_path: Path, kind: str
+def _turned(kind: str) -> bytes:
+    """A photo whose camera was held upright."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(A, kind, exif=exif)
+
+
+def test_files_are_seen_as_transformers_sees_them() -> None:
+    clear = Image.merge("RGBA", (*A.split(), C.split()[0]))
+    palette = A.quantize(16)
+    files = {
+        **{"turned JPEG": _turned("JPEG"), "turned PNG": _turned("PNG"), "turned WebP": _turned("WEBP")},
+        **{"CMYK": encoded(A.convert("CMYK"), "JPEG"), "still GIF": encoded(palette, "GIF")},
+        **{"clear": encoded(clear, "PNG"), "black and white": encoded(A.convert("1"), "PNG")},
+        **{"clear palette": encoded(palette, "PNG", transparency=3), "BMP": encoded(A, "BMP")},
+        "photo with a preview": encoded(A, "MPO", save_all=True, append_images=[C.resize((15, 25))]),
+    }
+    for name, data in files.items():
+        theirs = transformers.image_utils.load_image(base64.b64encode(data).decode())
+        assert np.array_equal(np.asarray(images._picture(data, "image 0")), np.asarray(theirs)), name
+    assert images._picture(files["turned JPEG"], "image 0").size == A.size[::-1]
+
+
+def test_hostile_images_get_one_error_each_and_the_others_go_on(
+    made: tuple[Any, Path], plain: list[RequestOutput], tmp_path: Path
 ) -> None:
-    image, words = HOSTILE[kind][0](tmp_path), HOSTILE[kind][1]
-    bad = prompt([A, image], [], [], text(3, 0))
+    hostile = {kind: (make(tmp_path), words) for kind, (make, words) in HOSTILE.items()}
+    bad = [prompt([A, image], [], [], text(3, 0)) for image, _ in hostile.values()]
+    given = [PROMPTS[0], *bad, PROMPTS[1]]
     with LLM(str(made[1]), dtype="float32") as llm:
-        outputs = llm.generate(
-            [PROMPTS[0], bad, PROMPTS[1]], [PARAMS[0], PARAMS[0], PARAMS[1]], use_tqdm=False
-        )
-        assert (
-            outputs[1].error is not None
-            and outputs[1].error.startswith("image 1")
-            and words in outputs[1].error
-        )
-        assert not compare(plain[:1], outputs[:1]) and outputs[2].error is None
-        with pytest.raises(ValueError, match="image 1"):
-            llm.generate(bad, GREEDY, use_tqdm=False)
+        params = [PARAMS[0], *[PARAMS[0]] * len(bad), PARAMS[1]]
+        first, *refused, last = llm.generate(given, params, use_tqdm=False)
+        assert not compare(plain[:2], [first, last])
+        for output, (kind, (_, words)) in zip(refused, hostile.items(), strict=True):
+            assert output.error is not None, kind
+            assert output.error.startswith("image 1") and words in output.error, kind
+        for each in bad:
+            with pytest.raises(ValueError, match="image 1"):
+                llm.generate(each, GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": [A]}},
-            "has 0 places for images.*1 are given",
-        ),
-        ({"prompt_token_ids": [IMAGE], "multi_modal_data": {}}, "has 1 places for images.*0 are given"),
-        ({"prompt_token_ids": [IMAGE], "multi_modal_data": {"audio": [1]}}, "multi_modal_data"),
-    ],
-)
-def test_prompts_without_sense_are_refused(made: tuple[Any, Path], given: Any, words: str) -> None:
-    with LLM(str(made[1]), dtype="float32") as llm, pytest.raises(ValueError, match=words):
-        llm.generate(given, GREEDY, use_tqdm=False)
+def test_prompts_without_sense_are_refused(made: tuple[Any, Path]) -> None:
+    with LLM(str(made[1]), dtype="float32") as llm:
+        for ids, data, words in (
+            ([1, 2], {"image": [A]}, "has 0 places for images.*1 are given"),
+            ([IMAGE], {}, "has 1 places for images.*0 are given"),
+            ([IMAGE], {"audio": [1]}, "multi_modal_data"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                llm.generate({"prompt_token_ids": ids, "multi_modal_data": data}, GREEDY, use_tqdm=False)
 
 
 def test_a_model_of_text_reads_no_images() -> None:
@@ -673,25 +763,24 @@ def test_messages_hold_images(chatting: tuple[Path, Path]) -> None:
         assert [o.error for o in llm.chat(texts, GREEDY, use_tqdm=False)] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (image_url("http://127.0.0.1/a.png"), "nothing is fetched"),
-        (image_url("https://example.com/a.png"), "nothing is fetched"),
-        (image_url("file:///etc/hostname"), "not inside allowed_local_media_path"),
-        (image_url("../../etc/hostname"), "not inside allowed_local_media_path"),
-        (image_url("data:image/png;base64,!!"), "no base64"),
-        (image_url("data:image/png,abc"), "in base64"),
-        ({"type": "image_url"}, "must be"),
-        ({"type": "audio_url", "audio_url": {"url": "data:"}}, "messages.0.: content.0."),
-    ],
-)
-def test_messages_name_no_other_files(chatting: tuple[Path, Path], part: Any, words: str) -> None:
+NOT_NAMED: list[tuple[dict[str, Any], str]] = [
+    (image_url("http://127.0.0.1/a.png"), "nothing is fetched"),
+    (image_url("https://example.com/a.png"), "nothing is fetched"),
+    (image_url("file:///etc/hostname"), "not inside allowed_local_media_path"),
+    (image_url("../../etc/hostname"), "not inside allowed_local_media_path"),
+    (image_url("data:image/png;base64,!!"), "no base64"),
+    (image_url("data:image/png,abc"), "in base64"),
+    ({"type": "image_url"}, "must be"),
+    ({"type": "audio_url", "audio_url": {"url": "data:"}}, "messages.0.: content.0."),
+]
+
+
+def test_messages_name_no_other_files(chatting: tuple[Path, Path]) -> None:
     folder, pictures = chatting
-    (pictures / "out").unlink(missing_ok=True)
     with LLM(str(folder), dtype="float32", allowed_local_media_path=str(pictures)) as llm:
-        with pytest.raises(ValueError, match=words):
-            llm.chat(message(part, {"type": "text", "text": "w1"}), GREEDY, use_tqdm=False)
+        for part, words in NOT_NAMED:
+            with pytest.raises(ValueError, match=words):
+                llm.chat(message(part, {"type": "text", "text": "w1"}), GREEDY, use_tqdm=False)
         (pictures / "out").symlink_to("/etc/hostname")
         with pytest.raises(ValueError, match="not inside"):
             llm.chat(message(image_url(str(pictures / "out"))), GREEDY, use_tqdm=False)

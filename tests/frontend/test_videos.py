@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from draftproof.frontend.videos import VideoReader
 from tests.frontend.test_images import GREEDY, seen, text
 from tests.made import vision
 from tests.made.vision import IMAGE, VIDEO, picture
+from tests.slow import some
 
 MODELS = {"qwen2_5_vl": vision.qwen2_5_vl, "qwen3_vl": vision.qwen3_vl}
 START, END = 92, 93
@@ -48,8 +50,8 @@ PROMPTS = [
 ]
 
 
-def theirs(model: Any, llm: LLM, given: Mapping[str, Any], num: int) -> tuple[torch.Tensor, list[int]]:
-    """transformers' (logits of the prompt's last row and the answer's, greedy ids), of tensors that ours prepared."""
+def tensors_of(model: Any, llm: LLM, given: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """(a prompt's ids, what transformers' model reads beside them), of tensors that ours prepared."""
     inputs = llm.requests.inputs
     assert inputs.images is not None
     prepared = inputs.prepare(given, GREEDY)
@@ -79,33 +81,76 @@ def theirs(model: Any, llm: LLM, given: Mapping[str, Any], num: int) -> tuple[to
         ]
         kept["second_per_grid_ts"] = [2 / fps for fps in sampled]
 
-    def logits(ids: list[int]) -> torch.Tensor:
-        tokens = torch.tensor([ids])
-        kinds = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
-        model.model.rope_deltas = None
-        with torch.no_grad():
-            return model(input_ids=tokens, mm_token_type_ids=kinds, **kept).logits[0]
-
-    ids = list(prepared.prompt_token_ids)
-    start = len(ids)
-    for _ in range(num):
-        ids.append(int(logits(ids)[-1].argmax()))
-    return logits(ids[:-1])[start - 1 :], ids[start:]
+    return list(prepared.prompt_token_ids), kept
 
 
-@pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_logits_and_greedy_ids_are_transformers(made: tuple[Any, Path], number: int) -> None:
+def kinds_of(tokens: torch.Tensor) -> torch.Tensor:
+    return (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+
+
+def theirs(model: Any, llm: LLM, given: Mapping[str, Any], answer: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of the rows that an answer was sampled from."""
+    prompt_ids, kept = tensors_of(model, llm, given)
+    tokens = torch.tensor([[*prompt_ids, *answer[:-1]]])
+    kinds = kinds_of(tokens)
+    model.model.rope_deltas = None
+    told: dict[str, Any] = {"mm_token_type_ids": kinds}
+    if model.config.model_type == "qwen2_5_vl":
+        told = {"position_ids": published_positions(model, kinds[0].tolist(), kept)}
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=tokens, **told, **kept).logits[0]
+    return found[len(prompt_ids) - 1 :]
+
+
+def published_positions(model: Any, kinds: list[int], given: Mapping[str, Any]) -> torch.Tensor:
+    """Where Qwen2.5-VL's authors say that rows stand [3, 1, T]: text goes on one further than all that is before it,
+    times included (transformers #35569). transformers 5.3 and later leave times out (`get_rope_index`)."""
+    grids = {1: list(given.get("image_grid_thw", ())), 2: list(given.get("video_grid_thw", ()))}
+    seconds = list(given["second_per_grid_ts"])
+    pace = model.config.vision_config.tokens_per_second
+    pieces, start = list[torch.Tensor](), 0
+    for kind, run in itertools.groupby(kinds):
+        length = len(list(run))
+        if kind == 0:
+            pieces.append(torch.arange(start, start + length).expand(3, -1))
+        else:
+            interval = pace * seconds.pop(0) if kind == 2 else 1
+            pieces.append(model.model.get_vision_position_ids(start, grids[kind].pop(0), 1, 2, interval))
+        assert pieces[-1].shape[1] == length
+        start = int(pieces[-1].max()) + 1
+    return torch.cat(pieces, dim=1)[:, None]
+
+
+def test_logits_and_greedy_ids_are_transformers(made: tuple[Any, Path]) -> None:
     model, folder = made
-    with LLM(str(folder), dtype="float32", enforce_eager=True) as llm:
-        expected, ids = theirs(model, llm, PROMPTS[number], 6)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", enforce_eager=True, enable_prefix_caching=False) as llm:
         logits = seen(llm)
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        output = llm.generate(PROMPTS[number], params, use_tqdm=False)[0]
-        assert output.outputs[0].token_ids == ids
-        torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+        for number, given in enumerate(PROMPTS):
+            ids = llm.generate(given, params, use_tqdm=False)[0].outputs[0].token_ids
+            expected = theirs(model, llm, given, ids)
+            assert ids == expected.argmax(-1).tolist() and len(ids) == 6, number
+            torch.testing.assert_close(torch.cat([x[-1:] for x in logits]), expected, atol=1e-4, rtol=1e-4)
+            logits.clear()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_generate_of_transformers_agrees_where_no_time_lies_beyond_a_side(made: tuple[Any, Path]) -> None:
+    """What a user of both sees. Where a time does, its positions of a prompt and of an answer are two conventions."""
+    model, folder = made
+    given = prompt((FRAMES, {"fps": 12.0}), text(5, 0), text(4, 1))  # a group a position, but for the first
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(folder), dtype="float32") as llm:
+        found = llm.generate(given, params, use_tqdm=False)[0].outputs[0].token_ids
+        ids, kept = tensors_of(model, llm, given)
+    tokens = torch.tensor([ids])
+    model.model.rope_deltas = None
+    answer = model.generate(
+        tokens, mm_token_type_ids=kinds_of(tokens), max_new_tokens=8, do_sample=False, **kept
+    )
+    assert answer[0, len(ids) :].tolist() == found
+
+
+@pytest.mark.parametrize("chunk", some([1, 7, 64], [1, 7]))
 def test_output_depends_on_neither_chunks_nor_drafter(made: tuple[Any, Path], chunk: int) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "block_size": 4}
     with LLM(str(made[1]), enable_prefix_caching=False, **settings) as llm:
@@ -245,30 +290,55 @@ def test_frames_of_messages_name_no_other_files(made: tuple[Any, Path], tmp_path
         assert not compare(expected, found) and not any(output.error for output in found)
 
 
-@pytest.mark.parametrize(
-    ("video", "words"),
-    [
-        (FRAMES[:1] * 800, "video 0: has 800 frames"),
-        ([FRAMES[0], picture(8, 8, 1)], "video 0: has frames of 2 sizes"),
-        ([FRAMES[0], b"none"], "video 0: frame 1"),
-        (np.zeros((2, 8, 8, 3)), "video 0: frame 0.*must be uint8"),
-        (5, "video 0=5: must be its frames"),
-        ((FRAMES, {"fsp": 3}), "fsp"),
-        ((FRAMES, {"fps": 0}), "fps"),
-        ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
-        ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
-        ((FRAMES, {"fps": 0.001}), "stands at position"),
-    ],
-)
-def test_a_video_without_sense_gets_one_error(made: tuple[Any, Path], video: Any, words: str) -> None:
-    if words == "stands at position" and made[0].config.model_type == "qwen3_vl":
-        pytest.skip("its frames stand where words before them end")
-    bad, good = prompt(video, [5], [6]), prompt(FRAMES, [5], [6, 7])
+SENSELESS: list[tuple[Any, str]] = [
+    (FRAMES[:1] * 800, "video 0: has 800 frames"),
+    ([FRAMES[0], picture(8, 8, 1)], "video 0: has frames of 2 sizes"),
+    ([FRAMES[0], b"none"], "video 0: frame 1"),
+    (np.zeros((2, 8, 8, 3)), "video 0: frame 0.*must be uint8"),
+    (5, "video 0=5: must be its frames"),
+    ((FRAMES, {"fsp": 3}), "fsp"),
+    ((FRAMES, {"fps": 0}), "fps"),
+    ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
+    ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
+]
+TOO_LATE = (
+    (FRAMES, {"fps": 0.001}),
+    "stands at position 16",
+)  # three groups, 16000 positions from one to the next
+
+
+def test_videos_without_sense_get_one_error_each(made: tuple[Any, Path]) -> None:
+    paced = made[0].config.model_type == "qwen2_5_vl"
+    senseless = [*SENSELESS, *([TOO_LATE] if paced else [])]
+    bad, good = [prompt(video, [5], [6]) for video, _ in senseless], prompt(FRAMES, [5], [6, 7])
     with LLM(str(made[1]), dtype="float32") as llm:
-        outputs = llm.generate([bad, good], GREEDY, use_tqdm=False)
-        assert outputs[0].error is not None and outputs[1].error is None
-        with pytest.raises(ValueError, match=words):
-            llm.generate(bad, GREEDY, use_tqdm=False)
+        *refused, last = llm.generate([*bad, good], GREEDY, use_tqdm=False)
+        assert all(output.error is not None for output in refused) and last.error is None
+        for video, (_, words) in zip(bad, senseless, strict=True):
+            with pytest.raises(ValueError, match=words):
+                llm.generate(video, GREEDY, use_tqdm=False)
+
+
+def test_an_answer_ends_where_positions_end(made: tuple[Any, Path]) -> None:
+    """After a video whose times reach further than its rows."""
+    apart = {**SLOW, "fps": 0.05}  # three groups, 320 positions from one to the next
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    with (
+        LLM(str(made[1]), dtype="float32", max_model_len=700) as plain,
+        LLM(str(made[1]), dtype="float32", max_model_len=700, speculative_config=config) as llm,
+    ):
+        given = prompt((FRAMES, apart), text(5, 0), text(3, 1))
+        found = plain.generate(given, params, use_tqdm=False)
+        assert not compare(found, llm.generate(given, params, use_tqdm=False))
+        num_left = 700 - len(found[0].prompt_token_ids)
+        if (
+            made[0].config.model_type == "qwen2_5_vl"
+        ):  # five words, a mark, the last group, a mark, three words
+            num_left = 700 - (6 + 2 * 320 + 1 + 1 + 3)
+        assert (
+            len(found[0].outputs[0].token_ids) == num_left and found[0].outputs[0].finish_reason == "length"
+        )
 
 
 def test_a_family_without_videos_says_so(tmp_path: Path) -> None:

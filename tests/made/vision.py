@@ -62,6 +62,16 @@ def qwen2_5_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
     return _saved(model, folder, _QWEN_PROCESSOR, seed)
 
 
+_QWEN3_ENCODER: dict[str, Any] = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+    **{"out_hidden_size": HIDDEN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
+}
+_QWEN3_IDS = {
+    **{"image_token_id": IMAGE, "video_token_id": VIDEO},
+    **{"vision_start_token_id": 92, "vision_end_token_id": 93},
+}
+
+
 def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
     """As `qwen2_5_vl`: axes take turns, and two layers add features of the encoder's. `text`: other sizes."""
     config = transformers.Qwen3VLConfig(
@@ -69,18 +79,38 @@ def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
             **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED},
             **text,
         },
-        vision_config={
-            **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
-            "out_hidden_size": text.get("hidden_size", HIDDEN),
-            **{"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=92,
-        vision_end_token_id=93,
+        vision_config={**_QWEN3_ENCODER, "out_hidden_size": text.get("hidden_size", HIDDEN)},
+        **_QWEN3_IDS,
     )
     model = transformers.Qwen3VLForConditionalGeneration(config)
     return _saved(model, folder, _QWEN_PROCESSOR, seed)
+
+
+def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
+    """As `qwen3_vl`, with experts. published: files are as its authors write them, else as transformers does."""
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={
+            **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED, "moe_intermediate_size": 48},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+        },
+        vision_config=_QWEN3_ENCODER,
+        **_QWEN3_IDS,
+    )
+    model = _saved(transformers.Qwen3VLMoeForConditionalGeneration(config), folder, _QWEN_PROCESSOR)
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw["text_config"]
+    if not published:
+        del text["rope_parameters"]["mrope_interleaved"]  # they are, whatever is said
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        turned = {name: t.mT.contiguous() for name, t in tensors.items() if ".mlp.experts." in name}
+        save_file({**tensors, **turned}, folder / "model.safetensors")
+        rope = text.pop("rope_parameters")
+        text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "norm_topk_prob": True}
+        text["num_experts"] = text.pop("num_local_experts")
+        raw["vision_config"]["model_type"] = "qwen3_vl_moe"
+    (folder / "config.json").write_text(json.dumps(raw))
+    return model
 
 
 def llava(folder: Path) -> Any:
@@ -163,8 +193,9 @@ def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
     return _saved(model, folder, processor, quiet=("q_norm", "k_norm"))
 
 
-def gemma4_assistant(folder: Path) -> Any:
-    """transformers' assistant of `gemma4`, saved in `folder`."""
+def gemma4_assistant(folder: Path, num_centroids: int = 0) -> Any:
+    """transformers' assistant of `gemma4`, saved in `folder`. num_centroids: its tokens are ordered by so many, and it
+    looks at those of the best three."""
     config = transformers.Gemma4AssistantConfig(
         text_config={
             **{**_TEXT, "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
@@ -173,11 +204,16 @@ def gemma4_assistant(folder: Path) -> Any:
             "model_type": "gemma4_text",
         },
         backbone_hidden_size=HIDDEN,
-        use_ordered_embeddings=False,
+        use_ordered_embeddings=num_centroids > 0,
+        num_centroids=num_centroids or 2048,
+        centroid_intermediate_top_k=3,
     )
     # transformers 5.23 looks for layers that are read even where all of them read another model's
     with mock.patch.object(type(config.text_config), "kv_sharing_modes", ["reuse"] * 2):
         model = transformers.Gemma4AssistantForCausalLM(config)
+    if num_centroids:
+        order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))
+        model.masked_embedding.token_ordering.copy_(order)
     return _saved(model, folder, {}, quiet=("q_norm", "k_norm"))
 
 

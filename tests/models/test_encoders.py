@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 
 from draftproof import LLM
+from draftproof.engine import build
+from draftproof.engine.encoders import CertifiedEncoder, name_of
 from draftproof.engine.items import ItemInput
+from draftproof.models.config import read_vision
 from draftproof.models.vision import ImageEncoder
 from draftproof.runtime.threads import threads
 from tests.frontend.test_images import FAMILIES
@@ -36,7 +40,9 @@ def encoding(
     pictures = [picture(w, h, seed) for seed, (w, h) in enumerate([(64, 24), (30, 50), (90, 90), (20, 21)])]
     with LLM(str(folder), dtype=dtype, max_model_len=256) as llm:
         inputs: list[ItemInput] = llm.requests.inputs.images.read(pictures)  # type: ignore[union-attr]
-        encoder = llm.requests.inputs._store.encoders["image"]  # type: ignore[union-attr]
+        certified = llm.requests.inputs._store.encoders["image"]  # type: ignore[union-attr]
+        assert isinstance(certified, CertifiedEncoder)
+        encoder = certified.inner
         assert isinstance(encoder, ImageEncoder)
         return encoder, [dict(given.tensors) for given in inputs]
 
@@ -99,17 +105,16 @@ WAYS: dict[str, Callable[[ImageEncoder, Tensors], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_an_images_embeddings_have_the_same_bits_in_every_way(
-    encoding: tuple[ImageEncoder, list[Tensors]], way: str
+    encoding: tuple[ImageEncoder, list[Tensors]],
 ) -> None:
     encoder, images = encoding
     expected = [encoder(given) for given in images]
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 2]):
-        for number in order:
-            found = WAYS[way](encoder, images[number])
-            assert torch.equal(found, expected[number]), (way, number)
     assert len({tuple(e.float().flatten()[:8].tolist()) for e in expected}) == 4
+    orders = itertools.cycle(([0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 0, 2, 3]))
+    for (name, way), order in zip(WAYS.items(), orders, strict=False):
+        for number in order:
+            assert torch.equal(way(encoder, images[number]), expected[number]), (name, number)
 
 
 def test_the_data_would_show_a_difference(encoding: tuple[ImageEncoder, list[Tensors]], dtype: str) -> None:
@@ -124,6 +129,68 @@ def test_the_data_would_show_a_difference(encoding: tuple[ImageEncoder, list[Ten
     embeds = found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
     rows = embeds.reshape(len(expected), -1).to(expected.dtype)
     assert not torch.equal(rows, expected[:, : rows.shape[1]])  # behind which lies what is added after layers
+
+
+class Counting:
+    """An encoder that notes at how many threads it was called; `follows`: its bits follow that number."""
+
+    def __init__(self, follows: bool) -> None:
+        self.counts: list[int] = []
+        self._follows = follows
+
+    def __call__(self, tensors: Tensors) -> Tensor:
+        self.counts.append(torch.get_num_threads())
+        made = tensors["pixel_values"].clone()
+        made[-1, -1] += 1e-6 * self.counts[-1] * self._follows
+        return made
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_image_shows_whether_bits_follow_threads(tmp_path: Path, count: int) -> None:
+    given = {"pixel_values": torch.rand(4, 8)}
+    with threads(count):
+        for _ in range(2):  # whoever was refused is asked again
+            encoder = Counting(follows=True)
+            certified = CertifiedEncoder(encoder, "one", cache_dir=tmp_path)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="exact=False"):
+                    certified(given)
+            assert encoder.counts == [count, 2 if count == 1 else 1] * 2
+        encoder = Counting(follows=False)
+        certified = CertifiedEncoder(encoder, "one", cache_dir=tmp_path)
+        assert all(torch.equal(certified(given), given["pixel_values"]) for _ in range(2))
+        assert encoder.counts == [count, 2 if count == 1 else 1, count]
+        known, other = Counting(follows=False), Counting(follows=False)
+        CertifiedEncoder(known, "one", cache_dir=tmp_path)(given)
+        CertifiedEncoder(other, "another", cache_dir=tmp_path)(given)
+        assert len(known.counts) == 1 and len(other.counts) == 2
+
+
+def test_embeddings_that_follow_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.frontend.test_images import GREEDY, PROMPTS
+
+    monkeypatch.setattr(build, "name_of", lambda *given: str(tmp_path))  # never certified before
+    FAMILIES["llava"](tmp_path / "model")
+    encode = ImageEncoder.__call__
+
+    def following(self: ImageEncoder, tensors: Tensors) -> Tensor:
+        return encode(self, tensors) * (1 + 0.01 * torch.get_num_threads())
+
+    monkeypatch.setattr(ImageEncoder, "__call__", following)
+    for exact in (True, False):
+        with LLM(str(tmp_path / "model"), dtype="float32", exact=exact, num_kv_blocks=64) as llm:
+            image, text = llm.generate([PROMPTS[0], PROMPTS[3]], GREEDY, use_tqdm=False)
+            assert ("exact=False" in str(image.error)) == exact and text.error is None
+
+
+def test_a_certificate_is_of_an_encoder_and_its_dtype(tmp_path: Path) -> None:
+    found = []
+    for family in ("llava", "pixtral"):
+        FAMILIES[family](tmp_path / family)
+        vision = read_vision(tmp_path / family)
+        assert vision is not None
+        found += [name_of(vision, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert len(set(found)) == 4
 
 
 def test_progress_of_encoding_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftproof import LLM
+from tests.frontend.test_images import HOSTILE, encoded
 from tests.made import vision
 from tests.made.vision import picture
 from tests.server.running import LONG, Running, running
@@ -155,7 +158,7 @@ URL = "https://example.com/a.png"
         ),
         ("messages", {"type": "image", "source": {"type": "file", "file_id": "f1"}}, "content[0].source="),
         ("messages", {"type": "image", "source": {"type": "base64", "data": A}}, "source.media_type=None"),
-        ("messages", of_messages(base64.b64encode(b"no image").decode())[0], "cannot be read"),
+        ("messages", of_messages(base64.b64encode(b"no image").decode())[0], "is no PNG, JPEG"),
     ],
 )
 def test_images_that_are_refused(server: Running, route: str, part: Any, words: str) -> None:
@@ -164,4 +167,28 @@ def test_images_that_are_refused(server: Running, route: str, part: Any, words: 
     with server.http() as http:
         refused = http.post(f"/v1/{route}", json=body)
     assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    server.check_nothing_left()
+
+
+def test_hostile_images_get_an_error_each_and_the_others_go_on(server: Running, tmp_path: Path) -> None:
+    made = {kind: (make(tmp_path), words) for kind, (make, words) in HOSTILE.items()}
+    thin, words = made["thin"]
+    made["thin"] = encoded(thin, "PNG"), words
+    files = {kind: found for kind, found in made.items() if isinstance(found[0], bytes)}
+    assert len(files) > 6
+
+    def ask(data: str) -> Any:
+        asked = [{"role": "user", "content": of_chats(A, data, WORDS)}]
+        body = {"model": "m", "messages": asked, "max_tokens": 8, "temperature": 0}
+        with server.http() as http:
+            return http.post("/v1/chat/completions", json=body)
+
+    told = [B, *(base64.b64encode(data).decode() for data, _ in files.values()), B]
+    with ThreadPoolExecutor(4) as pool:
+        first, *bad, last = pool.map(ask, told)
+    for answer, (kind, (_, words)) in zip(bad, files.items(), strict=True):
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "image 1" in said and words in said, kind
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in (first, last, ask(B))]
+    assert texts[0] and len(set(texts)) == 1
     server.check_nothing_left()

@@ -30,12 +30,14 @@ NOTHING_ADDED = Added()
 @dataclass(frozen=True, slots=True)
 class GivenEmbeddings:
     """The embeddings of a pass's rows: row t carries the first H of given_EX[index_T[t]], or its token's embedding
-    where that is -1. `adds_E`: which of them have something to add after layers, too."""
+    where that is -1. `adds_E`: which of them have something to add after layers, too. `whole`: rows of a drafter's that
+    see each other."""
 
     index_T: Tensor
     given_EX: Tensor
     added: Added = NOTHING_ADDED
     adds_E: Tensor | None = None
+    whole: WholeRows | None = None
 
     def replaced(self, tokens_T: Tensor, blank: int) -> Tensor:
         """The rows' tokens, `blank` where a row carries an embedding."""
@@ -95,6 +97,8 @@ class GivenRows:
     first_S: Tensor  # int64
     added: Added = NOTHING_ADDED
     adds_E: Tensor | None = None  # see `GivenEmbeddings`
+    more_SW: Tensor | None = None  # int64: positions that a drafter's row sees beyond its own
+    windows_only: bool = False  # see `WholeRows`
     # by whoever has embeddings of its own: what makes the same rows of these
     others: Mapping[object, Callable[[], GivenRows]] = field(default_factory=dict)
 
@@ -108,4 +112,11 @@ class GivenRows:
         width = self.index_SW.shape[1]
         index_T = self.index_SW[slots_T, offset_T.clamp(0, width - 1)]
         inside_T = (offset_T >= 0) & (offset_T < width) & (positions_T >= 0)
-        return GivenEmbeddings(torch.where(inside_T, index_T, -1), self.given_EX, self.added, self.adds_E)
+        whole = None
+        if self.more_SW is not None:
+            more_T = torch.where(inside_T, self.more_SW[slots_T, offset_T.clamp(0, width - 1)], 0)
+            more, positions = more_T.cpu().numpy(), positions_T.cpu().numpy()
+            whole = WholeRows(more_T, more, positions, self.windows_only) if more.any() else None
+        return GivenEmbeddings(
+            torch.where(inside_T, index_T, -1), self.given_EX, self.added, self.adds_E, whole
+        )

@@ -68,7 +68,7 @@ _QWEN = ModuleNaming(
 )
 NAMINGS: Mapping[str, ModuleNaming] = {
     **{"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO},
-    **{"qwen2_5_vl_text": _QWEN, "qwen3_vl_text": _QWEN},
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"), _QWEN),
 }
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
 

@@ -38,12 +38,15 @@ class Taps:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnEmbeddings:
     """What a drafter makes of a prompt's images by itself. `encode`: an image's tensors, as the target's processor
-    gives them -> [N, X], see `attention.given`; `num_bytes`: of its weights."""
+    gives them -> [N, X], see `attention.given`; `num_bytes`: of its weights; `is_whole`: an image's rows see each other
+    where the target's do, `windows_only`: in layers with windows alone."""
 
     encode: Callable[[Mapping[str, Tensor]], Tensor]
     hidden_size: int
     added: Added = NOTHING_ADDED
     num_bytes: int = 0
+    is_whole: bool = False
+    windows_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

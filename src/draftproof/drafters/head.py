@@ -306,7 +306,9 @@ class Recurrent(Unroll):
         i = _Fed(*given)
         features_TF = self._head.features(taps)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
-        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried))
+        whole = None if carried is None else carried.whole
+        rows = Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried, whole=whole)
+        attn = runtime.attention(rows)
         hidden_NH, feedback_NF = self._head(i.tokens_N, features_NF, attn)
         return (hidden_NH,) if feedback_NF is None else (hidden_NH, feedback_NF)
 

@@ -101,7 +101,12 @@ def own_embeddings(ctx: DraftContext) -> tuple[OwnEmbeddings, ...]:
     ctx.notes["images"] = "its own encoder's"
     return (
         OwnEmbeddings(
-            encode=encoder, hidden_size=s.model.hidden_size, added=own.added, num_bytes=encoder.num_bytes
+            encode=encoder,
+            hidden_size=s.model.hidden_size,
+            added=own.added,
+            num_bytes=encoder.num_bytes,
+            is_whole=own.is_whole,
+            windows_only=own.family.windows_only,
         ),
     )
 

@@ -132,7 +132,9 @@ class Parallel(Unroll):
             return ()
         i = _Fed(*given)
         features_NF = None if features_TF is None else runtime.ops.gather(features_TF, i.source_N)
-        attn = runtime.attention(Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried))
+        whole = None if carried is None else carried.whole
+        rows = Rows(i.positions_N, i.slots_N, i.context_lens_N, given=carried, whole=whole)
+        attn = runtime.attention(rows)
         return (self._head(i.tokens_N, features_NF, attn)[0],)
 
     def draft(

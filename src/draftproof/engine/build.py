@@ -34,6 +34,7 @@ from draftproof.engine import memory, operators, profile, reporting
 from draftproof.engine.acceptance import Acceptance
 from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import levels_of
+from draftproof.engine.encoders import CertifiedEncoder, name_of
 from draftproof.engine.engine import Engine
 from draftproof.engine.items import ItemStore, SlotItems
 from draftproof.engine.locate import locate
@@ -214,7 +215,11 @@ def _load_encoder(base: _Base, weights: WeightSource) -> int:
     if base.vision is None:
         return 0
     encoder = ImageEncoder(base.vision, weights, base.device, base.dtype)
-    base.items.encoders["image"] = encoder
+    # threads are a CPU's
+    is_certified = base.config.exact and base.device.type == "cpu"
+    base.items.encoders["image"] = (
+        CertifiedEncoder(encoder, name_of(base.vision, base.dtype)) if is_certified else encoder
+    )
     return encoder.num_bytes
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftproof.attention.given import NOTHING_ADDED, Added, GivenRows, WholeRows
 from draftproof.attention.turns import Turns, Window
+from draftproof.drafters.base import OwnEmbeddings
 from draftproof.engine.interface import Item, ScheduledRequest
 
 EMBEDS = "embeds"  # the kind of an item that is its embeddings
@@ -160,7 +161,7 @@ class SlotItems:
         turns: Turns | None = None,
         num_drafts: int = 0,
         *,
-        own: Mapping[Any, ItemStore] | None = None,
+        own: Mapping[OwnEmbeddings, ItemStore] | None = None,
         windows_only: bool = False,
     ) -> None:
         """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
@@ -247,14 +248,19 @@ class SlotItems:
             return None
         index_SW = np.full((self._num_slots, max(end - first for _, first, end in spans)), -1)
         first_S = np.zeros(self._num_slots, dtype=np.int64)
+        more_SW = np.zeros_like(index_SW)
         pieces, num_rows = list[_Piece](), 0
         for span in spans:
-            slot, first, _ = span
+            slot, first, end = span
             first_S[slot] = first
             for item, source in self._placed[slot]:
                 there = _overlap(span, item)
                 if not there:
                     continue
+                if item.is_whole:  # and all of it is computed in this step, or none
+                    rows_of_step = (slot, first + self._before, end - self._after)
+                    seeing = np.asarray(_overlap(rows_of_step, item), dtype=np.int64)
+                    more_SW[slot, seeing - first] = item.end - 1 - seeing
                 numbers = source.numbers(range(there.start - item.start, there.stop - item.start))
                 carried = numbers[numbers >= 0]
                 if len(carried):
@@ -264,8 +270,11 @@ class SlotItems:
                     num_rows += len(carried)
         if not pieces:
             return None
-        index, firsts = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S))
-        others = {own: partial(_rows_of, store, pieces, index, firsts) for own, store in self._own.items()}
+        index, firsts, more = (torch.from_numpy(x).to(self._device) for x in (index_SW, first_S, more_SW))
+        others: dict[object, Callable[[], GivenRows]] = {
+            own: partial(_own_rows, own, store, pieces, index, firsts, more)
+            for own, store in self._own.items()
+        }
         return replace(_rows_of(self._store, pieces, index, firsts), others=others)
 
 
@@ -300,6 +309,19 @@ def _rows_of(store: ItemStore, pieces: Sequence[_Piece], index_SW: Tensor, first
     return GivenRows(torch.cat(filled), index_SW, first_S, store.added, adds_E.to(index_SW.device))
 
 
+def _own_rows(
+    own: OwnEmbeddings,
+    store: ItemStore,
+    pieces: Sequence[_Piece],
+    index_SW: Tensor,
+    first_S: Tensor,
+    more_SW: Tensor,
+) -> GivenRows:
+    """The pieces as a drafter has them, whose rows may see each other where the target's do."""
+    found = _rows_of(store, pieces, index_SW, first_S)
+    return replace(found, more_SW=more_SW, windows_only=own.windows_only) if own.is_whole else found
+
+
 class _Axes(NamedTuple):
     """A prompt's positions up to the end of its last item, and what is added to a place behind it."""
 
@@ -330,10 +352,9 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
     return _Axes(np.concatenate(pieces, axis=1), shift)
 
 
-def furthest(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
-    """The largest position of an item's row, on any axis; 0 without items."""
-    placed = list(zip(items, inputs, strict=True))
-    return int(_axes_of(placed).axes_3P.max()) if placed else 0
+def num_ahead(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
+    """By how much text behind the items stands further than its place; 0 where it does not."""
+    return max(0, _axes_of(list(zip(items, inputs, strict=True))).shift) if items else 0
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:

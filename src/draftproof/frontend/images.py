@@ -32,6 +32,8 @@ VIDEO = "video"  # a key of multi_modal_data
 MOST_PIXELS = 1 << 26  # of an image as it is stored: a file of a few bytes may claim any number
 MOST_BYTES = 1 << 26  # of a file, or of a data URI
 MOST_ASPECT = 200  # of its longer side to its shorter one
+# Pillow's, of files: others run programs (EPS), or are no pictures of today
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, of 8 bits and fewer a channel
 
 
@@ -273,13 +275,11 @@ def _data(url: str, where: str) -> bytes:
 @contextlib.contextmanager
 def _errors_of(where: str) -> Iterator[None]:
     """Whatever is wrong with an image ends as a ValueError that begins with `where`."""
-    from PIL.Image import DecompressionBombError
-
     try:
         yield
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
-    except (OSError, SyntaxError, ArithmeticError, MemoryError, DecompressionBombError) as error:
+    except Exception as error:  # decoders of what strangers wrote raise anything, TypeError included
         raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
 
 
@@ -299,13 +299,15 @@ def _picture(image: Any, where: str) -> Any:
             )
         image = Path(image).read_bytes()
     if isinstance(image, bytes):
-        image = Image.open(io.BytesIO(image))
+        image = _opened(image, where)
     if not isinstance(image, Image.Image):
         raise ValueError(
             f"{where}={shown(image)}: must be a PIL image, a path, bytes of a file, or an array or tensor of uint8"
         )
     width, height = image.size
-    if not width or not height or width * height > MOST_PIXELS:
+    if not width or not height:
+        raise ValueError(f"{where}: has {width} x {height} pixels; give one with some")
+    if width * height > MOST_PIXELS:
         raise ValueError(
             f"{where}: has {width} x {height} pixels, at most {MOST_PIXELS} are read; scale it down"
         )
@@ -313,13 +315,26 @@ def _picture(image: Any, where: str) -> Any:
         raise ValueError(
             f"{where}: has {width} x {height} pixels: one side is more than {MOST_ASPECT} times the other; cut it"
         )
-    num_frames = getattr(image, "n_frames", 1)
+    # a photo (MPO) may hold smaller ones of itself
+    num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if num_frames > 1:
         raise ValueError(f"{where}: is animated, with {num_frames} frames; give one of them")
     if image.mode not in MODES:
         raise ValueError(f"{where}: is of mode {image.mode!r}: must be one of {', '.join(MODES)}; convert it")
     turned = ImageOps.exif_transpose(image)
     return turned.convert("RGB")
+
+
+def _opened(data: bytes, where: str) -> Any:
+    """A file of one of the formats that are read."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    try:
+        return Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        raise ValueError(f"{where}: is no {', '.join(formats)} file; give one") from None
 
 
 def _pixels(array: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from draftproof.engine.checks import check_request
 from draftproof.engine.interface import Item, RequestSpec
-from draftproof.engine.items import EMBEDS, ItemInput, ItemStore, furthest
+from draftproof.engine.items import EMBEDS, ItemInput, ItemStore, num_ahead
 from draftproof.frontend.images import IMAGE, VIDEO, ImageReader
 from draftproof.frontend.text import Tokenizer
 from draftproof.frontend.videos import VideoReader
@@ -102,7 +102,8 @@ class InputProcessor:
     def spec(self, given: PreparedRequest, arrival: int, index: int = 0) -> RequestSpec:
         """Choice number `index` of a request, the engine's `arrival`-th."""
         token_ids, params = given.prompt_token_ids, given.params
-        room = self._max_model_len - len(token_ids)
+        # positions end where the model's do, wherever the text's places do
+        room = self._max_model_len - len(token_ids) - num_ahead(given.items, given.inputs)
         scores_prompt = params.prompt_logprobs is not None
         return RequestSpec(
             token_ids=token_ids,  # one list for all choices: the scheduler knows them by it
@@ -168,10 +169,11 @@ class InputProcessor:
         images = self.images.read(data.get(IMAGE, []))
         videos = VideoReader(self.images, self.tokenizer).read(data.get(VIDEO, []))
         token_ids, items, inputs = self.images.place(plain.token_ids, images, videos, self.tokenizer)
-        if (last := furthest(items, inputs)) >= self._max_model_len:
+        ahead = num_ahead(items, inputs)
+        if ahead and (last := len(token_ids) + ahead) >= self._max_model_len:
             raise ValueError(
-                f"multi_modal_data: a row stands at position {last}, at most max_model_len={self._max_model_len} are "
-                "there; leave images or frames out, or say that frames follow each other sooner"
+                f"multi_modal_data: the answer stands at position {last}, at most max_model_len={self._max_model_len} "
+                "are there; leave images or frames out, or say that frames follow each other sooner"
             )
         return Encoded(plain.text, token_ids, items, inputs)
 

@@ -108,7 +108,7 @@ class VideoReader:
         frames: Sequence[Any],
         family: VideoFamily,
     ) -> Parts:
-        """Groups in one run, each at its time; text goes on past one image's sides, as in transformers."""
+        """Groups in one run, each at its time; text goes on past what lies furthest: the last time or a side."""
         from transformers.video_utils import VideoMetadata
 
         vision, each = self._images.vision, self._images.processor.temporal_patch_size
@@ -123,7 +123,7 @@ class VideoReader:
             assert found is not None
             axes, advance = found
             is_last = len(parts) + 1 == len(groups)
-            places = Places(axes + np.array([[time], [0], [0]]), advance if is_last else 0)
+            places = Places(axes + np.array([[time], [0], [0]]), max(advance, time + 1) if is_last else 0)
             parts.append(self._item(tensors, places))
         return parts
 

@@ -63,16 +63,19 @@ class MoEFamily:
     """A family's part in the table: names of config keys and of tensors, and the kind of routing.
 
     `count`: keys for the number of experts, the first found counts. `normalized`: chosen weights sum to 1; a constant
-    or the key that says so. `parts`: gate, up and down of an expert, a tensor each. `blocks`: where in a layer the
-    experts are, the first found counts.
+    or the key that says so, and `default_normalized` where it is missing, None: it must be there. `parts`: gate, up and
+    down of an expert, a tensor each. `blocks`: where in a layer the experts are, the first found counts. `turned`: a
+    tensor of all experts may hold their weights transposed.
     """
 
     scoring: Scoring
     count: tuple[str, ...]
     width: str = "moe_intermediate_size"
     normalized: bool | str = "norm_topk_prob"
+    default_normalized: bool | None = None
     blocks: tuple[str, ...] = ("mlp",)
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    turned: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
@@ -201,6 +204,24 @@ _ROWS: Mapping[str, Family] = {
             windows="never",
             ffn="experts",
             moe=MoEFamily(scoring="softmax", count=("num_experts", "num_local_experts")),
+        ),
+        # transformers' config has no norm_topk_prob; in published files it is true.
+        Family(
+            model_type="qwen3_vl_moe_text",
+            architectures=("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextModel"),
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows="never",
+            default_theta=5e5,
+            interleaved_axes=True,
+            ffn="experts",
+            moe=MoEFamily(
+                scoring="softmax",
+                count=("num_experts", "num_local_experts"),
+                default_normalized=True,
+                turned=True,
+            ),
         ),
         Family(
             model_type="glm4_moe",

@@ -220,6 +220,24 @@ _PIXTRAL = VisionFamily(
     text_defaults={"mistral": _MISTRAL},
 )
 
+_QWEN3_VL = VisionFamily(
+    model_type="qwen3_vl",
+    architectures=("Qwen3VLForConditionalGeneration",),
+    text="qwen3_vl_text",
+    keys=schema.words(
+        "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
+    ),
+    inputs=("pixel_values", "image_grid_thw"),
+    num_rows=_rows_of_grid,
+    places=_places_of_grid,
+    added=_deepstack,
+    video=VideoFamily(
+        marks=("vision_start_token_id", "vision_end_token_id"),
+        frame_size=_size_in_video,
+        pixels=(128 * 32 * 32, 768 * 32 * 32),
+    ),
+)
+
 FAMILIES: Mapping[str, VisionFamily] = {
     row.model_type: row
     for row in (
@@ -236,22 +254,12 @@ FAMILIES: Mapping[str, VisionFamily] = {
             places=_places_of_grid,
             video=VideoFamily(frame_size=_size_of_frame, pixels=(128 * 28 * 28, 768 * 28 * 28)),
         ),
-        VisionFamily(
-            model_type="qwen3_vl",
-            architectures=("Qwen3VLForConditionalGeneration",),
-            text="qwen3_vl_text",
-            keys=schema.words(
-                "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
-            ),
-            inputs=("pixel_values", "image_grid_thw"),
-            num_rows=_rows_of_grid,
-            places=_places_of_grid,
-            added=_deepstack,
-            video=VideoFamily(
-                marks=("vision_start_token_id", "vision_end_token_id"),
-                frame_size=_size_in_video,
-                pixels=(128 * 32 * 32, 768 * 32 * 32),
-            ),
+        _QWEN3_VL,
+        replace(
+            _QWEN3_VL,
+            model_type="qwen3_vl_moe",
+            architectures=("Qwen3VLMoeForConditionalGeneration",),
+            text="qwen3_vl_moe_text",
         ),
         VisionFamily(
             model_type="llava",
@@ -484,6 +492,7 @@ def _flat(found: Tensor | Sequence[Tensor]) -> Tensor:
 _STUMP: Settings = {
     **{"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "intermediate_size": 8},
     **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    **{"moe_intermediate_size": 8},
 }
 
 

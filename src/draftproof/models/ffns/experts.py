@@ -31,7 +31,7 @@ from draftproof.schema import flag, ids, number, shown, whole
 class ExpertsConfig:
     """`width`: an expert's intermediate size; `shared`: what every row goes through besides; `biased`: routing adds a
     correction to the scores; `blocks`: where in a layer they are, the first found counts; `parts`: gate, up and down of
-    an expert, a tensor each."""
+    an expert, a tensor each; `turned`: see `MoEFamily`."""
 
     num_experts: int
     width: int
@@ -41,6 +41,7 @@ class ExpertsConfig:
     gelu: bool = False
     blocks: tuple[str, ...] = ()
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    turned: bool = False
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, hidden_size: int) -> MoE:
         """The router's few choose among experts, and their weights are products of another kind: both stay
@@ -133,7 +134,7 @@ class Experts:
         self._num_experts = config.num_experts
         self._shared = shared
         gate, up, down = config.parts
-        weights = ExpertWeights(builder, prefix, config.num_experts)
+        weights = ExpertWeights(builder, prefix, config.num_experts, config.turned)
         self._gate_up = weights.load((gate, up), "gate_up_proj", config.width, hidden)
         self._down = weights.load((down,), "down_proj", hidden, config.width, out_dtype=torch.float32)
 
@@ -148,10 +149,12 @@ class Experts:
 class ExpertWeights:
     """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
 
-    def __init__(self, builder: LayerBuilder, prefix: str, num_experts: int) -> None:
+    def __init__(self, builder: LayerBuilder, prefix: str, num_experts: int, turned: bool = False) -> None:
+        """turned: see `MoEFamily`."""
         self._builder = builder
         self._prefix = prefix
         self._num_experts = num_experts
+        self._turned = turned
 
     def load(
         self,
@@ -173,10 +176,17 @@ class ExpertWeights:
 
         whole = f"{self._prefix}.{packed}"
         is_packed = f"{self._prefix}.0.{parts[0]}.weight" not in builder.weights and whole in builder.weights
-        weights = builder.tensor(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
+        weights = self._packed(whole, (self._num_experts, rows, in_size)).unbind() if is_packed else each()
         return builder.planner.pack_experts(
             self._num_experts, weights, out_dtype=out_dtype, exact=builder.exact
         )
+
+    def _packed(self, name: str, shape: tuple[int, int, int]) -> Tensor:
+        """The weights of all experts; a tensor of another shape than theirs lies transposed, where that is known."""
+        turned = (shape[0], shape[2], shape[1])
+        if self._turned and self._builder.weights.shape(name, 3) not in (shape, None):
+            return self._builder.tensor(name, turned).mT.contiguous()
+        return self._builder.tensor(name, shape)
 
 
 def read(given: Given) -> list[FfnConfig]:
@@ -190,11 +200,11 @@ def read(given: Given) -> list[FfnConfig]:
         raise ValueError(f"{where}: num_experts_per_tok={top_k}: must be at most {count_key}={num_experts}")
     normalized = family.normalized
     if isinstance(normalized, str):
-        if raw.get(normalized) is None:
+        if raw.get(normalized) is None and family.default_normalized is None:
             raise ValueError(
                 f"{where}: {normalized} is missing: it decides how experts are weighted; add true or false"
             )
-        normalized = flag(raw, normalized, where)
+        normalized = flag(raw, normalized, where, default=bool(family.default_normalized))
     sigmoid = family.scoring == "biased_sigmoid"
     groups, top_groups = _groups(raw, num_experts, top_k, where) if sigmoid else (1, 1)
     width = whole(raw, family.width, where)
@@ -215,6 +225,7 @@ def read(given: Given) -> list[FfnConfig]:
         shared=DenseConfig(width=width * num_shared, bias=bias) if num_shared else None,
         blocks=family.blocks,
         parts=family.parts,
+        turned=family.turned,
     )
     dense = DenseConfig(width=given.whole("intermediate_size"), bias=bias)
     num_layers = given.num_layers
