@@ -15,12 +15,11 @@ from draftproof.engine.acceptance import (
     RequestClass,
 )
 from draftproof.engine.core import PLAIN_EVERY
-from draftproof.engine.costs import Curve, DraftCosts, StepCosts, StepOutcome, rounded_rows
+from draftproof.engine.costs import ROW_SIZES, Curve, DraftCosts, StepCosts, StepOutcome, rounded_rows
 from draftproof.engine.policy import ROUNDS_KEPT, STAKE, WORTH_IT, AutoPolicy, FixedPolicy
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
-ROUNDED = [*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 60]  # rows beside one for each request
 
 
 def costs(
@@ -354,12 +353,19 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
 
 
 def test_sizes_of_steps_come_again() -> None:
-    """Never fewer rows than there are, less than a quarter more drafts, and few sizes."""
-    found = {extra: rounded_rows(4, 4 + extra, 20) - 4 for extra in range(61)}
-    assert all(extra <= rounded < extra * 1.25 for extra, rounded in found.items() if extra)
-    assert sorted(set(found.values())) == ROUNDED
+    """Never fewer rows than there are, at most one in eight more, and few sizes, whoever's rows they are."""
+    found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, 65) if n <= r * 21}
+    assert all(n <= rounded <= n * 9 / 8 for (_, n), rounded in found.items())
+    drafting = {rounded for (r, n), rounded in found.items() if n > r}
+    assert drafting - set(ROW_SIZES) == {21, 42, 63} and max(drafting) == 64, (
+        "those with all drafts there are"
+    )
+
+
+def test_without_drafts_nothing_is_rounded() -> None:
+    assert [rounded_rows(n, n, 5) for n in (17, 19, 33)] == [17, 19, 33]
 
 
 def test_nobody_verifies_more_than_there_may_be_and_large_steps_stay_as_they_are() -> None:
-    assert rounded_rows(1, 10, 9) == 10 < rounded_rows(1, 10, 10)
+    assert rounded_rows(1, 17, 16) == 17 < rounded_rows(1, 17, 17)
     assert rounded_rows(4, 61, 20) == 64 and rounded_rows(4, 65, 20) == 65 and rounded_rows(32, 64, 5) == 64
