@@ -128,8 +128,8 @@ class StepCosts:
     request read its keys together. `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: on a
     device that runs captured steps, the numbers of requests that steps are filled up to; each of them then has as many
     rows as the largest level among them asks for. `host_seconds`: of what a step is beside both passes.
-    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known. `spread`: times as long as
-    its fastest run that a usual run of a size took in the profile; much more than 1 where other programs ran.
+    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known. `spread`: times as long
+    as its fastest run that a usual run of a size took then; much more than 1 where other programs ran.
     """
 
     levels: tuple[int, ...]

@@ -29,10 +29,8 @@ EACH_CONTEXT, LEAST_CONTEXT = (
     1024,
 )  # tokens of each request where keys are to be read, and of all of them
 CONTEXT_REQUESTS = (4, 16, 64)  # where these are among the numbers
-MOST_SPREAD = (
-    1.3  # of runs of one size, beyond which other programs disturbed the profile: it is measured again
-)
-VERSION = 3  # of what is measured: profiles of another one are measured again
+MOST_SPREAD = 1.3  # a larger `StepCosts.spread`: other programs disturbed the profile
+VERSION = 3  # what is measured: profiles of another one are measured again
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
 

@@ -87,7 +87,7 @@ class _Table(Generic[E]):
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_warming = 0
-        self._num_keepers = Counter[int]()  # of each piece of memory
+        self._num_keepers = Counter[int]()  # entries that keep a piece of memory
         self._entries: OrderedDict[Key, E] = OrderedDict()
         self._pinned: dict[Key, E] = {}
         self._num_met: OrderedDict[Key, int] = OrderedDict()
@@ -114,7 +114,7 @@ class _Table(Generic[E]):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of the least recently used entry."""
+        """The least recently used entry goes; memory that no other keeps is free."""
         _, gone = self._entries.popitem(last=False)
         self._num_keepers.subtract(gone.sizes.keys())
         for address, size in gone.sizes.items():
