@@ -25,6 +25,7 @@ class FakeRunner:
         self.buckets, self.max_num_seqs, self.slowness = buckets, max_num_seqs, slowness
         self.runs: list[StepSize] = []
         self.prepared: list[int] = []
+        self.most_prepared = 1000
         self.now = 0.0
         self.disturbed = 0.0  # how much longer two runs in three take
 
@@ -41,8 +42,9 @@ class FakeRunner:
         self.now += 0.001
         return (target + draft, 0.0) if self.buckets else (target, draft)
 
-    def prepare_rows(self, num_rows: int) -> None:
+    def prepare_rows(self, num_rows: int) -> bool:
         self.prepared.append(num_rows)
+        return num_rows < self.most_prepared
 
 
 @pytest.mark.parametrize("buckets", [(), (1, 2, 4, 8, 16)])
@@ -95,6 +97,9 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
     few = FakeRunner(max_num_seqs=3)
     profile.costs_of(few, LEVELS, {"pair": 1}, tmp_path)
     assert few.prepared == [*range(1, 17), 18], "steps of three requests have no more rows"
+    few.most_prepared = 4
+    profile.costs_of(few, LEVELS, {"pair": 1}, tmp_path)
+    assert few.prepared[17:] == [1, 2, 3, 4], "there is no memory for more"
     for other in (lambda: ({"pair": 2}, LEVELS), lambda: ({"pair": 1}, (0, 5))):
         identity, levels = other()
         found = profile.costs_of(FakeRunner(slowness=3), levels, identity, tmp_path)

@@ -47,7 +47,7 @@ class Measured(Protocol):
     def max_model_len(self) -> int: ...
 
     def measure(self, size: StepSize) -> tuple[float, float]: ...
-    def prepare_rows(self, num_rows: int) -> None: ...
+    def prepare_rows(self, num_rows: int) -> bool: ...
 
 
 def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
@@ -91,9 +91,9 @@ def _prepare(
     that steps are filled up to."""
     end, most = clock() + SECONDS, levels[-1]
     for num_rows in ROW_SIZES:
-        if runner.buckets or clock() > end or num_rows > runner.max_num_seqs * (1 + most):
+        is_met = num_rows <= runner.max_num_seqs * (1 + most)
+        if runner.buckets or clock() > end or not is_met or not runner.prepare_rows(num_rows):
             break
-        runner.prepare_rows(num_rows)
     for num_verified in sorted({rounded_rows(1, 1 + k, most) - 1 for k in range(most + 1)}):
         for num_drafts in levels if runner.on_device else levels[-1:]:
             for _ in range(OFTEN):

@@ -50,6 +50,7 @@ from draftproof.sampling.verifier import Verifier, VerifyResult
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_PREPARED_BYTES = 1 << 26  # memory of programs, beyond which none is recorded before it is needed
 PassOutputs = tuple[IntegerRows, Tensor, Tensor]  # result_RX, logits_MV, hidden_TH
 
 
@@ -563,16 +564,18 @@ class ModelRunner:
             self.step_tensors(shape, self.state.idle(shape))
 
     @_as_certified
-    def prepare_rows(self, num_rows: int) -> None:
-        """Record the target's pass of so many rows, a part of all steps with as many, whoever's they are."""
+    def prepare_rows(self, num_rows: int) -> bool:
+        """Record the target's pass of so many rows, a part of all steps with as many, whoever's they are. False where
+        it is not, or is to be the last, since such passes keep much memory."""
         if num_rows > self.max_model_len:
-            return
+            return False
         idle = ScheduledRequest(self.state.scratch_slot, 0, num_rows, 1, self.num_drafts)
         shape = self._widened(BatchShape.of([idle], repeats=True))
         rows, _ = self.state.fill(shape, self.state.load([idle], shape))
         taps = self._taps(shape)
         target = partial(self.target_pass, shape.most_rows, taps, None, None, None)
-        self.graphs.prepare(_target_key(shape, taps), target, rows.inputs)
+        is_recorded = self.graphs.prepare(_target_key(shape, taps), target, rows.inputs)
+        return is_recorded and self.graphs.num_bytes < MOST_PREPARED_BYTES
 
     @_as_certified
     def measure(self, size: StepSize) -> tuple[float, float]:

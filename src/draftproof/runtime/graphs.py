@@ -56,6 +56,11 @@ class Graphs(Protocol):
         """Runs so far that took longer than such runs will, since what they run may yet be recorded."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that recordings keep, but for what was prepared on a GPU."""
+        ...
+
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         """Record `function` now, which calls it. False if nothing was recorded."""
         ...
@@ -142,6 +147,7 @@ class Eager:
 
     calls_once = True
     num_warming = 0
+    num_bytes = 0
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False
@@ -307,6 +313,10 @@ class Captured:
     @property
     def num_warming(self) -> int:
         return self._table.num_warming
+
+    @property
+    def num_bytes(self) -> int:
+        return self._table.num_bytes
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         self._table.pin(key, self._capture(key[0], function, inputs))
