@@ -92,7 +92,8 @@ class Curve:
         slope = (self.points[high] - self.points[low]) / (high - low)
         if size > high or size < low:
             slope = max(0.0, slope)
-        return max(1e-9, self.points[low] + slope * (size - low))
+        near = high if size > high else low
+        return max(1e-9, self.points[near] + slope * (size - near))
 
 
 @dataclass(slots=True)
