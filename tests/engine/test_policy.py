@@ -80,6 +80,13 @@ def test_useless_drafts_are_not_asked_for() -> None:
     assert chosen(policy(0.02, row=0.05, step=0.1), {0: 1}) == {0: 0}
 
 
+@pytest.mark.parametrize("buckets", [(), (1,)])
+def test_drafts_that_gain_less_than_predictions_are_off_are_not_asked_for(buckets: tuple[int, ...]) -> None:
+    for speedup, expected in ((1.02, 0), (1.05, 1)):
+        its = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1), buckets=buckets)
+        assert chosen(its, {0: 1}) == {0: expected}
+
+
 def test_expensive_drafts_are_asked_for_sparingly() -> None:
     cheap, dear = (chosen(policy(0.7, row=r, step=s), {0: 1})[0] for r, s in ((0.01, 0.02), (0.05, 0.25)))
     assert 0 < dear < cheap
