@@ -65,7 +65,7 @@ def test_a_slow_machine_measures_what_it_cannot_do_without() -> None:
     runner = FakeRunner()
     clock = iter(range(1000))
     profile.measure(runner, StepCosts(LEVELS), clock=lambda: float(next(clock)))
-    assert {size.num_requests for size in runner.runs[3:]} == {1, 4} and len(runner.runs) < 40
+    assert {size.num_requests for size in runner.runs[3:]} == {1, 4} and len(runner.runs) <= 40
     assert {size.num_drafts for size in runner.runs} == set(LEVELS)
 
 
@@ -123,6 +123,14 @@ def test_what_was_measured_on_a_busy_machine_does_not_last(tmp_path: Path) -> No
     found, _ = engine(1.0, 0.1)
     assert found == calm
     assert engine(3.0, 0.0) == (calm, many)
+
+
+def test_a_machine_too_busy_to_measure_twice_is_known_to_be() -> None:
+    runner, costs = FakeRunner(), StepCosts(LEVELS)
+    runner.disturbed = 4.0
+    clock = iter(range(1000))
+    profile.measure(runner, costs, clock=lambda: float(next(clock)))
+    assert costs.spread > profile.MOST_SPREAD
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), -1.0])

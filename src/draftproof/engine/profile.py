@@ -113,7 +113,7 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             if clock() > end and (number or size not in indispensable):
                 continue
             prepared = 0 if number else OFTEN  # the first runs of a size prepare it
-            for run in range(max(IN_A_ROW, prepared + 1)):
+            for run in range(max(IN_A_ROW, prepared + 2)):  # a single run says nothing of its spread
                 times = runner.measure(size)
                 if run >= prepared:
                     found.setdefault(size, []).append(times)
