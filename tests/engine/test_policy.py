@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from draftproof.engine.acceptance import (
+    OWN_FADING,
+    OWN_MEMORY,
     POOL_WEIGHT,
     SHARES,
     Acceptance,
@@ -15,12 +18,29 @@ from draftproof.engine.acceptance import (
     RequestClass,
 )
 from draftproof.engine.core import PLAIN_EVERY
-from draftproof.engine.costs import Curve, DraftCosts, StepCosts, StepOutcome, rounded_rows
-from draftproof.engine.policy import ROUNDS_KEPT, STAKE, WORTH_IT, AutoPolicy, FixedPolicy
+from draftproof.engine.costs import (
+    PROMPT_RATE,
+    ROW_SIZES,
+    Curve,
+    DraftCosts,
+    StepCosts,
+    StepOutcome,
+    rounded_rows,
+)
+from draftproof.engine.policy import (
+    ALLOWANCE,
+    INCOME,
+    MOST_SAVED,
+    ROUNDS_KEPT,
+    STAKE,
+    TOLD_KEPT,
+    WORTH_IT,
+    AutoPolicy,
+    FixedPolicy,
+)
 from tests.engine.test_scheduler import request
 
 LEVELS = (0, 1, 2, 3, 5, 8)
-ROUNDED = [*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 60]  # rows beside one for each request
 
 
 def costs(
@@ -38,8 +58,12 @@ def costs(
     return found
 
 
-def policy(rate: float = 0.6, **given: float) -> AutoPolicy:
-    return AutoPolicy(costs(**given), Acceptance(8, expected=rate))  # type: ignore[arg-type]
+def policy(rate: float = 0.6, **given: Any) -> AutoPolicy:
+    return AutoPolicy(costs(**given), Acceptance(8, expected=rate))
+
+
+def plain_step(seconds: float, context: int = 0) -> StepOutcome:
+    return StepOutcome(1, 1, 0, 1, context, seconds, 0.0)
 
 
 def chosen(policy: AutoPolicy, counts: Mapping[int, int]) -> dict[int, int]:
@@ -54,6 +78,13 @@ def test_good_and_cheap_drafts_are_asked_for_in_full() -> None:
 
 def test_useless_drafts_are_not_asked_for() -> None:
     assert chosen(policy(0.02, row=0.05, step=0.1), {0: 1}) == {0: 0}
+
+
+@pytest.mark.parametrize("buckets", [(), (1,)])
+def test_drafts_that_gain_less_than_predictions_are_off_are_not_asked_for(buckets: tuple[int, ...]) -> None:
+    for speedup, expected in ((1.02, 0), (1.05, 1)):
+        its = policy(0.5, row=0.0, step=1.5 / speedup - 1.0, levels=(0, 1), buckets=buckets)
+        assert chosen(its, {0: 1}) == {0: expected}
 
 
 def test_expensive_drafts_are_asked_for_sparingly() -> None:
@@ -151,8 +182,9 @@ def test_a_text_that_becomes_predictable_again_is_noticed() -> None:
     assert run(its, 0.9, 3000) < 0.75 * plain_seconds()
 
 
-def test_savings_limit_what_a_step_may_lose() -> None:
-    poor, rich = policy(0.95), policy(0.95)
+@pytest.mark.parametrize("buckets", [(), (1, 2)])
+def test_savings_limit_what_a_step_may_lose(buckets: tuple[int, ...]) -> None:
+    poor, rich = (policy(0.95, buckets=buckets) for _ in range(2))
     poor.savings, rich.savings = 0.0, 10.0
     assert poor.choose([request(4)], 0) == [0] and not poor.will_draft(request(4), 0)
     assert rich.choose([request(4)], 0) == [8] and rich.will_draft(request(4), 0)
@@ -212,6 +244,85 @@ def test_a_choice_holds_for_few_rounds_and_for_its_requests_only() -> None:
     assert its.choose([one, other], 0)[0] > new
 
 
+def test_a_choice_of_no_drafts_holds_until_enough_steps_were_told_of() -> None:
+    its, one = policy(0.02), request(4)
+    assert its.choose([one], 0) == [0]
+    its.acceptance = Acceptance(8, expected=0.95)
+    for _ in range(TOLD_KEPT - 1):
+        its.finished(plain_step(1.0))
+        assert its.choose([one], 0) == [0]
+    its.finished(plain_step(1.0))
+    assert its.choose([one], 0)[0] > 0
+
+
+def test_a_choice_with_drafts_ends_when_the_savings_do() -> None:
+    its, one = policy(0.95), request(4)
+    assert its.choose([one], 0) == [8]
+    its.savings = 0.5
+    its.finished(StepOutcome(1, 9, 8, 1, 0, 1.6, 0.0))
+    assert its.choose([one], 0) == [0]
+
+
+def test_a_choice_is_for_as_many_others() -> None:
+    its, one = policy(0.6, row=0.2, step=0.01), request(4)
+    assert its.choose([one], 0)[0] > 0 == its.choose([one], 300)[0]
+
+
+def test_who_gets_no_drafts_is_known_less_with_each_step() -> None:
+    its, one, other = policy(0.02), request(4), request(4, 1)
+    drafted = policy(0.95)
+    for r in (one, other):
+        r.record.hits = r.record.asked = 1.0
+    for _ in range(5):
+        its.choose([one], 0)
+        drafted.choose([other], 0)
+    its.choose([], 0)
+    assert its.choose([one], 1) == [0] and drafted.choose([other], 1)[0] > 0
+    assert one.record.hits == one.record.asked == pytest.approx(OWN_FADING**5)
+    assert other.record.hits == 1.0
+
+
+def test_a_disturbed_step_costs_no_savings() -> None:
+    """It is counted as such steps are known to take, as is what a plain one would have taken."""
+    its = policy()
+    for _ in range(5):
+        its.finished(StepOutcome(1, 4, 3, 3, 0, its.costs.step(1, 4, 3), 0.0))
+    before = its.savings
+    its.finished(StepOutcome(1, 4, 3, 3, 0, 50 * its.costs.step(1, 4, 3), 0.0))
+    assert its.savings > before
+
+
+def test_savings_are_bounded_and_grow_in_steps_without_drafts() -> None:
+    its = policy()
+    its.finished(plain_step(1.0))
+    assert its.savings == ALLOWANCE + INCOME
+    for _ in range(100):
+        its.finished(StepOutcome(1, 9, 8, 9, 0, 1.6, 0.0))
+    assert its.savings == MOST_SAVED
+    for _ in range(1000):
+        its.finished(StepOutcome(1, 9, 8, 1, 0, 1.6, 0.0))
+    assert its.savings == 0.0
+
+
+def test_what_drafts_there_were_is_forgotten_while_there_are_none() -> None:
+    its = policy(0.6)
+    for _ in range(100):
+        its.acceptance.count(AcceptanceRecord(), 1, 0)
+    known = its.acceptance.accepted.estimates[0]
+    for _ in range(1000):
+        its.finished(plain_step(1.0))
+    assert known < 0.1 and its.acceptance.accepted.estimates[0] == pytest.approx(0.6, abs=0.01)
+
+
+def test_a_choice_counts_the_keys_that_the_last_step_read() -> None:
+    its, one = policy(0.3, row=0.2, step=0.3), request(4)
+    its.costs.context = Curve({0: 0.0, 1000: 10.0})
+    assert its.choose([one], 0) == [0]
+    its._let_go()
+    its.finished(plain_step(11.25, context=1000))
+    assert its.choose([one], 0)[0] > 0, "keys are read once for all rows"
+
+
 def test_a_fixed_policy_is_fixed() -> None:
     assert FixedPolicy(3).choose([request(4), request(4, 1)], 0) == [3, 3] and FixedPolicy(3).will_draft(
         request(4), 5
@@ -255,10 +366,39 @@ def test_one_trial_moves_an_expectation_by_its_share() -> None:
     assert acceptance.accepted.estimates[0] == pytest.approx(0.6 * POOL_WEIGHT / (POOL_WEIGHT + 1))
 
 
+def test_only_what_was_observed_of_a_round_is_expected() -> None:
+    """A miss at the first draft says nothing of the seven behind it; and what is old weighs less."""
+    acceptance, record = Acceptance(8, expected=0.5), AcceptanceRecord()
+    acceptance.count(record, 8, 0)
+    assert record.expected_hits + record.expected_misses == 1.0 == record.misses
+    acceptance.count(record, 2, 2)
+    assert record.hits == 2.0 and record.misses == pytest.approx(OWN_MEMORY)
+    assert record.expected_hits + record.expected_misses == pytest.approx(OWN_MEMORY + 2)
+
+
+def test_an_expectation_weighs_as_much_after_many_rounds_as_before() -> None:
+    """Weights grow with the rounds, and are counted anew beyond a bound."""
+    acceptance = Acceptance(1, expected=0.6, memory=0.99)
+    for _ in range(5000):
+        acceptance.count(AcceptanceRecord(), 1, 0)
+        assert 0 <= acceptance.accepted.estimates[0] <= 0.6
+    num_trials = 1 / (1 - 0.99)
+    expected = 0.6 * POOL_WEIGHT / (POOL_WEIGHT + num_trials)
+    assert acceptance.accepted.estimates[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_rounds_without_drafts_say_nothing_of_how_long_drafts_are() -> None:
+    acceptance, record = Acceptance(3), AcceptanceRecord()
+    for _ in range(300):
+        acceptance.count_given(record, 3, 0)
+    assert acceptance.share < 0.1 and acceptance.longer[1] == 1.0
+
+
 def test_a_curve_goes_through_its_points_and_on_as_it_ended() -> None:
     curve = Curve({2: 1.0, 4: 2.0, 8: 2.5})
     assert [curve.at(n) for n in (2, 3, 6, 8, 16)] == pytest.approx([1.0, 1.5, 2.25, 2.5, 3.5])
     assert Curve({4: 2.0}).at(100) == 2.0
+    assert Curve({2: 2.0, 4: 1.5}).at(8) == 1.5 and Curve({2: 2.0, 4: 1.5}).at(1) == 2.0, "nor down again"
 
 
 def test_steps_are_charged_for_what_they_are_filled_up_to() -> None:
@@ -298,6 +438,33 @@ def test_one_slow_step_says_little() -> None:
     before = its.plain(1)
     its.observe(StepOutcome(1, 1, 0, 1, 0, 1000 * before, 0.0))
     assert its.plain(1) < 1.1 * before
+
+
+def test_one_slow_host_says_little() -> None:
+    its = costs()
+    for _ in range(50):
+        its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.1))
+    assert its.host_seconds == pytest.approx(0.1)
+    its.observe(StepOutcome(1, 1, 0, 1, 0, 100.0, 99.0))
+    assert its.host_seconds < 0.12
+
+
+def test_the_first_step_says_what_the_host_takes_and_the_first_prompt_the_drafter() -> None:
+    its = costs()
+    its.observe(StepOutcome(1, 1, 0, 1, 0, 1.3, 0.2))
+    its.observe_prompt(10, 1.0)
+    assert its.host_seconds == 0.2 and its.prompt_row_seconds == 0.1
+    its.observe_prompt(10, 2.0)
+    assert its.prompt_row_seconds == pytest.approx(0.1 + PROMPT_RATE * 0.1)
+
+
+def test_a_machine_s_pace_holds_for_sizes_that_were_not_met() -> None:
+    its = costs()
+    for _ in range(30):
+        its.observe(plain_step(2.0 * costs().plain(1)))
+    assert its.plain(16) == pytest.approx(2.0 * costs().plain(16), rel=0.05)
+    its.observe(StepOutcome(16, 16, 0, 16, 0, 3.0 * costs().plain(16), 0.0))
+    assert its.plain(16) > 2.2 * costs().plain(16) > 1.1 * its.plain(1) * costs().plain(16) / costs().plain(1)
 
 
 @pytest.mark.parametrize("buckets", [(), (4,)])
@@ -354,12 +521,19 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
 
 
 def test_sizes_of_steps_come_again() -> None:
-    """Never fewer rows than there are, less than a quarter more drafts, and few sizes."""
-    found = {extra: rounded_rows(4, 4 + extra, 20) - 4 for extra in range(61)}
-    assert all(extra <= rounded < extra * 1.25 for extra, rounded in found.items() if extra)
-    assert sorted(set(found.values())) == ROUNDED
+    """Never fewer rows than there are, at most one in eight more, and few sizes, whoever's rows they are."""
+    found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, 65) if n <= r * 21}
+    assert all(n <= rounded <= n * 9 / 8 for (_, n), rounded in found.items())
+    drafting = {rounded for (r, n), rounded in found.items() if n > r}
+    assert drafting - set(ROW_SIZES) == {21, 42, 63} and max(drafting) == 64, (
+        "those with all drafts there are"
+    )
+
+
+def test_without_drafts_nothing_is_rounded() -> None:
+    assert [rounded_rows(n, n, 5) for n in (17, 19, 33)] == [17, 19, 33]
 
 
 def test_nobody_verifies_more_than_there_may_be_and_large_steps_stay_as_they_are() -> None:
-    assert rounded_rows(1, 10, 9) == 10 < rounded_rows(1, 10, 10)
+    assert rounded_rows(1, 17, 16) == 17 < rounded_rows(1, 17, 17)
     assert rounded_rows(4, 61, 20) == 64 and rounded_rows(4, 65, 20) == 65 and rounded_rows(32, 64, 5) == 64

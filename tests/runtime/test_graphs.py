@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_what_cannot_be_recorded_takes_nobodys_place(
     tried = []
 
     def function(x_TH: Tensor) -> Tensor:
-        tried.append(library.is_recording)
+        tried.append(library.recorder is not None)
         return x_TH + 1
 
     for number in range(20):
@@ -116,10 +117,108 @@ def test_a_function_s_own_runs_become_part_of_its_program(library: native.Librar
     for _ in range(OFTEN):
         assert not recorded.holds(("outer",)), "what is run once is not worth recording"
         first = recorded.run(("outer",), outer, (rows(0),))
-    assert recorded.holds(("outer",)) and not recorded.holds(("inner",))
+    assert recorded.holds(("outer",)) and recorded.holds(("inner",))
     again = recorded.run(("outer",), outer, (rows(1),))
     assert again is first
     assert torch.equal(again["out"], ops.silu_mul(ops.concat((rows(1), rows(1)))))
+
+
+@pytest.mark.parametrize("num_runs", [0, OFTEN], ids=["as a part", "for itself"])
+def test_a_part_is_recorded_once_for_all_that_run_it(library: native.Library, num_runs: int) -> None:
+    """On its own buffers: what the others give it is copied there."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+    calls = []
+
+    def part(x_TH: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(x_TH))
+        return (ops.silu_mul(x_TH),)
+
+    def whole(times: int, x_TH: Tensor) -> tuple[Tensor, ...]:
+        (out_TH,) = recorded.run(("part",), part, (ops.concat((x_TH,)),))
+        return (ops.concat((out_TH,) * times),)
+
+    for _ in range(num_runs):
+        recorded.run(("part",), part, (rows(9),))
+    for times in (2, 3):
+        for seed in range(OFTEN):
+            (out,) = recorded.run(("whole", times), partial(whole, times), (rows(seed),))
+            assert torch.equal(out, torch.cat([ops.silu_mul(rows(seed))] * times, dim=1))
+    assert recorded.holds(("whole", 2)) and recorded.holds(("whole", 3))
+    assert len(calls) == OFTEN, "it is called to be counted, and to be recorded"
+    for seed, times in enumerate((2, 3, 2, 3), 1):
+        (out,) = recorded.run(("whole", times), partial(whole, times), (rows(seed),))
+        assert torch.equal(out, torch.cat([ops.silu_mul(rows(seed))] * times, dim=1))
+    (alone,) = recorded.run(("part",), part, (rows(7),))
+    assert torch.equal(alone, ops.silu_mul(rows(7))) and len(calls) == OFTEN
+
+
+def test_a_part_that_cannot_be_recorded_spoils_the_whole_and_no_other_part(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        (half_TH,) = recorded.run(("good",), lambda x_TH: (ops.silu_mul(x_TH),), (x_TH,))
+        (sum_TH,) = recorded.run(("bad",), lambda x_TH: (x_TH + 1,), (half_TH,))
+        return recorded.run(("last",), lambda x_TH: (ops.concat((x_TH, x_TH)),), (sum_TH,))
+
+    for seed in range(OFTEN):
+        (out,) = recorded.run(("whole",), whole, (rows(seed),))
+        assert torch.equal(out, (ops.silu_mul(rows(seed)) + 1).repeat(1, 2))
+    assert not recorded.holds(("whole",)) and not recorded.holds(("bad",))
+    assert recorded.holds(("good",)) and recorded.holds(("last",))
+
+
+def test_a_part_s_columns_of_something_wider_are_read_as_they_lie(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return recorded.run(("part",), lambda x_TH: (ops.silu_mul(x_TH),), (x_TH[:, :32],))
+
+    for seed in range(2 * OFTEN):
+        (out,) = recorded.run(("whole",), whole, (rows(seed),))
+        assert torch.equal(out, ops.silu_mul(rows(seed)[:, :32]))
+
+
+def test_memory_that_programs_share_counts_once_and_as_long_as_one_is_there(
+    library: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of 64 columns that makes 32; each of three programs is given 64 columns, and makes 64."""
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def whole(x_TH: Tensor) -> tuple[Tensor, ...]:
+        (half_TH,) = recorded.run(("part",), lambda x_TH: (ops.silu_mul(x_TH),), (x_TH,))
+        return (ops.concat((half_TH, half_TH)),)
+
+    for number in range(3):
+        assert recorded.prepare(("whole", number), whole, (rows(0, 1),))
+        assert recorded.num_bytes == 4 * (64 + 32 + (number + 1) * (64 + 64))
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
+    assert recorded.prepare(("rows", 1), lambda x_TH: (ops.silu_mul(x_TH),), (rows(0, 1),))
+    assert recorded.recorded_keys() == [("whole", 2), ("rows", 1)]
+    assert recorded.num_bytes == 4 * (64 + 32 + (64 + 64) + (64 + 32)), "a program has not given its part up"
+
+
+def test_what_is_prepared_or_asked_for_at_once_is_recorded_at_once(library: native.Library) -> None:
+    ops, recorded = select(torch.device("cpu"), library), Recorded(library)
+
+    def function(x_TH: Tensor) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(x_TH),)
+
+    recorded.run(("key",), function, (rows(0),))
+    assert not recorded.holds(("key",)) and recorded.num_warming == 1
+    recorded.run(("key",), function, (rows(0),), at_once=True)
+    number = recorded.holds(("key",))
+    assert number and recorded.num_warming == 1, "it took no longer than such runs will"
+    assert recorded.prepare(("key",), function, (rows(0),)) and recorded.holds(("key",)) == number
+    tried = []
+
+    def other(x_TH: Tensor) -> tuple[Tensor, ...]:
+        tried.append(library.recorder is not None)
+        return (x_TH + 1,)
+
+    assert not recorded.prepare(("other",), other, (rows(0),))
+    for _ in range(2 * OFTEN):
+        recorded.run(("once",), other, (rows(0),), at_once=True)
+    assert tried == [True, True] + [False] * (2 * OFTEN - 1), "what failed is not tried again"
 
 
 def test_nothing_is_held_of_a_function_that_cannot_be_recorded(library: native.Library) -> None:

@@ -19,6 +19,7 @@ PROMPT_RATE = 0.25  # weight of a step with prompts in what these take the draft
 MOST_SLOWER_HOST = 2.0  # times as long as before: what is beyond says no more
 MOST_CAPTURED_ROWS = 256  # of a captured step whose number of drafts is chosen
 MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
+ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
 GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
 GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
 
@@ -33,16 +34,16 @@ def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
-    """What a decoding step's rows are filled up to where each size is recorded once: it takes some steps' time, and
-    requests with other numbers of drafts make other sizes every step. R and up to 8, 10, 12, 14, 16, 20, 24, ... rows,
-    and nobody verifies more than `most_drafts`; steps that are too large to be recorded stay as they are.
+    """What the rows of a decoding step with drafts are filled up to where each size is recorded once: it takes some
+    steps' time, and requests with other numbers of drafts make other sizes every step. One of `ROW_SIZES`, but nobody
+    verifies more than `most_drafts`; steps that are too large to be recorded stay as they are.
 
-    Example: four requests with 6, 2, 5 and 4 rows: 17, which is 4 and 13, and becomes 4 and 14.
+    Example: four requests with 6, 2, 5 and 4 rows: 17, which becomes 18.
     """
-    extra = num_rows - num_requests
-    unit = 1 << max(0, (extra - 1).bit_length() - 3) if extra > 1 else 1
-    rounded = num_requests + -(-extra // unit) * unit
-    return max(num_rows, min(rounded, num_requests * (1 + most_drafts), MAX_GRAPH_ROWS))
+    if not num_requests < num_rows <= MAX_GRAPH_ROWS:
+        return num_rows
+    rounded = ROW_SIZES[bisect_left(ROW_SIZES, num_rows)]
+    return min(rounded, num_requests * (1 + most_drafts))
 
 
 class StepOutcome(NamedTuple):
@@ -91,7 +92,8 @@ class Curve:
         slope = (self.points[high] - self.points[low]) / (high - low)
         if size > high or size < low:
             slope = max(0.0, slope)
-        return max(1e-9, self.points[low] + slope * (size - low))
+        near = high if size > high else low
+        return max(1e-9, self.points[near] + slope * (size - near))
 
 
 @dataclass(slots=True)
@@ -127,7 +129,8 @@ class StepCosts:
     request read its keys together. `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: on a
     device that runs captured steps, the numbers of requests that steps are filled up to; each of them then has as many
     rows as the largest level among them asks for. `host_seconds`: of what a step is beside both passes.
-    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known.
+    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known. `spread`: times as long
+    as its fastest run that a usual run of a size took then; much more than 1 where other programs ran.
     """
 
     levels: tuple[int, ...]
@@ -138,6 +141,7 @@ class StepCosts:
     context_row_seconds: float = 0.0
     host_seconds: float = 0.0
     prompt_row_seconds: float = 0.0
+    spread: float = 1.0
     _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
     _last: int = 0  # that of the last step
     _num_told: int = 0
@@ -241,21 +245,22 @@ class StepCosts:
             "draft": {str(r): _written(curve) for r, curve in self.draft.by_requests.items()},
             "context": _written(self.context),
             "context_row_seconds": self.context_row_seconds,
+            "spread": self.spread,
         }
 
     def read_json(self, raw: Any) -> None:
         """Take over what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
         target, context = _read(raw["target"]), _read(raw["context"])
-        row_seconds = float(raw["context_row_seconds"])
+        row_seconds, spread = float(raw["context_row_seconds"]), float(raw["spread"])
         draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}
         behind = [row_seconds, *context.points.values()]
         drafts = [seconds for curve in draft.values() for seconds in curve.points.values()]
-        if not all(map(math.isfinite, [*behind, *target.points.values(), *drafts])):
+        if not all(map(math.isfinite, [spread, *behind, *target.points.values(), *drafts])):
             raise ValueError("not a profile: numbers that are none")
-        if not target.points or min(target.points.values()) <= 0 or min(behind) < 0:
+        if not target.points or min(target.points.values()) <= 0 or min(behind) < 0 or spread < 1:
             raise ValueError("not a profile")
         self.target, self.draft = target, DraftCosts(draft)
-        self.context, self.context_row_seconds = context, row_seconds
+        self.context, self.context_row_seconds, self.spread = context, row_seconds, spread
 
 
 def _written(curve: Curve) -> dict[str, float]:

@@ -5,14 +5,16 @@ R requests, k drafts of each.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftproof.engine.costs import MAX_GRAPH_ROWS, Curve, StepCosts, levels_of, rounded_rows
+from draftproof.engine.costs import MAX_GRAPH_ROWS, ROW_SIZES, Curve, StepCosts, levels_of, rounded_rows
 from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
@@ -27,7 +29,8 @@ EACH_CONTEXT, LEAST_CONTEXT = (
     1024,
 )  # tokens of each request where keys are to be read, and of all of them
 CONTEXT_REQUESTS = (4, 16, 64)  # where these are among the numbers
-VERSION = 2  # of what is measured: profiles of another one are measured again
+MOST_SPREAD = 1.3  # a larger `StepCosts.spread`: other programs disturbed the profile
+VERSION = 3  # what is measured: profiles of another one are measured again
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
 
@@ -44,6 +47,7 @@ class Measured(Protocol):
     def max_model_len(self) -> int: ...
 
     def measure(self, size: StepSize) -> tuple[float, float]: ...
+    def prepare_rows(self, num_rows: int) -> bool: ...
 
 
 def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
@@ -58,29 +62,38 @@ def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
 def costs_of(
     runner: Measured, levels: tuple[int, ...], identity: Mapping[str, Any], cache_dir: Path
 ) -> StepCosts:
-    """The costs of a runner's steps: from disk where this pair of models was measured on this machine.
+    """The costs of a runner's steps: from disk where this pair of models was measured on this machine. What was
+    measured while other programs ran does not last: each engine measures it again, until one finds the machine calm.
 
     identity: what they depend on, as JSON takes it.
     """
-    costs = StepCosts(levels, runner.buckets)
+    known = StepCosts(levels, runner.buckets, spread=float("inf"))
     facts = {"version": VERSION, "identity": dict(identity), "levels": levels, "buckets": runner.buckets}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     store = Store(cache_dir / "step-costs.json")
-    try:
-        costs.read_json(store.read()[key])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        measure(runner, costs)
-        store.add({key: costs.as_json()})
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        known.read_json(store.read()[key])
+    if known.spread > MOST_SPREAD:
+        found = StepCosts(levels, runner.buckets)
+        measure(runner, found)
+        if found.spread < known.spread:
+            known = found
+            store.add({key: known.as_json()})
     _prepare(runner, levels)
-    return costs
+    return known
 
 
 def _prepare(
     runner: Measured, levels: tuple[int, ...], clock: Callable[[], float] = time.perf_counter
 ) -> None:
-    """Run the steps of one request, whatever it verifies and drafts next, until they are recorded: so that nobody's
-    first tokens pay for it. Of the numbers of rows, those that steps are filled up to."""
+    """Record what steps that verify drafts have in common, and run those of one request, whatever it verifies and
+    drafts next, until they are recorded, too: so that nobody's first tokens pay for it. Of the numbers of rows, those
+    that steps are filled up to."""
     end, most = clock() + SECONDS, levels[-1]
+    for num_rows in ROW_SIZES:
+        is_met = num_rows <= runner.max_num_seqs * (1 + most)
+        if runner.buckets or clock() > end or not is_met or not runner.prepare_rows(num_rows):
+            break
     for num_verified in sorted({rounded_rows(1, 1 + k, most) - 1 for k in range(most + 1)}):
         for num_drafts in levels if runner.on_device else levels[-1:]:
             for _ in range(OFTEN):
@@ -92,7 +105,7 @@ def _prepare(
 def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
     """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them;
     of each the fastest run counts, and what is larger takes no less."""
-    found: dict[StepSize, tuple[float, float]] = {}
+    found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
     indispensable = _indispensable(sizes)
     for number in range(ROUNDS):
@@ -100,11 +113,19 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
             if clock() > end and (number or size not in indispensable):
                 continue
             prepared = 0 if number else OFTEN  # the first runs of a size prepare it
-            for run in range(max(IN_A_ROW, prepared + 1)):
+            for run in range(max(IN_A_ROW, prepared + 2)):  # a single run says nothing of its spread
                 times = runner.measure(size)
                 if run >= prepared:
-                    found[size] = tuple(map(min, times, found.get(size, times)))  # type: ignore[assignment]
-    _take(found, runner.on_device, costs)
+                    found.setdefault(size, []).append(times)
+    fastest = {size: (min(t for t, _ in runs), min(d for _, d in runs)) for size, runs in found.items()}
+    _take(fastest, runner.on_device, costs)
+    costs.spread = statistics.median(map(_spread, found.values()))
+
+
+def _spread(runs: Sequence[tuple[float, float]]) -> float:
+    """Times as long as the fastest run of a size that a usual one took."""
+    both = [target + draft for target, draft in runs]
+    return statistics.median(both) / min(both)
 
 
 def _take(found: Mapping[StepSize, tuple[float, float]], has_drafts: bool, costs: StepCosts) -> None:

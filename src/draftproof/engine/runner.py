@@ -50,6 +50,7 @@ from draftproof.sampling.verifier import Verifier, VerifyResult
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_PREPARED_BYTES = 1 << 26  # memory of programs, beyond which none is recorded before it is needed
 PassOutputs = tuple[IntegerRows, Tensor, Tensor]  # result_RX, logits_MV, hidden_TH
 
 
@@ -117,6 +118,10 @@ class LaunchedStep:
 
 def _verify_key(shape: BatchShape) -> Key:
     return "verify", shape.num_requests, shape.num_rows, shape.most_rows, shape.processing
+
+
+def _target_key(shape: BatchShape, taps: Taps) -> Key:
+    return "target", shape.num_rows, shape.most_rows, taps
 
 
 def _device_fault(error: torch.AcceleratorError) -> DeviceFaultError:
@@ -328,11 +333,15 @@ class ModelRunner:
     def _leaves_rows(self, shape: BatchShape, scheduled: Sequence[ScheduledRequest]) -> bool:
         """Whether nobody wants what the last layer makes of rows that are not sampled. Sizes that come again are
         recorded with all rows, of which few are left out there."""
-        taps = self.spec.taps if shape.with_drafter else Taps()
+        taps = self._taps(shape)
         if taps.final or self.target.config.num_layers in taps.layers or not self.target.leaves_rows:
             return False
         some = 0 < shape.num_sampled < shape.num_rows
         return some and not shape.repeats and not any(s.scored[1] for s in scheduled)
+
+    def _taps(self, shape: BatchShape) -> Taps:
+        """What the drafter wants of the target's pass."""
+        return self.spec.taps if shape.with_drafter else Taps()
 
     def _padded(self, step: StepInput) -> BatchShape | None:
         """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of
@@ -384,7 +393,7 @@ class ModelRunner:
         start = time.perf_counter()
         if drafter is None or not shape.with_drafter:
             function = partial(self.step_tensors, shape, scheduled_4R, items)
-            closed = graphs.run(("step", shape), function, ())
+            closed = graphs.run(("step", shape), function, (), at_once=self._is_known(shape))
             launched.target_seconds = time.perf_counter() - start
             return closed
         checked = self._checked(shape, scheduled_4R, graphs, items)
@@ -392,7 +401,9 @@ class ModelRunner:
         draft = partial(self._draft, drafter, checked, shape.num_drafts)
         is_watched = any(sandbox.must_watch for sandbox in self.sandboxes)
         number = 0 if is_watched or not self.on_device else graphs.holds(_verify_key(shape))
-        closed, launched.faults = (graphs if number else EAGER).run(("draft", shape, number), draft, ())
+        closed, launched.faults = (graphs if number else EAGER).run(
+            ("draft", shape, number), draft, (), at_once=True
+        )
         if launched.faults:
             self._lose_state(launched)
         launched.target_seconds, launched.draft_seconds = middle - start, time.perf_counter() - middle
@@ -402,7 +413,12 @@ class ModelRunner:
         self, shape: BatchShape, scheduled_4R: Tensor, graphs: Graphs, items: StepItems | None = None
     ) -> VerifiedPass:
         """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
-        return graphs.run(_verify_key(shape), partial(self.verify_rows, shape, scheduled_4R, items), ())
+        function = partial(self.verify_rows, shape, scheduled_4R, items)
+        return graphs.run(_verify_key(shape), function, (), at_once=self._is_known(shape))
+
+    def _is_known(self, shape: BatchShape) -> bool:
+        """Whether the target's pass, most of such a step, is recorded."""
+        return self.graphs.holds(_target_key(shape, self._taps(shape))) > 0
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
@@ -444,14 +460,13 @@ class ModelRunner:
     ) -> VerifiedPass:
         """Compute the rows, accept drafts, move the slots on. items: with these it is never recorded."""
         rows, verify = self.state.fill(shape, scheduled_4R)
-        inputs = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.context_lens_T)
-        graphs = self.graphs if shape.repeats else EAGER
-        key = ("target", shape.num_rows, shape.most_rows, shape.with_drafter)
         given, whole = (None, None) if items is None else (items.given, items.whole)
         carried = None if given is None else given.at(rows.slots_T, rows.positions_T)
         only_M = rows.sampled_M if shape.only_sampled else None
-        target = partial(self.target_pass, shape.most_rows, shape.with_drafter, carried, whole, only_M)
-        hidden_TH, *taps = graphs.run(key, target, inputs)
+        taps = self._taps(shape)
+        target = partial(self.target_pass, shape.most_rows, taps, carried, whole, only_M)
+        graphs = self.graphs if shape.repeats else EAGER
+        hidden_TH, *tapped = graphs.run(_target_key(shape, taps), target, rows.inputs)
         hidden_MH = hidden_TH if shape.only_sampled else self.ops.gather(hidden_TH, rows.sampled_M)
         logits_MV = self.target.logits(hidden_MH)
         result = self.verifier.verify(
@@ -463,13 +478,13 @@ class ModelRunner:
             has_processing=shape.processing > 0,
         )
         drawer = self.verifier.drawer
-        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(taps), drawer, given)
+        verified = self.state.commit(shape, rows, scheduled_4R, result, tuple(tapped), drawer, given)
         return VerifiedPass(verified, result, rows.draft_count_R, logits_MV, hidden_TH)
 
     def target_pass(
         self,
         most_rows: int,
-        with_taps: bool,
+        taps: Taps,
         given: GivenEmbeddings | None,
         whole: WholeRows | None,
         only_M: Tensor | None,
@@ -478,7 +493,7 @@ class ModelRunner:
         slots_T: Tensor,
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The target's layers: hidden state of all rows or of `only_M`, the drafter's taps if they are wanted."""
+        """The target's layers: hidden state of all rows or of `only_M`, `taps` of all."""
         rows = Rows(
             positions_T,
             slots_T,
@@ -488,7 +503,6 @@ class ModelRunner:
             turns=self.items.turns,
         )
         attn = PagedAttention(self.ops, self.backend, self.cache, rows)
-        taps = self.spec.taps if with_taps else Taps()
         out = self.target(tokens_T, attn, taps.layers, taps.final, given, only_M)
         return (out.hidden_TH, *out.taps)
 
@@ -550,6 +564,20 @@ class ModelRunner:
             self.step_tensors(shape, self.state.idle(shape))
 
     @_as_certified
+    def prepare_rows(self, num_rows: int) -> bool:
+        """Record the target's pass of so many rows, a part of all steps with as many, whoever's they are. False where
+        it is not, or is to be the last, since such passes keep much memory."""
+        if num_rows > self.max_model_len:
+            return False
+        idle = ScheduledRequest(self.state.scratch_slot, 0, num_rows, 1, self.num_drafts)
+        shape = self._widened(BatchShape.of([idle], repeats=True))
+        rows, _ = self.state.fill(shape, self.state.load([idle], shape))
+        taps = self._taps(shape)
+        target = partial(self.target_pass, shape.most_rows, taps, None, None, None)
+        is_recorded = self.graphs.prepare(_target_key(shape, taps), target, rows.inputs)
+        return is_recorded and self.graphs.num_bytes < MOST_PREPARED_BYTES
+
+    @_as_certified
     def measure(self, size: StepSize) -> tuple[float, float]:
         """Seconds of a step in which nobody takes part, by the device's clock: (target's pass, draft pass). Where a
         step is one graph, all of it counts as the target's. A drafter that thinks on the host is not run."""
@@ -597,13 +625,15 @@ class ModelRunner:
 
     def _widened(self, shape: BatchShape) -> BatchShape:
         """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
-        if self.buckets or self.drafter is None or not shape.with_drafter:
+        most = 1 + self.num_drafts
+        if self.buckets or self.drafter is None:
             return shape
+        if not shape.with_drafter:
+            return shape if self.graphs is EAGER else replace(shape, most_rows=most)
         spec = self.spec
         reads = spec.kv or spec.borrow or spec.taps.layers or spec.taps.final
         is_cheap = self.on_device and not reads  # no model: few drafts take it as long as many
         num_drafts = self.num_drafts if is_cheap else shape.num_drafts
-        most = 1 + self.num_drafts
         return replace(shape, most_rows=most, most_sampled=most, num_drafts=num_drafts)
 
     def _decoding(self, num_requests: int, num_drafts: int, *, with_drafter: bool = True) -> BatchShape:

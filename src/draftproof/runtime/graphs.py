@@ -2,14 +2,14 @@
 
 `Graphs.run(key, function, inputs)` returns `function(*inputs)`. Whoever calls promises that for equal keys the function
 is the same and the inputs have the same shapes. A key is a tuple; what comes back may be overwritten by the next run of
-any key that begins alike, and stays as it is while others run.
+any key that begins alike, or that runs what this one ran through the service too, and stays as it is while others run.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftproof.runtime.native import Library, Program
+from draftproof.runtime.native import Library, Program, Recorder
 
 T = TypeVar("T")  # what a function gives: tensors, or an object that holds them
 E = TypeVar("E", bound="_Kept")
@@ -56,11 +56,21 @@ class Graphs(Protocol):
         """Runs so far that took longer than such runs will, since what they run may yet be recorded."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that recordings keep, but for what was prepared on a GPU."""
+        ...
+
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         """Record `function` now, which calls it. False if nothing was recorded."""
         ...
 
-    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T: ...
+    def run(
+        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+    ) -> T:
+        """at_once: recording it takes hardly longer than running it, since its parts are recorded: where functions
+        are called once, the first run is recorded."""
+        ...
 
     def holds(self, key: Key) -> int:
         """The number of `key`'s recording, never another's, while every run of it gives the same object, its tensors
@@ -70,9 +80,9 @@ class Graphs(Protocol):
 
 
 class _Kept(Protocol):
-    """An entry of the table."""
+    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share some."""
 
-    num_bytes: int
+    sizes: Mapping[int, int]
 
 
 class _Table(Generic[E]):
@@ -82,6 +92,7 @@ class _Table(Generic[E]):
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_warming = 0
+        self._num_keepers = Counter[int]()  # entries that keep a piece of memory
         self._entries: OrderedDict[Key, E] = OrderedDict()
         self._pinned: dict[Key, E] = {}
         self._num_met: OrderedDict[Key, int] = OrderedDict()
@@ -101,20 +112,30 @@ class _Table(Generic[E]):
     def put(self, key: Key, entry: E) -> None:
         """Keep an entry that is no larger than all may be together."""
         self._entries[key] = entry
-        self.num_bytes += entry.num_bytes
+        for address, size in entry.sizes.items():
+            self.num_bytes += size if not self._num_keepers[address] else 0
+            self._num_keepers[address] += 1
         while len(self._entries) > MOST_PROGRAMS or self.num_bytes > MOST_BYTES:
-            _, gone = self._entries.popitem(last=False)
-            self.num_bytes -= gone.num_bytes
+            self._let_go()
 
-    def is_due(self, key: Key) -> bool:
+    def _let_go(self) -> None:
+        """The least recently used entry goes; memory that no other keeps is free."""
+        _, gone = self._entries.popitem(last=False)
+        self._num_keepers.subtract(gone.sizes.keys())
+        for address, size in gone.sizes.items():
+            if not self._num_keepers[address]:
+                del self._num_keepers[address]
+                self.num_bytes -= size
+
+    def is_due(self, key: Key, often: int = OFTEN) -> bool:
         """Count a run of what is not recorded; whether it has now come often enough to be. What could not be recorded
         then is not tried again."""
         number = self._num_met.pop(key, 0) + 1
-        self._num_met[key] = number
-        self.num_warming += number <= OFTEN
+        self._num_met[key] = OFTEN if number >= often else number
+        self.num_warming += number <= often > 1
         if len(self._num_met) > MOST_MET:
             self._num_met.popitem(last=False)
-        return number == OFTEN
+        return often <= number <= OFTEN
 
     def met_anew(self, key: Key) -> None:
         """Count from the start: what has been recorded may be again, should it go."""
@@ -126,11 +147,14 @@ class Eager:
 
     calls_once = True
     num_warming = 0
+    num_bytes = 0
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         return False
 
-    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
+    def run(
+        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+    ) -> T:
         return function(*inputs)
 
     def holds(self, key: Key) -> int:
@@ -145,7 +169,7 @@ class _Entry:
     inputs: tuple[Tensor, ...]
     outputs: Any
     program: Program
-    num_bytes: int
+    sizes: Mapping[int, int]
     number: int
 
 
@@ -154,7 +178,7 @@ class Recorded:
 
     A function is recorded when it has come often. One that computes anything by other means than those operators is
     found out then, and runs as it is from then on. What a function runs through this service becomes part of its
-    program.
+    program, and is kept for itself, too: other functions' programs take it over as it is.
     """
 
     calls_once = True
@@ -169,15 +193,21 @@ class Recorded:
         return self._table.num_warming
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
-        return False
-
-    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
-        if self._library.is_recording:
-            return function(*inputs)
         key = (*key, torch.get_num_threads())
-        entry = self._table.get(key)
+        if self._table.get(key) is None:
+            self._record(key, function, inputs)
+        return self._table.get(key) is not None
+
+    def run(
+        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+    ) -> T:
+        key = (*key, torch.get_num_threads())
+        entry, recorder = self._table.get(key), self._library.recorder
+        if recorder is not None:
+            return self._run_part(recorder, key, function, inputs)
         if entry is None:
-            return self._record(key, function, inputs) if self._table.is_due(key) else function(*inputs)
+            is_due = self._table.is_due(key, 1 if at_once else OFTEN)
+            return self._record(key, function, inputs) if is_due else function(*inputs)
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given)
         entry.program()
@@ -193,7 +223,7 @@ class Recorded:
         return self._table.num_bytes
 
     def holds(self, key: Key) -> int:
-        entry = None if self._library.is_recording else self._table.get((*key, torch.get_num_threads()))
+        entry = None if self._library.recorder else self._table.get((*key, torch.get_num_threads()))
         return 0 if entry is None else entry.number
 
     def program(self, key: Key) -> Program | None:
@@ -204,21 +234,44 @@ class Recorded:
     def _record(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         """Run the function, and keep its program if it is one."""
         static = tuple(t.clone() for t in inputs)
-        with self._library.record() as recorder, _Watch() as watch:
-            outputs = function(*static)
-        num_bytes = _num_bytes([*static, *recorder.outputs])
-        is_whole = not watch.others and not recorder.incomplete
-        if is_whole and num_bytes <= MOST_BYTES:
-            entry = _Entry(static, outputs, recorder.program(), num_bytes, next(self._numbers))
-            self._table.put(key, entry)
+        with self._library.record() as recorder, _Watch(recorder):
+            return self._recorded(recorder, key, function, static)
+
+    def _run_part(
+        self, recorder: Recorder, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]
+    ) -> T:
+        """Run what a function that is being recorded runs: what is recorded already is taken over."""
+        if not all(given.is_contiguous() for given in inputs):
+            return function(*inputs)
+        entry = self._table.get(key)
+        statics = tuple(torch.empty_like(given) for given in inputs) if entry is None else entry.inputs
+        for static, given in zip(statics, inputs, strict=True):
+            self._library.copy(static, given)
+        if entry is None:
+            return self._recorded(recorder, key, function, statics)
+        recorder.take_over(entry.program)
+        return cast(T, entry.outputs)
+
+    def _recorded(
+        self, recorder: Recorder, key: Key, function: Callable[..., T], static: tuple[Tensor, ...]
+    ) -> T:
+        """What the function gives; what is recorded of it meanwhile is kept, if that is all it does."""
+        num_others, start = recorder.num_others, recorder.mark()
+        outputs = function(*static)
+        if recorder.num_others > num_others:
+            return outputs
+        program = recorder.program(start)
+        sizes = _sizes([*static, *program.outputs])
+        if sum(sizes.values()) <= MOST_BYTES:
+            self._table.put(key, _Entry(static, outputs, program, sizes, next(self._numbers)))
             self._table.met_anew(key)
         return outputs
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind the tensors; what several share counts once."""
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes behind the tensors by address, so that what several share counts once."""
     storages = (t.untyped_storage() for t in tensors)
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -239,7 +292,7 @@ class _Capture:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: Any
-    num_bytes: int
+    sizes: Mapping[int, int]
     number: int
 
 
@@ -261,11 +314,17 @@ class Captured:
     def num_warming(self) -> int:
         return self._table.num_warming
 
+    @property
+    def num_bytes(self) -> int:
+        return self._table.num_bytes
+
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
         self._table.pin(key, self._capture(key[0], function, inputs))
         return True
 
-    def run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
+    def run(
+        self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
+    ) -> T:
         if self._is_capturing:
             return function(*inputs)
         entry = self._table.get(key)
@@ -273,7 +332,7 @@ class Captured:
             if not self._table.is_due(key):
                 return function(*inputs)
             entry = self._capture(key[0], function, inputs)
-            if entry.num_bytes <= MOST_BYTES:
+            if sum(entry.sizes.values()) <= MOST_BYTES:
                 torch.cuda.synchronize()  # a graph that gives way may still be running
                 self._table.put(key, entry)
                 self._table.met_anew(key)
@@ -298,16 +357,17 @@ class Captured:
         finally:
             self._is_capturing = False
         self._pools.setdefault(kind, graph.pool())
-        num_bytes = _num_bytes(static) + max(0, torch.cuda.memory_allocated() - before)
-        return _Capture(graph, static, outputs, num_bytes, next(self._numbers))
+        sizes, number = _sizes(static), next(self._numbers)
+        sizes[-number] = max(0, torch.cuda.memory_allocated() - before)  # addresses are not negative
+        return _Capture(graph, static, outputs, sizes, number)
 
 
 class _Watch(TorchDispatchMode):
-    """Collects the names of torch operators that compute."""
+    """Tells a recorder of torch operators that compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.others: set[str] = set()
+        self._recorder = recorder
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -316,8 +376,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[-1]
-        if name not in _HARMLESS:
-            self.others.add(name)
+        self._recorder.num_others += name not in _HARMLESS
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftproof.runtime import compiling
 
@@ -40,7 +41,8 @@ class Library:
         self.build_key = build_key
         self.description = f"{build_key}, {origin}"
         self._dll = ctypes.CDLL(str(path))
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # while calls are being recorded
+        self._copy, self._pack_copy = self.packed("dp_place", "2P3q")
 
     @property
     def bf16_arithmetic(self) -> str:
@@ -49,10 +51,6 @@ class Library:
         name = self._dll.dp_bf16_arithmetic
         name.restype = ctypes.c_char_p
         return bytes(name()).decode()
-
-    @property
-    def is_recording(self) -> bool:
-        return self._recorder is not None
 
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
         """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
@@ -64,8 +62,8 @@ class Library:
         function.restype = _CTYPES[returns] if returns else None
 
         def run(*values: Any) -> int:
-            if self._recorder is not None:
-                self._recorder.incomplete = True
+            if self.recorder is not None:
+                self.recorder.num_others += 1
             return function(*values)
 
         return run
@@ -84,57 +82,74 @@ class Library:
 
         def run(args: bytes, *outputs: Any) -> None:
             function(args)
-            if self._recorder is not None:
-                self._recorder.calls.append((name, address or 0, args))
-                self._recorder.outputs += outputs
+            if self.recorder is not None:
+                self.recorder.calls.append((name, address or 0, args))
+                self.recorder.outputs += outputs
 
         return run, struct.Struct(fields).pack
+
+    def copy(self, to: Tensor, given: Tensor) -> None:
+        """`to.copy_(given)` of two contiguous tensors alike, which can be recorded."""
+        size = given.nbytes
+        self._copy(self._pack_copy(given.data_ptr(), to.data_ptr(), 1, size, size), to)
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:
         """Write down the packed calls made meanwhile. Recordings do not nest."""
-        assert self._recorder is None
-        self._recorder = recorder = Recorder(self._dll)
+        assert self.recorder is None
+        self.recorder = recorder = Recorder(self._dll)
         try:
             yield recorder
         finally:
-            self._recorder = None
+            self.recorder = None
 
 
 class Recorder:
-    """Packed calls, written down as they are made. `incomplete`: calls of another kind were made too."""
+    """Packed calls, written down as they are made. `num_others`: calls of another kind that were made meanwhile, which
+    no program repeats."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self.calls: list[tuple[str, int, bytes]] = []
         self.outputs: list[Any] = []
-        self.incomplete = False
+        self.num_others = 0
         self._dll = dll
 
-    def program(self) -> Program:
-        return Program(self._dll, self.calls, self.outputs)
+    def mark(self) -> tuple[int, int]:
+        """Where a program may begin, for `program`."""
+        return len(self.calls), len(self.outputs)
+
+    def program(self, start: tuple[int, int] = (0, 0)) -> Program:
+        """What was written down since."""
+        return Program(self._dll, self.calls[start[0] :], self.outputs[start[1] :])
+
+    def take_over(self, program: Program) -> None:
+        """Run a program, and write its calls down."""
+        program()
+        self.calls += program.calls
+        self.outputs += program.outputs
 
 
 class Program:
     """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
 
     def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
+        self.calls = calls
+        self.outputs = outputs  # kept alive: calls write there
         self._dll = dll
-        self._calls = calls
-        self._outputs = outputs
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._replay.restype = None
-        # c_char_p keeps a pointer into the bytes object itself, which `_calls` keeps alive
+        # c_char_p keeps a pointer into the bytes object itself, which `calls` keeps alive
         at = [ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value for _, _, args in calls]
         pairs = [x for (_, address, _), where in zip(calls, at, strict=True) for x in (address, where)]
         self._table = (ctypes.c_void_p * len(pairs))(*pairs)
 
     def __call__(self) -> None:
-        self._replay(self._table, len(self._calls))
+        self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
         """Only the calls of some C functions, for measuring."""
-        return Program(self._dll, [call for call in self._calls if call[0] in names], self._outputs)
+        return Program(self._dll, [call for call in self.calls if call[0] in names], self.outputs)
 
 
 def load(

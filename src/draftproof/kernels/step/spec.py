@@ -38,6 +38,11 @@ class PassRows(NamedTuple):
     lengths_R: Tensor  # known tokens before the pass
     draft_count_R: Tensor  # drafts among the rows
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a model reads."""
+        return self.tokens_T, self.positions_T, self.slots_T, self.context_lens_T
+
 
 class Committed(NamedTuple):
     """What a pass leaves to the drafter: rows that stand, the token after them, drafts wanted, known tokens."""
