@@ -34,7 +34,7 @@ IS_BY_TURNS = os.environ.get("SCHEMA_MODES") == "turns"
 QUICK = ("eagle3", "suffix", "ff")
 # What share of the answers must end, by where their schemas are from. Clients' types and the suite's schemas hold texts
 # and objects without a bound, in which a small model goes on and on; a generated one bounds everything in it.
-LEAST_FINISHED = {"types": 0.4, "suite": 0.1, "generated": 1.0}
+LEAST_FINISHED = {"types": 0.5, "suite": 0.15, "generated": 1.0}
 FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
 PLAIN = Case({})
