@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """The settings of servers that would have been started."""
     configs: list[ServerConfig] = []
     monkeypatch.setattr(run, "serve", lambda llm, config: configs.append(config))
+    monkeypatch.setattr(run, "check_address", lambda config: None)  # others may listen at the default one
     return configs
 
 
@@ -34,6 +36,18 @@ def test_the_embedded_model_has_its_drafter(engines: Engines, served: list[Serve
     assert main(["serve"]) == main(["serve", "--no-speculation"]) == 0
     assert Path(engines[0].engine["speculative_config"]["model"]).is_dir()
     assert engines[1].engine == {}
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_read(
+    engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"port={port}: nothing can listen there: Address already in use" in capsys.readouterr().err
+    assert main(["serve", "--host", "203.0.113.7"]) == 2
+    assert "host='203.0.113.7', port=8000: nothing can listen there" in capsys.readouterr().err
+    assert not engines
 
 
 @pytest.mark.parametrize(

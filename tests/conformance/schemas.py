@@ -15,7 +15,7 @@ NAMES = ("name", "age", "tags", "kind", "x", "is_open", "address", "créé", "a 
 
 
 def generated(number: int, seed: int) -> list[dict[str, Any]]:
-    """So many schemas, each another, all of whose answers have an end."""
+    """So many schemas, each another, all of whose answers have an end: each text, list and number is bounded."""
     rng = random.Random(seed)
     found: dict[str, dict[str, Any]] = {}
     while len(found) < number:
@@ -73,10 +73,10 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
         case "pattern":
             return {
                 "type": "string",
-                "pattern": rng.choice(["^[a-z]{1,5}$", "^#[0-9a-f]{6}$", "^(ab|cd)+e$"]),
+                "pattern": rng.choice(["^[a-z]{1,5}$", "^#[0-9a-f]{6}$", "^(ab|cd){1,9}e$"]),
             }
         case "format":
-            return {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])}
+            return {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])}
     low = rng.randrange(3)
     return {"type": "string", "minLength": low, "maxLength": low + rng.randrange(1, 8)}
 
@@ -104,11 +104,12 @@ def _of_types(modules: tuple[str, ...]) -> Iterator[dict[str, Any]]:
                     yield kind.model_json_schema()
 
 
-def suite(folder: Path) -> list[dict[str, Any]]:
+def suite(folder: str) -> list[dict[str, Any]]:
     """Schemas of JSON-Schema-Test-Suite, a folder of a draft: `json/tests/draft2020-12` in the sources of `jsonschema`
-    (`pip download --no-deps --no-binary jsonschema jsonschema`); each once, but for `true` and `false`."""
+    (`pip download --no-deps --no-binary jsonschema jsonschema`); each once, but for `true` and `false`. Without a
+    folder there are none."""
     found: dict[str, dict[str, Any]] = {}
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(Path(folder).glob("*.json")) if folder else ():
         for group in json.loads(file.read_text()):
             if isinstance(group["schema"], dict):
                 found.setdefault(json.dumps(group["schema"]), group["schema"])

@@ -47,7 +47,7 @@ class Timed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: first tokens do not count."""
+        """The speed of decoding: first tokens do not count."""
         num_decoded = sum(len(choice.token_ids) - 1 for output in self.outputs for choice in output.outputs)
         return num_decoded / self.decoding_seconds
 

@@ -44,7 +44,8 @@ def command(target: str | None, no_speculation: bool, engine: dict[str, Any], se
         engine["model"] = target
     config = ServerConfig(**server)
     from draftproof.server import logs
-    from draftproof.server.run import serve
+    from draftproof.server.run import check_address, serve
 
+    check_address(config)
     logs.configure(config.log_format)
     serve(options.make_llm(options.with_drafter(engine, not no_speculation)), config)

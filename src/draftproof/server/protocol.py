@@ -180,6 +180,12 @@ class GenerationBody(Body):
             given.setdefault("prompt_logprobs", self.num_logprobs)
         return dataclasses.replace(defaults, **given)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says what form the answer has."""
+        names = ("structured_outputs", "response_format", *GUIDED)
+        return next((name for name in names if getattr(self, name) not in (None, {"type": "text"})), "tools")
+
     def check_limits(self, limits: ServerConfig) -> None:
         """ValueError for what is longer than it may be."""
         what = "messages" if isinstance(self, ChatBody) else "prompt"
@@ -251,6 +257,8 @@ class ChatBody(GenerationBody):
         """The tools that are named. ValueError where one is not among `tools`, and for none."""
         tools = {tool.function.name: tool for tool in self.tools or ()}
         listed = [_chosen_name(choice) for choice in choices] if isinstance(choices, list) else []
+        if not tools:
+            raise ValueError(f"tool_choice={shown(self.tool_choice)}: needs `tools`, of which there are none")
         if not listed or any(name not in tools for name in listed):
             raise ValueError(
                 f"tool_choice={shown(self.tool_choice)}: must be auto, none, required, or functions of `tools` by name"

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from socket import socket
+from socket import AI_PASSIVE, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
 
 import uvicorn
@@ -80,6 +80,20 @@ def _print_address(address: str, *, has_page: bool) -> None:
     print(f"serving at {address}/v1", file=sys.stderr, flush=True)
     if has_page:
         print(f"a page to try it: {address}/", file=sys.stderr, flush=True)
+
+
+def check_address(config: ServerConfig) -> None:
+    """ValueError where a server cannot listen: asked before a model is read, which may take minutes."""
+    try:
+        found = getaddrinfo(config.host, config.port, type=SOCK_STREAM, flags=AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket(family, kind) as tried:
+            tried.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"host={config.host!r}, port={config.port}: nothing can listen there: {error.strerror}; give others"
+        ) from None
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:

@@ -22,6 +22,7 @@ from draftproof.server.parsers import NONE, Parser, Syntax, reasoning
 from draftproof.server.parsers.forms import call_grammar
 from draftproof.server.protocol import ChatBody, CompletionBody, check_model
 from draftproof.server.settings import ServerConfig
+from draftproof.server.structured import told_of
 from draftproof.types import RequestOutput, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
@@ -209,7 +210,10 @@ class Service:
         prompts = [await self.llm.fetch(prompt) for prompt in prompts]
         if isinstance(job.body, ChatBody):
             job.params = self._ruled(job.body, job.params, _token_ids(prompts[0]))
-        await self.llm.compile(job.params, self.config.grammar_timeout)
+        try:
+            await self.llm.compile(job.params, self.config.grammar_timeout)
+        except ValueError as error:
+            raise told_of(job.body.form_field, error) from None
         given = [await self.llm.prepare(prompt, job.params, job.body.hints) for prompt in prompts]
         num_tokens = sum(len(one.prompt_token_ids) for one in given)
         self.admission.add_tokens(job.ticket, job.params.n * num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ GUIDED: Mapping[str, str] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+OUR_NAME = re.compile(rf"^structured_outputs: (?:(?:{'|'.join(RULES)}): )?")
 
 
 def rule_asked(
@@ -38,13 +40,20 @@ def rule_asked(
     try:
         rule = StructuredOutputsParams(**fields)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {OUR_NAME.sub('', str(error))}") from None
     size = sum(_size(getattr(rule, field)) for field in (*RULES, "whitespace_pattern"))
     if size > limits.max_grammar_chars:
         raise ValueError(
             f"{name}: has {size} characters, at most max_grammar_chars={limits.max_grammar_chars}"
         )
     return rule
+
+
+def told_of(field: str, error: ValueError) -> ValueError:
+    """What is wrong with a rule, under the name that the body has for it."""
+    if field == "structured_outputs":
+        return error
+    return ValueError(OUR_NAME.sub(f"{field}: ", str(error)))
 
 
 def _of_format(value: Any) -> dict[str, Any]:
