@@ -212,6 +212,30 @@ def test_the_faults_of_a_users_member_are_counted_for_it_and_cost_the_others_not
     assert min(faults) >= 1 and max(faults) <= 8
 
 
+def test_a_fault_does_not_become_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that raises while its pass is being recorded, once, drafts for later requests, and raises no more."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    config = {**HEAD, "num_speculative_tokens": 4, "policy": "fixed"}
+    with LLM(dtype="float32", max_num_seqs=1, speculative_config=config) as llm:
+        runner = llm.engine.runner
+        assert isinstance(runner.graphs, Recorded)
+        library, kind = runner.graphs._library, type(runner.sandboxes[0].drafter)
+        propose, raised = kind.propose, []
+
+        def fails_once(drafter: Drafter, verified: Verified, num_drafts: int) -> Proposal:
+            if library.recorder is not None and not raised:
+                raised.append(True)
+                raise RuntimeError("once")
+            return propose(drafter, verified, num_drafts)
+
+        monkeypatch.setattr(kind, "propose", fails_once)
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        assert raised and llm.stats.num_drafter_faults == 1
+        before = llm.stats.speculation.num_accepted_tokens
+        llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.stats.num_drafter_faults == 1 and llm.stats.speculation.num_accepted_tokens > before
+
+
 def test_a_head_that_raises_once_is_asked_again_for_later_requests_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
