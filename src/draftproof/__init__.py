@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from draftproof.config import EngineConfig, SpeculativeConfig
     from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Taps, Verified
     from draftproof.drafters.head import HeadLayout
-    from draftproof.engine.core import EngineCore, TokenDelta
+    from draftproof.engine.core import EngineCore
+    from draftproof.engine.deltas import TokenDelta
     from draftproof.engine.interface import RequestSpec
     from draftproof.frontend.llm import LLM
     from draftproof.types import (
@@ -48,7 +49,8 @@ _MODULES = {
     "config": ("EngineConfig", "SpeculativeConfig"),
     "drafters.base": ("Drafter", "DraftSpec", "Proposal", "Taps", "Verified"),
     "drafters.head": ("HeadLayout",),
-    "engine.core": ("EngineCore", "TokenDelta"),
+    "engine.core": ("EngineCore",),
+    "engine.deltas": ("TokenDelta",),
     "engine.interface": ("RequestSpec",),
     "frontend.llm": ("LLM",),
     "types": (

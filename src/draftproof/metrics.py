@@ -128,6 +128,12 @@ class EngineStats:
         busy = self.target_seconds + self.draft_seconds + self.waiting_seconds
         return max(0.0, self.step_seconds - busy)
 
+    def record_round(self, drafter: int, num_drafted: int, num_accepted: int) -> None:
+        """Count one round; `drafter`: the index of the one whose drafts it verified, if there were any."""
+        self.speculation.record(num_drafted, num_accepted)
+        if num_drafted:
+            self.drafters[drafter].speculation.record(num_drafted, num_accepted)
+
     def add(self, other: EngineStats) -> None:
         """Sum `other`, of an engine of the same drafters, into this one."""
         for name in SUMS:

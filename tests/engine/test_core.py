@@ -13,8 +13,9 @@ import pytest
 
 from draftproof import SamplingParams
 from draftproof.cache.pages import PageAllocator
-from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.engine.core import EngineCore
 from draftproof.engine.costs import StepOutcome
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import (
     NO_NUMBER,
     DeviceFaultError,

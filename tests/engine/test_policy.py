@@ -17,7 +17,6 @@ from draftproof.engine.acceptance import (
     AcceptanceRecord,
     RequestClass,
 )
-from draftproof.engine.core import PLAIN_EVERY
 from draftproof.engine.costs import (
     PROMPT_RATE,
     ROW_SIZES,
@@ -27,6 +26,7 @@ from draftproof.engine.costs import (
     StepOutcome,
     rounded_rows,
 )
+from draftproof.engine.drafting import PLAIN_EVERY
 from draftproof.engine.policy import (
     ALLOWANCE,
     INCOME,

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from draftproof import LLM, SamplingParams, assets
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import DeviceFaultError, PendingStep, StepInput
 from draftproof.engine.runner import ModelRunner
 from tests.frontend.test_threads import LONG

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from draftproof import assets
-from draftproof.engine.core import stopping_point
+from draftproof.engine.deltas import stopping_point
 from draftproof.engine.interface import RequestSpec
 from draftproof.frontend.text import Detokenizer, StopStrings, Tokenizer
 from draftproof.models.tokenizer_file import BROKEN

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import LLM, assets
-from draftproof.engine.core import EngineCore, TokenDelta
+from draftproof.engine.core import EngineCore
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import RequestSpec
 
 TURN = "<|im_start|>"

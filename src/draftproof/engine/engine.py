@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from draftproof.cache.events import CacheEvent
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import RequestSpec
 from draftproof.metrics import EngineLoad, EngineStats
 

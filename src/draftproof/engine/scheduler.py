@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from draftproof.cache.pages import PageAllocator
 from draftproof.cache.windows import WindowPages, usable_by_all
+from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.progress import Progress, WindowBlocks
 
 
@@ -26,6 +27,20 @@ class PlannedRows:
     start: int
     num_rows: int
     num_sampled: int
+
+    def scheduled(self, num_drafts: int) -> ScheduledRequest:
+        """As the runner is told of them; `num_drafts` are wanted after the pass."""
+        spec = self.request.spec
+        return ScheduledRequest(
+            slot=self.request.slot,
+            start=self.start,
+            num_rows=self.num_rows,
+            num_sampled=self.num_sampled,
+            num_drafts=num_drafts,
+            num_logprobs=spec.params.logprobs,
+            scored=self.request.scored_rows(self.start, self.num_rows),
+            num_prompt_logprobs=spec.prompt_logprobs or 0,
+        )
 
 
 @dataclass(slots=True)

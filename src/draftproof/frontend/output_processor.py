@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import LogprobRow
 from draftproof.frontend.input_processor import PreparedRequest
 from draftproof.frontend.text import Detokenizer, StopStrings, Tokenizer

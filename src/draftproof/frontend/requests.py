@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from draftproof.cache.events import AllCleared, CacheEvent
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.engine import Engine
 from draftproof.engine.reporting import AcceptanceReport
 from draftproof.frontend.input_processor import NO_HINTS, InputProcessor, PreparedRequest, Prompt

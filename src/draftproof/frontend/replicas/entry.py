@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftproof.cache.events import CacheEvent, block_hashes
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import RequestSpec
 from draftproof.engine.items import ItemInput, ItemStore
 from draftproof.frontend.replicas import routing, wire

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftproof.cache.events import CacheEvent
 from draftproof.config import EngineConfig
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import Item, RequestSpec
 from draftproof.engine.items import ItemInput, Places
 from draftproof.grammar.matcher import Grammar

@@ -1,0 +1,35 @@
+"""A step that was launched and whose results have not been taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftproof.engine.costs import StepOutcome
+from draftproof.engine.interface import PendingStep, RowResult, ScheduledRequest
+from draftproof.engine.progress import Progress
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """The step and the requests it is for, in the order of its results."""
+
+    requests: list[Progress]
+    scheduled: list[ScheduledRequest]
+    pending: PendingStep
+    start: float  # when it was planned: seconds of `time.perf_counter`
+    without_drafter: bool = False
+
+    @property
+    def has_prompts(self) -> bool:
+        return any(s.num_rows != s.num_sampled for s in self.scheduled)
+
+    def outcome(self, results: Sequence[RowResult], seconds: float, host_seconds: float) -> StepOutcome:
+        """What came of it, if everybody decoded."""
+        num_rows = num_drafts = num_tokens = context = 0
+        for scheduled, result in zip(self.scheduled, results, strict=True):
+            num_rows += scheduled.num_rows
+            num_drafts = max(num_drafts, scheduled.num_drafts)
+            num_tokens += len(result.token_ids)
+            context += scheduled.start
+        return StepOutcome(len(results), num_rows, num_drafts, num_tokens, context, seconds, host_seconds)
