@@ -44,7 +44,7 @@ from bench.training.settings import Settings
 from bench.training.target import Target
 from draftproof import assets
 from draftproof.cli.prompts import read_file
-from draftproof.engine import memory
+from draftproof.engine.loading import memory
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.loading import read_generation_config, resolve
 from draftproof.train import check, heads

@@ -36,12 +36,12 @@ def test_an_engine_is_as_before_once_its_steps_were_others() -> None:
     with LLM(max_model_len=128, speculative_config=config) as llm:
         head, runner, scheduler = drafter_of(llm), llm.engine.runner, llm.engine.scheduler
         assert isinstance(head, HeadDrafter) and head.runtime is not None
-        runner.mixed_sizes = (16, 32)  # type: ignore[attr-defined]
+        runner.shapes.mixed = (16, 32)  # type: ignore[attr-defined]
         graphs = head.runtime.graphs
         with steps_of(llm, 20, is_captured=True):
-            assert runner.mixed_sizes == (16, 20) and scheduler.max_num_batched_tokens == 20  # type: ignore[attr-defined]
+            assert runner.shapes.mixed == (16, 20) and scheduler.max_num_batched_tokens == 20  # type: ignore[attr-defined]
             assert head.runtime.graphs is graphs
         with steps_of(llm, 20, is_captured=False):
-            assert runner.mixed_sizes == () and head.runtime.graphs is EAGER  # type: ignore[attr-defined]
-        assert runner.mixed_sizes == (16, 32) and scheduler.max_num_batched_tokens == 2048  # type: ignore[attr-defined]
+            assert runner.shapes.mixed == () and head.runtime.graphs is EAGER  # type: ignore[attr-defined]
+        assert runner.shapes.mixed == (16, 32) and scheduler.max_num_batched_tokens == 2048  # type: ignore[attr-defined]
         assert head.runtime.graphs is graphs is not EAGER

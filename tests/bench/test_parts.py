@@ -19,7 +19,7 @@ from draftproof.bench.drive import Client, ClientResult, Job, Step, Timing
 from draftproof.bench.internals import Clock, Stepper
 from draftproof.cli import bench_setup
 from draftproof.config import EngineConfig
-from draftproof.engine import memory
+from draftproof.engine.loading import memory
 from draftproof.metrics import SpeculationStats
 from draftproof.models import cost
 from draftproof.models.config import read_config

@@ -38,5 +38,5 @@ def test_a_backend_that_follows_its_neighbours_is_seen(monkeypatch: pytest.Monke
     given = chunk_sizes.prompts(4, 8192, 60)
     with pytest.raises(ValueError, match="no version of attention"):
         chunk_sizes.differing(given, "float32", False, (17,))
-    monkeypatch.setattr("draftproof.engine.operators.OperatorCertifier.verdict", lambda *_: True)
+    monkeypatch.setattr("draftproof.engine.loading.operators.OperatorCertifier.verdict", lambda *_: True)
     assert chunk_sizes.differing(given, "float32", False, (17,))

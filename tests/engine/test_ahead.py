@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.drafters.base import DraftRuntime
-from draftproof.engine.build import mixed_sizes
 from draftproof.engine.runner import ModelRunner
-from draftproof.engine.state import BatchShape
+from draftproof.engine.shapes import BatchShape, mixed_sizes
 from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 from tests.helpers import one_by_one
@@ -80,8 +79,8 @@ def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
     """Turn the engine into one that runs a pass ahead and repeats whole steps."""
     graphs, runner = Replayed(), llm.engine.runner
     assert isinstance(runner, ModelRunner)
-    runner.graphs, runner.buckets, runner.async_depth = graphs, buckets, int(not runner.spec.host_tokens)
-    runner.mixed_sizes = mixed_sizes(llm.config)
+    runner.graphs, runner.async_depth = graphs, int(not runner.spec.host_tokens)
+    runner.shapes.buckets, runner.shapes.mixed = buckets, mixed_sizes(llm.config)
     if runner.spec.kv or runner.spec.borrow:
         assert runner.drafter is not None
         cache = runner.draft_cache.beside(runner.cache, runner.spec.borrow)
@@ -130,7 +129,7 @@ def test_running_ahead_changes_nothing(
     outputs = llm.generate(wanted.prompts, wanted.params, use_tqdm=False)
     assert not compare(expected, outputs)
     assert graphs.num_replays > 5
-    assert any(key[0] == "target" and key[1] in llm.engine.runner.mixed_sizes for key in graphs.entries)
+    assert any(key[0] == "target" and key[1] in llm.engine.runner.shapes.mixed for key in graphs.entries)
     if llm.engine.runner.async_depth:
         assert any(key[0] == "step" and key[1].processing for key in graphs.entries)
     if name == "preempted":
@@ -168,7 +167,7 @@ def test_steps_with_prompts_are_filled_up_to_few_sizes_and_change_nothing(most_r
         assert work_4R[1].sum() == shape.num_rows and work_4R[2].sum() == shape.num_sampled
         if any(s.num_rows > s.num_sampled for s in scheduled):
             filled.append(shape.num_requests > len(scheduled))
-            assert shape.num_rows in runner.mixed_sizes
+            assert shape.num_rows in runner.shapes.mixed
         return work_4R
 
     runner.state.load = watched  # type: ignore[method-assign]
@@ -176,7 +175,7 @@ def test_steps_with_prompts_are_filled_up_to_few_sizes_and_change_nothing(most_r
     if most_rows > 1:
         assert set(filled) == {True, False} and llm.stats.speculation.num_accepted_tokens > 5
     sizes = {key[1] for key in graphs.entries if key[0] == "target"}
-    assert sizes and sizes <= {*runner.mixed_sizes}
+    assert sizes and sizes <= {*runner.shapes.mixed}
     assert {key[0] for key in graphs.entries} >= {"target", "feed", "draft"}
 
 

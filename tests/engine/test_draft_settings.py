@@ -73,7 +73,7 @@ def test_within_its_max_model_len_it_drafts_as_without() -> None:
 
 def test_a_member_keeps_the_smaller_of_two_limits() -> None:
     from draftproof.config import SpeculativeConfig
-    from draftproof.engine.plans import Files, draft_plans
+    from draftproof.engine.loading.plans import Files, draft_plans
     from draftproof.models.weights import RandomWeights
 
     for own, whole, expected in (

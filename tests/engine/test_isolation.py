@@ -12,7 +12,7 @@ import torch
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.bench.compare import compare
 from draftproof.engine.interface import PendingStep, StepInput
-from draftproof.engine.runner import LaunchedStep
+from draftproof.engine.launched import LaunchedStep
 from draftproof.engine.state import State
 from draftproof.runtime.transfer import ArrivingRows
 from tests.engine.poison import poison

@@ -192,20 +192,22 @@ def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slots and blocks that nobody has yet, and that are left as they were."""
     from draftproof import LLM, assets
+    from draftproof.engine.measuring import StepMeter
     from draftproof.engine.runner import ModelRunner
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tables, measured = [], ModelRunner._measured
+    tables, measured = [], StepMeter._measured
 
-    def watched(self: ModelRunner, shape: Any, scheduled: Any, scheduled_4R: Any) -> tuple[float, float]:
+    def watched(self: StepMeter, scheduled: Any, given: Any) -> tuple[float, float]:
         if scheduled[0].start:
-            slots, block = [s.slot for s in scheduled], len(self.cache.layers[0].k)
+            cache, state = self._runner.cache, self._runner.state
+            slots, block = [s.slot for s in scheduled], len(cache.layers[0].k)
             num_pages = -(-scheduled[0].start // 16)
-            tables.append((block, self.cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
-            assert self.state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
-        return measured(self, shape, scheduled, scheduled_4R)
+            tables.append((block, cache.layers[0].block_table_SB[slots, :num_pages].flatten().tolist()))
+            assert state.slots.computed_S[slots].unique().tolist() == [scheduled[0].start]
+        return measured(self, scheduled, given)
 
-    monkeypatch.setattr(ModelRunner, "_measured", watched)
+    monkeypatch.setattr(StepMeter, "_measured", watched)
     settings: dict[str, Any] = {"native": False, "max_num_seqs": 2, "max_model_len": 64}
     with LLM(speculative_config={"model": str(assets.path("tiny-eagle3"))}, **settings) as llm:
         runner = llm.engine.runner

@@ -15,7 +15,7 @@ from draftproof.engine.costs import ROW_SIZES
 from draftproof.engine.interface import Admission, RowResult, ScheduledRequest, StepInput
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.runner import ModelRunner
-from draftproof.engine.state import BatchShape
+from draftproof.engine.shapes import BatchShape
 from draftproof.runtime import native
 from draftproof.runtime.native import Program
 
@@ -288,10 +288,10 @@ def test_what_costs_the_same_for_any_number_of_drafts_has_one_program(
     with LLM(max_model_len=64, native=False, speculative_config=speculative) as llm:
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
-        shape = runner._widened(BatchShape.decoding(3, 2, 2))
+        shape = runner.shapes.widened(BatchShape.decoding(3, 2, 2), is_recorded=False)
         assert shape.num_drafts == expected and shape.most_rows == 1 + runner.num_drafts
         alone = BatchShape.decoding(3, 1, 0, with_drafter=False)
-        assert runner._widened(alone) == alone
+        assert runner.shapes.widened(alone, is_recorded=False) == alone
 
 
 def test_a_request_that_asks_for_processing_takes_no_program() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from draftproof.engine import build
+from draftproof.engine.loading import build
 
 RAW: dict[str, Any] = {
     "model_type": "gemma3_text", "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96,

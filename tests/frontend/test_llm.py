@@ -479,8 +479,8 @@ def test_draft_needs_a_drafter_and_a_sensible_k(llm: LLM, drafting: LLM) -> None
 
 
 def test_auto_dtype_is_the_files_where_it_can_be_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftproof.engine import memory
-    from draftproof.engine.memory import pick_dtype
+    from draftproof.engine.loading import memory
+    from draftproof.engine.loading.memory import pick_dtype
     from draftproof.runtime import native
 
     stored = read_config(assets.path("tiny")).dtype

@@ -72,7 +72,7 @@ def test_requests_that_come_one_by_one_get_what_they_get_without_graphs(
     with steps_of(captured, most_rows, is_captured=True):
         for _ in range(2):  # the second time by graphs, as far as sizes come again
             assert not compare(expected, one_by_one(captured, prompts, params))
-        sizes = runner.mixed_sizes
+        sizes = runner.shapes.mixed
     targets = keys_of(captured, "target")
     assert most_rows in sizes and most_rows in {key[1] for key in targets}
     # what was captured is little: a graph of the layers for each size, and one for each number of drafting requests

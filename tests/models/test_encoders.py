@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from draftproof import LLM
-from draftproof.engine import build
 from draftproof.engine.encoders import CertifiedEncoder, name_of
 from draftproof.engine.items import ItemInput
+from draftproof.engine.loading import build
 from draftproof.models.config import read_vision
 from draftproof.models.vision import ImageEncoder
 from draftproof.runtime.threads import threads

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from draftproof import LLM
-from draftproof.engine import memory
+from draftproof.engine.loading import memory
 from draftproof.models.config import parse, read_config
 from draftproof.models.families import FAMILIES
 from draftproof.models.loading import read_generation_config

@@ -20,12 +20,11 @@ from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.replay import ReplayDrafter
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.engine.acceptance import Acceptance
-from draftproof.engine.build import mixed_sizes
 from draftproof.engine.interface import ScheduledRequest
 from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 from draftproof.engine.progress import Progress
-from draftproof.engine.runner import ModelRunner
-from draftproof.engine.state import BatchShape
+from draftproof.engine.runner import ModelRunner, Pass
+from draftproof.engine.shapes import BatchShape, mixed_sizes
 from draftproof.frontend.llm import LLM
 from draftproof.frontend.output_processor import Request
 from draftproof.models.config import ModelConfig
@@ -242,7 +241,7 @@ def captured_step(
     What they leave behind on the device is thrown away at the end.
     """
     engine, runner, queue = llm.core, _runner(llm), llm.requests
-    num_requests = next((R for R in runner.buckets if len(prompts) <= R), 0)
+    num_requests = next((R for R in runner.shapes.buckets if len(prompts) <= R), 0)
     shape = BatchShape.decoding(num_requests, 1 + runner.num_drafts, runner.num_drafts)
     if shape not in runner.captured:
         yield None
@@ -261,7 +260,7 @@ def captured_step(
         scheduled_4R = runner.state.load(scheduled, shape)
 
         def half(scheduled_4R: Tensor) -> tuple[Tensor, ...]:
-            return (runner.verify_rows(shape, scheduled_4R).result.tokens_RW,)
+            return (runner.verify_rows(Pass(shape, scheduled_4R)).result.tokens_RW,)
 
         runner.graphs.prepare(("first half", shape), half, (scheduled_4R,))
         full_step = partial(runner.step_tensors, shape)
@@ -280,20 +279,20 @@ def steps_of(llm: LLM, most_rows: int, *, is_captured: bool) -> Iterator[None]:
     """Inside `with`, a step has so many rows at most. `is_captured` False: steps with prompts are neither filled up to
     sizes that come again, nor do they draft by what was recorded or captured."""
     scheduler, runner, heads = llm.core.scheduler, _runner(llm), _heads(drafter_of(llm))
-    before = scheduler.max_num_batched_tokens, runner.mixed_sizes
+    before = scheduler.max_num_batched_tokens, runner.shapes.mixed
     runtimes = [head.runtime for head in heads]
     scheduler.max_num_batched_tokens = most_rows
     if not is_captured:
-        runner.mixed_sizes = ()
-    elif runner.mixed_sizes:
-        runner.mixed_sizes = mixed_sizes(dataclasses.replace(llm.config, max_num_batched_tokens=most_rows))
+        runner.shapes.mixed = ()
+    elif runner.shapes.mixed:
+        runner.shapes.mixed = mixed_sizes(dataclasses.replace(llm.config, max_num_batched_tokens=most_rows))
     try:
         for head, runtime in zip(heads, runtimes, strict=True):
             if runtime is not None and not is_captured:
                 head.bind(dataclasses.replace(runtime, graphs=EAGER))
         yield
     finally:
-        scheduler.max_num_batched_tokens, runner.mixed_sizes = before
+        scheduler.max_num_batched_tokens, runner.shapes.mixed = before
         for head, runtime in zip(heads, runtimes, strict=True):
             if runtime is not None:
                 head.bind(runtime)

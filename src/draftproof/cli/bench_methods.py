@@ -174,7 +174,7 @@ def all_drafters(
 
 def _check(method: Variant, engine: Mapping[str, Any]) -> None:
     """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
-    from draftproof.engine.plans import Files, draft_plans
+    from draftproof.engine.loading.plans import Files, draft_plans
     from draftproof.models.weights import RandomWeights
 
     if method.found or method.config is None:

@@ -255,7 +255,7 @@ def find_peaks(given: Mapping[str, Any]) -> Any:
 
 
 def find_target(engine: Mapping[str, Any]) -> tuple[EngineConfig, Path, ModelConfig]:
-    from draftproof.engine.locate import locate
+    from draftproof.engine.loading.locate import locate
     from draftproof.frontend.llm import show_progress
     from draftproof.models.config import read_config
 

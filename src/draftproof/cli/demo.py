@@ -221,7 +221,7 @@ def transformers_speed(
     precision of `llm`."""
     from draftproof.bench.peers.engine import Spec
     from draftproof.bench.peers.hf import Transformers
-    from draftproof.engine.memory import pick_device
+    from draftproof.engine.loading.memory import pick_device
     from draftproof.frontend.llm import show_progress
     from draftproof.models.loading import resolve
 

@@ -204,7 +204,7 @@ def is_embedded(engine: Mapping[str, Any]) -> bool:
 def apart(engine: Mapping[str, Any]) -> dict[str, Any]:
     """`with_drafter`, and a draft head given as the model becomes the drafter of the target that it names: for
     commands that run the target alone, too."""
-    from draftproof.engine.locate import locate
+    from draftproof.engine.loading.locate import locate
     from draftproof.frontend.llm import show_progress
 
     chosen = with_drafter(engine)

@@ -12,8 +12,8 @@ import torch
 
 from draftproof.attention import registry
 from draftproof.config import EngineConfig
-from draftproof.engine import operators
-from draftproof.engine.locate import locate
+from draftproof.engine.loading import operators
+from draftproof.engine.loading.locate import locate
 from draftproof.kernels import ops as operator_tables
 from draftproof.kernels.exactness import Check, OperatorCertifier
 from draftproof.matmul.linear import LinearPlanner

@@ -36,7 +36,7 @@ CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every nu
 
 
 class Measured(Protocol):
-    """What is profiled: see `runner.ModelRunner`."""
+    """What is profiled: see `measuring.StepMeter`."""
 
     on_device: bool
     buckets: tuple[int, ...]

@@ -1,45 +1,12 @@
-"""What the log says about drafting: a line a drafter at the start, and acceptance at intervals."""
+"""What the log says about drafting: what is expected of it at the start, and acceptance at intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from draftproof.drafters import registry
-from draftproof.drafters.base import DraftSpec
-from draftproof.drafters.context import DraftContext
-from draftproof.engine.plans import DraftPlan
 from draftproof.metrics import Prediction, SpeculationStats
 
 INTERVAL = 10.0  # seconds
-TARGETS = "the target's"
-
-
-def start_line(plan: DraftPlan, spec: DraftSpec, ctx: DraftContext) -> str:
-    """What was chosen for a drafter, by whom, and what it shares with its target."""
-    notes = ctx.notes
-    parts = [f"drafter {plan.method}: K={plan.num_drafts} ({_whose_number(plan)})", _taps(spec, notes)]
-    if plan.checkpoint is not None:
-        parts.append(f"embedding: {notes.get('embed_tokens', 'own')}")
-        parts.append(f"lm_head: {notes.get('lm_head', 'own')}")
-        parts.append(f"vocabulary: {notes.get('vocabulary', TARGETS)}")
-        parts.append(f"from {plan.checkpoint.where}")
-    return "; ".join(parts)
-
-
-def _whose_number(plan: DraftPlan) -> str:
-    """Who said K."""
-    own = None if plan.checkpoint is None else plan.checkpoint.num_drafts
-    number, whose = registry.default_drafts(plan.method, is_auto=plan.settings.is_auto), "the method's"
-    if own is not None:
-        number, whose = own, "its checkpoint's"
-    if plan.settings.num_speculative_tokens is not None:
-        number, whose = plan.settings.num_speculative_tokens, "as asked"
-    return whose if number == plan.num_drafts else "what its chain allows"
-
-
-def _taps(spec: DraftSpec, notes: dict[str, str]) -> str:
-    names = [str(layer) for layer in spec.taps.layers] + ["final"] * spec.taps.final
-    return f"taps: {' '.join(names)} ({notes.get('taps', 'the method sets them')})" if names else "taps: none"
 
 
 def speculation_line(predictions: Sequence[Prediction]) -> str:

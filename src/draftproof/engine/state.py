@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,48 +15,12 @@ from torch import Tensor
 from draftproof.attention.given import GivenRows
 from draftproof.drafters.base import Draw, Proposal, Verified
 from draftproof.engine.interface import ScheduledRequest, TableEntry
+from draftproof.engine.shapes import BatchShape
 from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
 from draftproof.runtime.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
 Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """How much a pass computes: all that the host must know of it beforehand."""
-
-    num_requests: int
-    num_rows: int
-    most_rows: int  # one request's, at most; a bound
-    num_sampled: int
-    most_sampled: int  # one request's, at most; a bound of at least 1
-    num_drafts: int  # the most that any request wants after it
-    repeats: bool  # passes of this size come again and again: worth running them as graphs
-    with_drafter: bool = True
-    processing: int = 0  # generation of the sampling table, where logits are processed beyond filters; else 0
-    only_sampled: bool = False  # the last layer leaves out rows that are not sampled
-
-    @classmethod
-    def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool, with_drafter: bool = True) -> BatchShape:
-        """The shape of a step as it was scheduled."""
-        sampled = [s.num_sampled for s in scheduled]
-        rows = [s.num_rows for s in scheduled]
-        num_drafts = max(s.num_drafts for s in scheduled)
-        num_sampled, most_sampled = sum(sampled), max(1, *sampled)
-        return cls(
-            len(rows), sum(rows), max(rows), num_sampled, most_sampled, num_drafts, repeats, with_drafter
-        )
-
-    @classmethod
-    def decoding(
-        cls, num_requests: int, each: int, num_drafts: int, *, with_drafter: bool = True
-    ) -> BatchShape:
-        """Every request samples `each` rows and has no others."""
-        num_rows = num_requests * each
-        return cls(
-            num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True, with_drafter=with_drafter
-        )
 
 
 class State:

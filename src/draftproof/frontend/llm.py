@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from draftproof import __version__, assets
 from draftproof.config import EngineConfig
-from draftproof.engine.build import Loaded, ProgressCallback, build
 from draftproof.engine.core import EngineCore
-from draftproof.engine.memory import must_fit
+from draftproof.engine.loading.base import ProgressCallback
+from draftproof.engine.loading.build import Loaded, build
+from draftproof.engine.loading.memory import must_fit
 from draftproof.frontend.fetching import Fetcher
 from draftproof.frontend.images import IMAGE, MOST_BYTES, ImageReader, split_messages
 from draftproof.frontend.input_processor import InputProcessor, PreparedRequest, Prompt, as_lists, one_each

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+
+
+class Certified(Protocol):
+    """What runs on the number of threads that its certificates were made with."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=Certified)
 
 
 @contextlib.contextmanager
@@ -50,3 +64,18 @@ def own_precision() -> Iterator[None]:
     finally:
         if precision != "highest":
             torch.set_float32_matmul_precision(precision)
+
+
+def as_certified(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """A method that runs as certificates were made: at their number of threads, and in the dtypes that the model has,
+    whatever a caller set for himself (`torch.autocast` would choose others). Buffers outlive the call, so they do not
+    take on a caller's inference mode."""
+
+    @functools.wraps(method)
+    def run(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_undisturbed(self.num_threads):  # asking costs less than setting
+            return method(self, *args, **kwargs)
+        with torch.inference_mode(False), threads(self.num_threads), own_precision():
+            return method(self, *args, **kwargs)
+
+    return run

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftproof import assets
-from draftproof.engine import memory
+from draftproof.engine.loading import memory
 from draftproof.frontend.llm import LLM
 from draftproof.models.config import read_config
 from draftproof.models.loading import resolve

@@ -9,10 +9,11 @@ import torch
 
 from draftproof import assets
 from draftproof.config import EngineConfig
-from draftproof.engine.build import MOST_ITEM_BYTES, Loaded, ProgressCallback, vision_of
 from draftproof.engine.items import ItemStore
-from draftproof.engine.locate import locate
-from draftproof.engine.memory import Memory
+from draftproof.engine.loading.base import MOST_ITEM_BYTES, ProgressCallback, vision_of
+from draftproof.engine.loading.build import Loaded
+from draftproof.engine.loading.locate import locate
+from draftproof.engine.loading.memory import Memory
 from draftproof.frontend.replicas import wire
 from draftproof.frontend.replicas.entry import Replicas
 from draftproof.frontend.replicas.process import environment
@@ -22,7 +23,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loaded:
-    """As `engine.build.build`, with an engine of `data_parallel_size` replicas. No weights are loaded here."""
+    """As `engine.loading.build.build`, with an engine of `data_parallel_size` replicas. No weights are loaded here."""
     _, directory = locate(config, progress)
     model = read_config(directory, overrides=config.hf_overrides)
     vision = vision_of(config, directory)

@@ -11,7 +11,7 @@ import torch
 from draftproof.attention import registry
 from draftproof.attention.base import AttentionBackend
 from draftproof.config import EngineConfig
-from draftproof.engine import memory
+from draftproof.engine.loading import memory
 from draftproof.kernels import ops as operators
 from draftproof.kernels.exactness import Case, NoPowerError, OperatorCertifier
 from draftproof.kernels.ops import Ops

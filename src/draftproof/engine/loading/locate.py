@@ -9,7 +9,7 @@ from draftproof import assets
 from draftproof.checkpoints import detect
 from draftproof.config import EngineConfig, SpeculativeConfig
 from draftproof.drafters import vllm_names
-from draftproof.engine.plans import Files
+from draftproof.engine.loading.plans import Files
 from draftproof.models.loading import resolve
 from draftproof.models.weights import RandomWeights
 from draftproof.runtime.native import Progress

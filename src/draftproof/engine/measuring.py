@@ -1,0 +1,94 @@
+"""What steps of a size take on this runner, with nobody taking part: for the profile at an engine's start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from draftproof.engine.costs import MAX_GRAPH_ROWS
+from draftproof.engine.interface import ScheduledRequest, StepSize
+from draftproof.engine.launched import LaunchedStep
+from draftproof.engine.runner import ModelRunner, Pass, target_key
+from draftproof.engine.shapes import BatchShape
+from draftproof.runtime.graphs import EAGER
+from draftproof.runtime.threads import as_certified
+from draftproof.runtime.transfer import device_seconds
+
+MOST_PREPARED_BYTES = 1 << 26  # memory of programs, beyond which none is recorded before it is needed
+
+
+class StepMeter:
+    """Runs steps of a runner that serves nobody yet, in slots and blocks that are left as they were."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_threads = runner.num_threads
+        self.on_device = runner.on_device
+        self.buckets = runner.shapes.buckets
+        self.max_num_seqs = runner.max_num_seqs
+        self.max_model_len = runner.max_model_len
+
+    @as_certified
+    def prepare_rows(self, num_rows: int) -> bool:
+        """Record the target's pass of so many rows, a part of all steps with as many, whoever's they are. False where
+        it is not, or is to be the last, since such passes keep much memory."""
+        runner = self._runner
+        if num_rows > self.max_model_len:
+            return False
+        idle = ScheduledRequest(runner.state.scratch_slot, 0, num_rows, 1, runner.num_drafts)
+        shape = self._widened(BatchShape.of([idle], repeats=True))
+        rows, _ = runner.state.fill(shape, runner.state.load([idle], shape))
+        taps = runner.taps(shape)
+        target = partial(runner.target_pass, shape.most_rows, taps, None, None, None)
+        is_recorded = runner.graphs.prepare(target_key(shape, taps), target, rows.inputs)
+        return is_recorded and runner.graphs.num_bytes < MOST_PREPARED_BYTES
+
+    @as_certified
+    def measure(self, size: StepSize) -> tuple[float, float]:
+        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass, draft pass). Where a
+        step is one graph, all of it counts as the target's. A drafter that thinks on the host is not run."""
+        state, num_requests, each = self._runner.state, size.num_requests, 1 + size.num_verified
+        with_drafter = self._runner.drafter is not None and size.num_verified + size.num_drafts > 0
+        shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
+        shape = self._widened(shape)
+        slots = [state.scratch_slot] * num_requests
+        if size.context:  # keys are read that lie apart, as those of requests do
+            slots = list(range(num_requests))
+            self._spread(slots)
+        scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
+        state.slots.computed_S[slots] = size.context
+        try:
+            return self._measured(scheduled, Pass(shape, state.load(scheduled, shape)))
+        finally:
+            state.slots.computed_S[slots] = 0
+            state.block_tables_GSB[:, slots] = 0
+
+    def _measured(self, scheduled: Sequence[ScheduledRequest], given: Pass) -> tuple[float, float]:
+        runner, shape = self._runner, given.shape
+        if shape in runner.captured:
+            function = partial(runner.step_tensors, shape)
+            run = partial(runner.graphs.run, ("step", shape), function, (given.scheduled_4R,))
+            return device_seconds(run), 0.0
+        recorded = runner.graphs.calls_once and shape.num_rows <= MAX_GRAPH_ROWS
+        if shape.with_drafter and not self.on_device:
+            start = time.perf_counter()
+            runner.checked(given, runner.graphs if recorded else EAGER)
+            return time.perf_counter() - start, 0.0
+        launched = LaunchedStep(sandboxes=runner.sandboxes, scheduled=scheduled)
+        runner.run_parts(launched, given, recorded=recorded)
+        return launched.target_seconds, launched.draft_seconds
+
+    def _widened(self, shape: BatchShape) -> BatchShape:
+        return self._runner.shapes.widened(shape, is_recorded=self._runner.graphs is not EAGER)
+
+    def _spread(self, slots: Sequence[int]) -> None:
+        """Blocks for every page of these slots, which no request has; where there are too few they come again."""
+        for layer in (*self._runner.cache.layers, *self._runner.draft_cache.layers):
+            table_SB = layer.block_table_SB
+            device, num_pages, num_blocks = table_SB.device, table_SB.shape[1], max(1, len(layer.k) - 1)
+            slot_R1 = torch.arange(len(slots), device=device)[:, None]
+            page_B = torch.arange(num_pages, device=device)
+            table_SB[slots] = ((page_B * len(slots) + slot_R1) % num_blocks + 1).int()
