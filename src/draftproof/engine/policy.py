@@ -17,9 +17,8 @@ from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 from draftproof.metrics import Prediction
 
-WORTH_IT = (
-    1.03  # predicted speed-up from which on drafting is preferred: predictions are off by a few per cent
-)
+# predicted speed-up from which on drafting is preferred: predictions are off by a few per cent
+WORTH_IT = 1.03
 # What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
 # of adds (one in eight), the most that is kept, and the part of it that one step may put at risk.
 ALLOWANCE = 2.5

@@ -24,10 +24,8 @@ ROUNDS, IN_A_ROW = 4, 4  # of all sizes; runs of each in one, since steps of a k
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
 MOST_ROWS = 256  # rows of the largest size that is measured where steps are not captured
-EACH_CONTEXT, LEAST_CONTEXT = (
-    256,
-    1024,
-)  # tokens of each request where keys are to be read, and of all of them
+# tokens of each request where keys are to be read, and of all of them
+EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
 CONTEXT_REQUESTS = (4, 16, 64)  # where these are among the numbers
 MOST_SPREAD = 1.3  # a larger `StepCosts.spread`: other programs disturbed the profile
 VERSION = 3  # what is measured: profiles of another one are measured again

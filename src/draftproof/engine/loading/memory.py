@@ -187,9 +187,8 @@ def window_groups(
     size = config.block_size
     groups = []
     for window in sorted({shape.window for shape in shapes if 0 < shape.window < max_model_len}):
-        of_request = (
-            -(-(window + MARGIN + num_lookahead) // size) + 2
-        )  # and pages that it shares with what is outside
+        # and pages that it shares with what is outside
+        of_request = -(-(window + MARGIN + num_lookahead) // size) + 2
         in_flight = -(-2 * most_rows // size)  # rows of a pass that runs and of the one after
         live = config.max_num_seqs * of_request + in_flight
         own = [shape for shape in shapes if shape.window == window]
