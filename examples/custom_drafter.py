@@ -2,7 +2,7 @@
 
     draftproof verify --speculative-config '{"method": "examples.custom_drafter.LastSeen"}'
 
-proves that it cannot change the output, and says how many of its drafts were accepted.
+proves that it does not change the output, and counts how many of its drafts were accepted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from draftproof import DraftSpec, EngineConfig, Proposal, Verified
 
 
 class LastSeen:
-    spec = DraftSpec(host_tokens=True)  # what it needs: the known tokens, nothing of the target
+    spec = DraftSpec(host_tokens=True)  # it needs the known tokens, and nothing of the target
 
     def __init__(self, config: EngineConfig) -> None:
         """Called once, with the engine's settings."""
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Called after every pass: up to `num_drafts` tokens for each request, fewer or none where there is no idea."""
+        """Called after every pass: returns up to `num_drafts` tokens for each request, or fewer, or none."""
         num_requests = verified.num_requests
         tokens_RK = torch.zeros(num_requests, num_drafts, dtype=torch.int64)
         count_R = torch.zeros(num_requests, dtype=torch.int64)

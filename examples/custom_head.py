@@ -1,8 +1,8 @@
-"""A draft head of your own: a network beside the target. Here EAGLE-3's, with the weights that come with draftproof.
+"""A draft head of your own: a network beside the target. This one is EAGLE-3, with weights that come with draftproof.
 
     draftproof verify --speculative-config '{"method": "examples.custom_head.build", "num_speculative_tokens": 3}'
 
-Rows, their positions, the cache, unrolling, sampling and checking are not its business.
+The engine takes care of rows, positions, the cache, unrolling, sampling and checking.
 Shapes: T target rows, N draft rows, M rows that are sampled, H hidden size, V columns of logits.
 """
 
@@ -25,18 +25,18 @@ from draftproof.models.layers import load_layers, rope_tables, run_layers
 
 class MyHead(DraftHead):
     def __init__(self, ctx: DraftContext) -> None:
-        """Say what it reads and keeps, and take its tensors by name from the checkpoint."""
+        """Declare what it reads and keeps, and load its tensors by name from the checkpoint."""
         s = ctx.settings(TappedSettings)
         builder = ctx.builder
         config = s.layers
         hidden = s.layers.hidden_size
         self.spec = DraftSpec(
-            taps=Taps(layers=s.taps or ()),  # the target's states entering these layers
-            kv=config.caches,  # those of one layer of its own
+            taps=Taps(layers=s.taps or ()),  # the target's states that enter these layers
+            kv=config.caches,  # keys and values of its own layer
             attention=config.attention_shapes,
         )
         self.layout = HeadLayout(context="all", shift=1)  # the row of state p carries token p + 1
-        self.ops = builder.ops  # gather, concat: what is made of them alone is recorded and costs no Python
+        self.ops = builder.ops  # gather, concat: code made of these alone is recorded and costs no Python
         self.fc = builder.linear("fc", len(s.taps or ()) * ctx.target.config.hidden_size, hidden)
         self.state_norm = Norm.load(builder, "layers.0.hidden_norm", hidden, config.norm_eps)
         tables = rope_tables(config, ctx.max_positions, builder.device)
@@ -51,7 +51,7 @@ class MyHead(DraftHead):
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor]:
-        """-> what `logits` reads, and the next row's features: later drafts go on from this head's own state."""
+        """Returns the input of `logits` and the next row's features; later drafts continue from this head's state."""
         assert features_NF is not None and self.layer.input_norm is not None
         token_NH = self.layer.input_norm(self.ops.gather(self.embed_VH, tokens_N))
         state_NH = self.state_norm(features_NF)
@@ -63,7 +63,7 @@ class MyHead(DraftHead):
 
 
 def build(ctx: DraftContext) -> HeadDrafter:
-    """Called once, with the target and everything there is to build from."""
+    """Called once, with the target and what a head is built from."""
     checkpoint = detect.read(assets.path("tiny-eagle3"))
     builder = ctx.builder.reading(checkpoint.weights)
     return HeadDrafter(MyHead(dataclasses.replace(ctx, checkpoint=checkpoint, builder=builder)))

@@ -1,6 +1,6 @@
 """Ask a model that reads images about pictures, with drafts: python examples/images.py MODEL PICTURE...
 
-The answers with and without drafts are the same; the second line of each says what drafting brought.
+Drafts do not change the answers; the line below each answer counts the drafts that were right.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ def main() -> None:
     parser.add_argument("pictures", nargs="+")
     parser.add_argument("--question", default="What is in the picture?")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--video", action="store_true", help="the pictures are a video's, one a second")
-    parser.add_argument("--draft", help="a small model of the same family that drafts; left out: n-grams do")
+    parser.add_argument(
+        "--video", action="store_true", help="the pictures are the frames of a video, one per second"
+    )
+    parser.add_argument("--draft", help="a small model of the same family to draft with; left out: n-grams")
     given = parser.parse_args()
     seen = {path: {"type": "image", "image": Path(path).read_bytes()} for path in given.pictures}
     if given.video:

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a regex and a choice, faster by drafts: what must come next costs no guess.
+"""Answers that follow a JSON schema, a regex and a choice, with forced tokens drafted for free.
 
 python examples/structured.py [MODEL]
 """
@@ -23,7 +23,7 @@ CITY = {
 
 
 def main(model: str | None) -> None:
-    """Prints each answer, and how many tokens a pass of the model gave."""
+    """Prints each answer, and the tokens per pass of the model."""
     drafting = {"method": "chain", "drafters": [{"method": "ff"}, {"method": "ngram"}]}
     rules = {
         "Describe a large city as JSON: ": StructuredOutputsParams(json=CITY),
@@ -36,7 +36,7 @@ def main(model: str | None) -> None:
         ]
         for output in llm.generate(list(rules), params, use_tqdm=False):
             choice, rounds = output.outputs[0], output.metrics.speculation
-            print(f"{output.prompt}{choice.text}    ({rounds.acceptance_length:.1f} tokens a pass)")
+            print(f"{output.prompt}{choice.text}    ({rounds.acceptance_length:.1f} tokens per pass)")
             if choice.text.startswith("{") and choice.finish_reason == "stop":
                 json.loads(choice.text)
 

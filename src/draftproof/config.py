@@ -207,12 +207,11 @@ class EngineConfig:
     tokenizer: str | None = documented(None, "Tokenizer directory or hub id, if it is not the model's.")
     revision: str | None = documented(None, "Branch, tag or commit of a hub id.")
     allowed_local_media_path: str | None = documented(
-        None, "The folder that messages may name image files of; left out: they may name none."
+        None, "Folder whose image files messages may name. Left out: none."
     )
     allowed_media_domains: Sequence[str] | None = documented(
         None,
-        "Domains that images of messages are fetched from, word,word,...; * stands for all. Left out: nothing is "
-        "fetched.",
+        "Domains that images of messages may be fetched from; * for all. Left out: nothing is fetched.",
     )
     hf_overrides: Mapping[str, Any] | None = documented(
         None, "Keys that replace those of the target's config.json, as JSON; null takes one out."
@@ -225,7 +224,7 @@ class EngineConfig:
     )
     load_format: Literal["auto", "gguf", "dummy"] = documented(
         "auto",
-        "auto (safetensors, or a .gguf file), gguf, or dummy: random weights, of the models' folders only config.json "
+        "auto (safetensors, or a .gguf file), gguf, or dummy: random weights; of a model's folder only config.json "
         "is read.",
     )
     device: str = documented(
@@ -233,41 +232,41 @@ class EngineConfig:
         "cpu, cuda, cuda:1; auto takes a GPU if there is one. With replicas also one for each: cuda:0,cuda:2.",
     )
     data_parallel_size: int = documented(
-        1, "Replicas: engines in processes of their own, each with its share of the cores or its own GPU."
+        1, "Number of replicas: engines in separate processes, each with a share of the cores or its own GPU."
     )
     data_parallel_routing: Routing = documented(
         "prefix",
-        "Where a request goes among replicas: prefix (where least is left to compute), load or round_robin.",
+        "How requests are routed to replicas: prefix (to the one with the least left to compute), load or round_robin.",
     )
     kv_events_config: KVEventsConfig | None = documented(
         None,
-        "Events of the prefix cache for routers, JSON with vLLM's keys: '{\"enable_kv_cache_events\": true}'.",
+        "Publish events of the prefix cache for routers; JSON with vLLM's keys: '{\"enable_kv_cache_events\": true}'.",
     )
-    max_model_len: int | None = documented(None, "Longest prompt and output together, in tokens.")
-    max_num_seqs: int = documented(64, "Most requests decoded at once.")
+    max_model_len: int | None = documented(None, "Maximum length of prompt and output together, in tokens.")
+    max_num_seqs: int = documented(64, "Maximum number of requests decoded at once.")
     max_num_batched_tokens: int = documented(
-        2048, "Most tokens in one pass; longer prompts are computed in chunks."
+        2048, "Maximum number of tokens in one pass; longer prompts are computed in chunks."
     )
     num_kv_blocks: int | None = documented(
-        None, "Size of the key-value cache in blocks. Left out: from free memory."
+        None, "Size of the key-value cache in blocks. Left out: chosen from free memory."
     )
     gpu_memory_utilization: float = documented(
         0.9, "Share of the GPU's memory that may be used, weights and cache together."
     )
     block_size: int = documented(16, "Tokens in a block of the key-value cache.")
-    enable_prefix_caching: bool = documented(True, "Reuse the cache of prompts that start alike.")
-    seed: int = documented(0, "Engine seed: requests without a seed of their own follow from it.")
+    enable_prefix_caching: bool = documented(True, "Reuse cached keys and values of common prompt prefixes.")
+    seed: int = documented(0, "Engine seed, from which requests without a seed of their own get one.")
     bf16_arithmetic: Literal["auto", "widened"] = documented(
-        "auto", "auto, or widened: compiled operators have one processor's bits on all of them in bf16, too."
+        "auto", "auto, or widened: compiled operators give the same bf16 bits on every processor."
     )
     exact: bool = documented(True, "Make every row independent of its batch, bit for bit.")
     verification: Verification = documented(
         "exact", "exact (bit-equal output), or rejection or block (equal in distribution only)."
     )
     native: bool = documented(True, "Use compiled operators where a compiler is found.")
-    enforce_eager: bool = documented(False, "Run every pass afresh: no recordings, no CUDA graphs.")
+    enforce_eager: bool = documented(False, "Record nothing: no recorded programs, no CUDA graphs.")
     attention_backend: str | None = documented(
-        None, "Attention implementation. Left out: the fastest exact one here."
+        None, "Attention implementation. Left out: the fastest exact one on this machine."
     )
 
     def __post_init__(self) -> None:

@@ -114,7 +114,7 @@ class SamplingParams:
     presence_penalty: float = documented(0.0, "Penalty on tokens that occurred in the output.")
     frequency_penalty: float = documented(0.0, "Penalty on tokens for each time they occurred in the output.")
     repetition_penalty: float = documented(
-        1.0, "Factor on tokens that occurred in prompt or output; above 1 discourages them."
+        1.0, "Factor on tokens that occurred in the prompt or output; above 1 discourages them."
     )
     temperature: float = documented(1.0, "0 is greedy.")
     top_p: float = documented(1.0, "Sample from the likeliest tokens that make up this probability.")
@@ -127,11 +127,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = documented(
         None, "End the output after this token id; may be given several times."
     )
-    ignore_eos: bool = documented(False, "Go on after the end-of-text token.")
-    max_tokens: int | None = documented(16, "Longest output, in tokens.")
-    min_tokens: int = documented(0, "Shortest output, in tokens.")
-    logprobs: int | None = documented(None, "This many log-probabilities of each output token.")
-    prompt_logprobs: int | None = documented(None, "The same for the prompt's tokens.")
+    ignore_eos: bool = documented(False, "Continue after the end-of-text token.")
+    max_tokens: int | None = documented(16, "Maximum length of the output, in tokens.")
+    min_tokens: int = documented(0, "Minimum length of the output, in tokens.")
+    logprobs: int | None = documented(None, "Return this many log-probabilities for each output token.")
+    prompt_logprobs: int | None = documented(
+        None, "Return this many log-probabilities for each prompt token."
+    )
     detokenize: bool = True  # nor here: a command shows text
     skip_special_tokens: bool = documented(True, "Leave special tokens out of the text.")
     include_stop_str_in_output: bool = documented(False, "Keep the stop text at the end of the output.")

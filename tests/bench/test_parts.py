@@ -249,6 +249,25 @@ def test_the_device_s_parts_are_timed_on_live_requests_and_leave_nothing_behind(
     assert llm.stats.num_drafter_faults == 0
 
 
+def test_a_step_that_cannot_be_computed_ends_the_timing_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever for the tokens of requests that had failed."""
+    llm = LLM(
+        dtype="float32", max_model_len=96, max_num_seqs=4,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    jobs = workload.jobs(
+        [[5, 9, 30, 7]], range(1), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    )
+    ahead(llm)
+
+    def fail(*given: object, **named: object) -> None:
+        raise ArithmeticError("no such step")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    with pytest.raises(RuntimeError, match="no such step"):
+        passes.device_split(llm, jobs, lambda call: 1.0)
+
+
 def test_rooflines_count_the_weights_of_layers_of_many_shapes() -> None:
     """Those in the files, but for the tables that rows are looked up in."""
     tensors = load_file(Path(gemma4()) / "model.safetensors")

@@ -34,7 +34,7 @@ class TestVerify:
     ) -> None:
         assert main(["verify", "--help"]) == 0
         shown = " ".join(capsys.readouterr().out.split())
-        assert "Longest output, in tokens. [default: 64]" in shown
+        assert "Maximum length of the output, in tokens. [default: 64]" in shown
         for flag, instead in (("--temperature", "--temperatures"), ("--max-num-seqs", "--batch-sizes")):
             assert f"{flag} " not in shown
             assert main([*self.SHORT, flag, "1"]) == 2

@@ -102,6 +102,24 @@ CASES: dict[str, Case] = {
     "custom_head": Case({"method": "examples.custom_head.build"}),
 }
 
+# One case of each way to draft: on the host, by a language model (of other tokens, too), by a head with keys of its
+# own, by modules of the target, by borrowed keys, by blocks, by several together, by forced text, by a user's code.
+# What a drafter does to the engine is shown with these where every case would say the same again.
+KINDS = (
+    "ngram",
+    "suffix",
+    "draft_model",
+    "draft_model/text",
+    "eagle3",
+    "chain",
+    "mtp/modules",
+    "gemma4_mtp",
+    "dflash",
+    "ff",
+    "replay",
+    "custom",
+)
+
 
 REPEATS = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = ["
 

@@ -19,7 +19,8 @@ pytestmark = slow
 @pytest.mark.parametrize("native", [False, True])
 def test_chunks_and_batches_change_nothing(dtype: str, native: bool) -> None:
     given = chunk_sizes.prompts(6, 8192, 230)
-    assert chunk_sizes.differing(given, dtype, native, (33, 99)) == {}
+    chunks = (33, 99) if native or dtype == "float32" else (99,)  # torch's operators take long in the others
+    assert chunk_sizes.differing(given, dtype, native, chunks) == {}
 
 
 class _FollowsItsNeighbours(ChunkedAttention):

@@ -19,8 +19,8 @@ from draftproof.engine.policy import AutoPolicy
 from draftproof.engine.progress import Progress
 from draftproof.runtime import native
 from draftproof.runtime.graphs import OFTEN, Recorded
-from tests.conformance.cases import CASES, REPEATS, TARGETS, Requests, mixture, prompts, run
-from tests.slow import few, slow
+from tests.conformance.cases import CASES, KINDS, REPEATS, TARGETS, Requests, mixture, prompts, run
+from tests.slow import few, slow, some
 
 DTYPES = ["float32", "bfloat16"]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -124,12 +124,21 @@ def test_plain_decoding_does_not_depend_on_the_batch(
     assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
 
 
+BATCHINGS = [("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)]
+OF_EVERY_CASE = [*BATCHINGS[:2], ("chunks of 7", "bfloat16"), ("preempted", "bfloat16")]
+
+
 # every way of batching, and both dtypes in one of them: that rows do not depend on their batch in either is shown above
 @pytest.mark.parametrize(
-    ("settings", "dtype"),
-    few([("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)], ("one batch", "bfloat16")),
+    ("method", "settings", "dtype"),
+    few(
+        some(
+            [(m, *batching) for m in CASES for batching in BATCHINGS],
+            [(m, *batching) for m in CASES for batching in (BATCHINGS if m in KINDS else OF_EVERY_CASE)],
+        ),
+        *((m, "one batch", "bfloat16") for m in CASES),
+    ),
 )
-@pytest.mark.parametrize("method", CASES)
 def test_output_equals_plain_decoding(plain: Any, method: str, settings: str, dtype: str) -> None:
     outputs, llm = run(mixture(), dtype=dtype, **drafting(method), **CONFIGS[settings])
     block_size = CONFIGS[settings].get("block_size", 16)
@@ -158,8 +167,16 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
-@pytest.mark.parametrize("k", few([1, "max"], "max"))
+@pytest.mark.parametrize(
+    ("k", "method"),
+    few(
+        some(
+            [(k, m) for k in (1, "max") for m in CASES],
+            [(1, m) for m in KINDS] + [("max", m) for m in CASES],
+        ),
+        ("max", "eagle3"),
+    ),
+)
 def test_output_does_not_depend_on_k(plain: Any, in_order: None, method: str, k: Any) -> None:
     """The first member of a chain may draft so many."""
     k = CASES[method].max_drafts if k == "max" else k
@@ -169,7 +186,7 @@ def test_output_does_not_depend_on_k(plain: Any, in_order: None, method: str, k:
 
 
 @slow
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_output_does_not_depend_on_who_drafts_when(plain: Any, erratic: None, method: str) -> None:
     """Neighbours with different numbers of drafts, requests that pause, and some that the drafter never saw."""
     outputs, llm = run(mixture(), dtype="float32", **drafting(method, policy="adaptive"))
@@ -177,9 +194,14 @@ def test_output_does_not_depend_on_who_drafts_when(plain: Any, erratic: None, me
 
 
 @slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("method", ["eagle3", "mtp/modules", "gemma4_mtp"])
+@pytest.mark.parametrize(
+    ("method", "num_threads", "dtype"),
+    some(
+        list(itertools.product(["eagle3", "mtp/modules", "gemma4_mtp"], [1, 2, 3], DTYPES)),
+        [("eagle3", n, dtype) for n in (1, 2, 3) for dtype in DTYPES]
+        + [("mtp/modules", 3, "bfloat16"), ("gemma4_mtp", 3, "bfloat16")],
+    ),
+)
 def test_output_does_not_depend_on_threads(
     plain: Any, threads: None, method: str, num_threads: int, dtype: str
 ) -> None:
@@ -188,7 +210,7 @@ def test_output_does_not_depend_on_threads(
     check(plain(dtype, target=CASES[method].target), outputs, llm)
 
 
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_a_prefix_hit_changes_nothing(in_order: None, method: str) -> None:
     """The second call finds its prompts' pages; the drafter must do there what it did the first time."""
     texts = [p * 2 for p in prompts()[:4]]
@@ -207,7 +229,7 @@ def test_a_prefix_hit_changes_nothing(in_order: None, method: str) -> None:
         assert llm.stats.speculation.num_accepted_tokens == 2 * accepted
 
 
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     """A chat's next turn: prompt and answer are found again, pages written while drafting among them."""
     llm = LLM(dtype="bfloat16", **drafting(method))
@@ -221,7 +243,7 @@ def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
     assert outputs[0].metrics.num_cached_tokens >= 64
 
 
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_stopping_at_every_position_of_a_round(method: str) -> None:
     plain = LLM(CASES[method].target, dtype="float32")
     text = plain.generate(REPEATS, SamplingParams(temperature=0, max_tokens=14), use_tqdm=False)[0].outputs[0]
@@ -233,7 +255,7 @@ def test_stopping_at_every_position_of_a_round(method: str) -> None:
     check(expected, outputs, llm)
 
 
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_the_edge_of_max_model_len(method: str) -> None:
     """Prompts that leave room for 1..8 tokens, fewer than K: drafts never write or count past the end."""
     ids = LLM(dtype="float32").tokenizer.encode(REPEATS * 3)[:60]

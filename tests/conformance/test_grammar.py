@@ -1,10 +1,11 @@
 """Answers that follow a grammar: valid, and the same with every drafter as without one.
 
-    NUM_SCHEMAS=500 SCHEMA_SUITE=DIR python -m pytest tests/conformance/test_grammar.py -m "slow or not slow" -rP
+    DRAFTPROOF_TEST_EVERYTHING=1 NUM_SCHEMAS=500 SCHEMA_SUITE=DIR python -m pytest tests/conformance/test_grammar.py -rP
 
-takes as many schemas with every drafter and says what came of them; without, sixty with a few. A third of them is of
-the types in client libraries, a third of JSON-Schema-Test-Suite, where DIR is its folder of a draft, and the rest is
-generated. Each is asked for greedily and sampled; with SCHEMA_MODES=turns by turns, which takes half the time.
+takes as many schemas with every drafter and says what came of them; without, sixty with a drafter of each kind. A
+third of them is of the types in client libraries, a third of JSON-Schema-Test-Suite, where DIR is its folder of a
+draft, and the rest is generated. Each is asked for greedily and sampled; with SCHEMA_MODES=turns by turns, which takes
+half the time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import pytest
 
 from draftproof import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from draftproof.grammar.matcher import Matcher
-from tests.conformance.cases import CASES, Case
+from tests.conformance.cases import CASES, KINDS, Case
 from tests.conformance.schemas import generated, shipped, suite
 from tests.made.shared import EAGLE3
-from tests.slow import slow
+from tests.slow import few, some
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -126,7 +127,7 @@ def test_every_finished_answer_is_valid() -> None:
         assert num_finished[source] >= LEAST_FINISHED[source] * number
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else slow) for name in CASES])
+@pytest.mark.parametrize("name", few(some(CASES, KINDS), *QUICK))
 def test_drafts_change_no_answer(name: str) -> None:
     case = CASES[name]
     prompts, params, _ = wanted()

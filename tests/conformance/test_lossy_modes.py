@@ -8,8 +8,8 @@ import pytest
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from tests.conformance.cases import CASES, REPEATS, Requests, prompts, run
-from tests.slow import few, slow
+from tests.conformance.cases import CASES, KINDS, REPEATS, Requests, prompts, run
+from tests.slow import few, slow, some
 
 GREEDY = Requests([*prompts()[:3], REPEATS], [SamplingParams(temperature=0, max_tokens=24, logprobs=1)] * 4)
 SAMPLED = Requests(
@@ -22,7 +22,7 @@ def settings(mode: str, method: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["rejection", "block"])
-@pytest.mark.parametrize("method", few(CASES, "eagle3"))
+@pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_greedy_requests_get_the_exact_tokens(mode: str, method: str) -> None:
     expected, _ = run(GREEDY, dtype="float32", model=CASES[method].target)
     outputs, llm = run(GREEDY, **settings(mode, method))

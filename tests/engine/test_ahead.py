@@ -38,6 +38,7 @@ class Replayed:
 
     calls_once = False
     num_warming = 0
+    num_bytes = 0
 
     def __init__(self) -> None:
         self.entries: dict[Any, tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -49,7 +50,12 @@ class Replayed:
         self.entries[key] = (function, static, self._call(function, static))
         return True
 
-    def run(self, key: Any, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def holds(self, key: Any) -> int:
+        return 1 + list(self.entries).index(key) if key in self.entries else 0
+
+    def run(
+        self, key: Any, function: Callable[..., Any], inputs: tuple[Tensor, ...], *, at_once: bool = False
+    ) -> tuple[Tensor, ...]:
         if self._inside:
             return function(*inputs)  # type: ignore[no-any-return]
         if key not in self.entries:

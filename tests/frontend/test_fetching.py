@@ -272,7 +272,7 @@ def test_messages_name_images_elsewhere_only_where_that_is_allowed(world: World,
             found[0].outputs[0].token_ids
             == llm.generate(given, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         )
-        assert "cannot be read" in str(found[1].error) and "404" in str(found[2].error)
+        assert "is no PNG" in str(found[1].error) and "404" in str(found[2].error)
         with pytest.raises(ValueError, match="not among allowed_media_domains"):
             llm.chat(message(image_url("http://other.example/a.png")), GREEDY, use_tqdm=False)
 

@@ -248,8 +248,11 @@ def captured_step(
         return
     requests = [queue.add({"prompt_token_ids": ids}, params) for ids in prompts]
     try:
-        while not all(request.choices[0].token_ids for request in requests):
+        while not all(request.choices[0].token_ids or request.finished for request in requests):
             queue.step()
+        for choice in (request.choices[0] for request in requests):
+            if choice.error is not None:
+                raise RuntimeError(f"a step to be measured cannot be computed: {choice.error}")
         engine.drain()
         running = engine.scheduler.running
         if len(running) < len(requests):

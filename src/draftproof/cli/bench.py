@@ -51,7 +51,7 @@ def latency(given: dict[str, Any], engine: dict[str, Any]) -> int:
 @command.command(epilog=EXAMPLES)
 @setup.shared_flags
 def throughput(given: dict[str, Any], engine: dict[str, Any]) -> int:
-    """All prompts, a new request as soon as one of the batch is through."""
+    """All prompts; a new request starts as soon as one of the batch is done."""
     return run("throughput", given, engine)
 
 
@@ -62,13 +62,15 @@ def throughput(given: dict[str, Any], engine: dict[str, Any]) -> int:
     type=options.NumbersType(float, positive=True),
     default="4",
     show_default=True,
-    help="Requests a second; inf: at once.",
+    help="Requests per second; inf: all at once.",
 )
 @click.option(
     "--burstiness", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
-    help="1: Poisson arrivals; less: in bursts; more: steadier; inf: at a fixed rate.",
+    help="1: Poisson arrivals; below 1: in bursts; above 1: steadier; inf: at a fixed rate.",
 )  # fmt: skip
-@click.option("--goodput", multiple=True, help="ttft:MS, tpot:MS or e2el:MS that a good request keeps.")
+@click.option(
+    "--goodput", multiple=True, help="ttft:MS, tpot:MS or e2el:MS: the limit that a good request keeps."
+)
 @setup.shared_flags
 def serve_like(
     rates: Sequence[float],

@@ -51,14 +51,14 @@ DRAFTER = NamedDrafter()
 
 @click.command(epilog=EXAMPLES)
 @click.option(
-    "--drafters", "named", type=DRAFTER, multiple=True, help="Compare these. [default: all there are]"
+    "--drafters", "named", type=DRAFTER, multiple=True, help="Methods to compare. [default: all available]"
 )
 @click.argument("more", type=DRAFTER, nargs=-1, metavar="[DRAFTER]...")
 @click.option(
     "--heads",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Folder of draft checkpoints; those that fit the target take part, too.",
+    help="Folder of draft checkpoints; those that fit the target are compared, too.",
 )
 @click.option(
     "--prompts",
@@ -86,14 +86,14 @@ DRAFTER = NamedDrafter()
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Of each batch the fastest counts.",
+    help="The fastest run of each batch counts.",
 )
 @click.option(
     "--output-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default="bench-results",
     show_default=True,
-    help="Gets methods.json, methods.md and methods.png.",
+    help="Folder for methods.json, methods.md and methods.png.",
 )
 @options.engine_flags
 def methods(

@@ -36,14 +36,14 @@ FLAGS = (
     ),
     click.option("--chat", is_flag=True, help="Ask raw prompts under the chat template."),
     click.option(
-        "--num-prompts", type=click.IntRange(min=1), help="The file's first; more than it has: again."
+        "--num-prompts", type=click.IntRange(min=1), help="Take the file's first prompts, repeated if it has fewer."
     ),
     click.option(
-        "--random-input-len", type=click.IntRange(min=1), help="Prompts of so many random ids instead."
+        "--random-input-len", type=click.IntRange(min=1), help="Use prompts of this many random ids instead."
     ),
     click.option(
         "--random-range-ratio", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
-        help="Their lengths differ by up to this share.",
+        help="Vary their lengths by up to this share.",
     ),
     click.option(
         "--output-len", "--random-output-len", "output_len", type=click.IntRange(min=1), default=128,
@@ -52,10 +52,10 @@ FLAGS = (
     click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True),
     click.option("--temperature", type=float, default=0.0, show_default=True),
     click.option(
-        "--batch-sizes", type=NUMBERS, default="1,8", show_default=True, help="Most requests at once."
+        "--batch-sizes", type=NUMBERS, default="1,8", show_default=True, help="Maximum numbers of requests at once."
     ),
     click.option(
-        "--num-drafts", type=NUMBERS, help="K: drafts a round. [default: the drafter's own]"
+        "--num-drafts", type=NUMBERS, help="K, drafts per round. [default: the drafter's own]"
     ),
     click.option(
         "--replay-acceptance", type=SHARES,
@@ -67,28 +67,28 @@ FLAGS = (
     ),
     click.option(
         "--output-dir", type=click.Path(file_okay=False, path_type=Path), default="bench-results",
-        show_default=True, help="Gets results.json, results.md and the plots.",
+        show_default=True, help="Folder for results.json, results.md and the plots.",
     ),
     click.option(
         "--against", type=options.ListType(), metavar="PEER,...",
-        help="transformers, llama.cpp, openvino: taking turns with ours, each in a process of its own.",
+        help="Other engines, each in its own process, in turns with ours: transformers, llama.cpp, openvino.",
     ),
     click.option(
         "--against-dtypes", type=options.ListType("bfloat16", "float16", "float32"), metavar="DTYPE,...",
-        help="Precisions that are compared. [default: the engine's]",
+        help="Precisions to compare. [default: the engine's]",
     ),
     click.option(
-        "--threads", type=click.IntRange(min=1), help="Of each engine that is compared. [default: torch's]"
+        "--threads", type=click.IntRange(min=1), help="Threads of each engine that is compared. [default: torch's]"
     ),
     click.option(
-        "--busy", type=NUMBERS, help="Compare again beside so many processes that keep a core busy."
+        "--busy", type=NUMBERS, help="Also compare while this many other processes each keep a core busy."
     ),
     click.option(
         "--peak-bandwidth", type=click.FloatRange(min=0, min_open=True),
         help="GB/s of the device's memory, for the roofline. [default: known for some GPUs]",
     ),
     click.option(
-        "--peak-flops", type=click.FloatRange(min=0, min_open=True), help="TFLOP/s, likewise."
+        "--peak-flops", type=click.FloatRange(min=0, min_open=True), help="TFLOP/s of the device, for the roofline."
     ),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ UNUSED = ("speculative_config", "exact", "load_format")  # flags of an engine th
 @click.command(epilog=EXAMPLES)
 @click.argument("target", required=False, metavar="[MODEL]")
 @click.option("--all", "show_all", is_flag=True, help="Also show the versions that are not used.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, every version.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, with every version.")
 @partial(options.engine_flags, own=dict.fromkeys(UNUSED))
 def command(target: str | None, show_all: bool, as_json: bool, engine: dict[str, Any]) -> int:
     """Certify every operator and product shape of MODEL on this machine, and time it.

@@ -74,7 +74,7 @@ class Timed:
     "beside_transformers",
     default=True,
     show_default=True,
-    help="Measure transformers' generate on two of the prompts, too.",
+    help="Also measure transformers' generate on two of the prompts.",
 )
 @options.engine_flags
 def command(
@@ -87,10 +87,10 @@ def command(
 ) -> int:
     """Stream one completion, then decode 16 prompts plainly and speculatively, greedy and sampled.
 
-    The table shows the speed of both, with as many drafts as pay on this machine; what is streamed has all drafts.
-    Speed-ups are over draftproof's own plain decoding; below them stands the speed of transformers. All are of
-    decoding, after the first token; a line below says what the prompts took before. The line `identical: yes` comes
-    from comparing every token id. Exit status 1 if any differs.
+    The table shows the speed of both, with as many drafts as pay on this machine. The streamed completion uses all
+    drafts. Speed-ups are relative to draftproof's own plain decoding; the speed of transformers is shown below them.
+    Speeds are of decoding, after the first token; a line below the table gives the time to first tokens. The line
+    `identical: yes` comes from comparing every token id. Exit status 1 if any differs.
     """
     from draftproof.bench.internals import asking_for
 

@@ -54,14 +54,16 @@ class Examined:
 @click.argument("target", required=False, metavar="[MODEL]")
 @click.argument("head", required=False, metavar="[DRAFTER]", type=options.DrafterType())
 @click.option(
-    "--seconds", type=click.FloatRange(min=1), default=20.0, show_default=True, help="To measure for."
+    "--seconds", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Seconds of measuring."
 )
 @click.option("--prompt-file", help="Prompts as for generate. [default: 16 that come with draftproof]")
 @click.option("--chat", is_flag=True, help="Ask raw prompts under the chat template.")
 @click.option("--max-tokens", type=click.IntRange(min=8), default=96, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the speed-ups there, as PNG."
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a plot of the speed-ups to this PNG file.",
 )
 @options.engine_flags
 def command(

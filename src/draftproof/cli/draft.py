@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Show the tokens that the drafter proposes after PROMPT and the target's greedy token.
 
-    The target's greedy continuation stands beside them; drafts are accepted up to the first that differs.
+    The table shows the target's greedy continuation beside them; drafts are accepted up to the first that differs.
     """
     engine = options.with_drafter(engine)
     if "speculative_config" not in engine:

@@ -31,10 +31,14 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("prompt", required=False)
-@click.option("--prompt-file", help="A prompt a line, or .jsonl with prompt, messages, turns or question.")
+@click.option(
+    "--prompt-file", help="File with one prompt per line, or .jsonl with prompt, messages, turns or question."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the file's first prompts.")
 @click.option("--chat", is_flag=True, help="Ask the prompt as a user's message, under the chat template.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt, with ids and statistics.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per prompt, with ids and statistics."
+)
 @click.option(
     "--color/--no-color", default=None, help="Colour accepted draft tokens. [default: on a terminal]"
 )
@@ -52,7 +56,7 @@ def command(
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> int:
-    """Complete PROMPT, or every prompt of a file, or what comes on standard input.
+    """Complete PROMPT, every prompt of a file, or standard input.
 
     One prompt is streamed; accepted draft tokens show in another colour. Sampling flags that are not given are
     the model's own defaults.

@@ -15,13 +15,13 @@ from draftproof.schema import did_you_mean
 
 # name -> (module, one line of help): a command's module is imported when it is called
 COMMANDS = {
-    "demo": "Decode plainly and speculatively, compare every token, show the speed.",
+    "demo": "Decode with and without a drafter, compare every token, show the speed.",
     "generate": "Complete one prompt, streaming, or a file of them.",
-    "serve": "Serve a model over OpenAI's API, every answer as if it were alone.",
+    "serve": "Serve a model over OpenAI's API; answers do not depend on other requests.",
     "verify": "Prove that output is the same with and without a drafter, on your model and prompts.",
     "certify": "Show which operators and products are exact on this machine, and which are used.",
     "doctor": "Check a model and its drafter, measure both here, and predict the speed-up.",
-    "bench": "Measure plain decoding beside speculation: latency, throughput, requests at a rate, methods.",
+    "bench": "Measure plain decoding beside speculation: latency, throughput, load at a rate, methods.",
     "train": "Train a draft head for a model, on the model's own answers.",
     "draft": "Show what the drafter would propose after a prompt, beside what the target says.",
 }

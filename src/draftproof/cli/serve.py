@@ -32,7 +32,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "yaml")
 def command(target: str | None, no_speculation: bool, engine: dict[str, Any], server: dict[str, Any]) -> None:
     """Serve MODEL, or the default one, over OpenAI's API until Ctrl-C.
 
-    Answers to a seed are those of LLM.generate, whoever else is being served, and with any drafter.
+    An answer is the one that LLM.generate gives for the same seed, whatever else is being served, and with any drafter.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

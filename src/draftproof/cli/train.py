@@ -28,9 +28,13 @@ STAGES = ("data", "train", "check")
 @click.command(epilog=EXAMPLES)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--prompt-file", required=True, help="Prompts to train on, as for generate.")
-@click.option("--held-out-file", help="Prompts to check the head with; may name a domain each.")
+@click.option("--held-out-file", help="Prompts to check the head with; each may name its domain.")
 @click.option(
-    "--num-held-out", type=click.IntRange(min=1), default=8, show_default=True, help="Of each domain."
+    "--num-held-out",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Held-out prompts of each domain.",
 )
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option(
@@ -43,9 +47,11 @@ STAGES = ("data", "train", "check")
     help="Write only every N-th file of answers and states from the I-th on, as I/N: for several processes at once.",
 )
 @click.option(
-    "--allow-missing", is_flag=True, help="Train on the answers that there are, though some are missing."
+    "--allow-missing", is_flag=True, help="Train on the answers that exist, even if some are missing."
 )
-@click.option("--dry-run", is_flag=True, help="Say how long it would take and how much disk, and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print how long it would take and how much disk it needs, then stop."
+)
 @options.train_flags
 @options.engine_flags
 def command(

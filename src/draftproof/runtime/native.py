@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import struct
@@ -42,7 +43,6 @@ class Library:
         self.description = f"{build_key}, {origin}"
         self._dll = ctypes.CDLL(str(path))
         self.recorder: Recorder | None = None  # while calls are being recorded
-        self._copy, self._pack_copy = self.packed("dp_place", "2P3q")
 
     @property
     def bf16_arithmetic(self) -> str:
@@ -91,7 +91,12 @@ class Library:
     def copy(self, to: Tensor, given: Tensor) -> None:
         """`to.copy_(given)` of two contiguous tensors alike, which can be recorded."""
         size = given.nbytes
-        self._copy(self._pack_copy(given.data_ptr(), to.data_ptr(), 1, size, size), to)
+        run, pack = self._place
+        run(pack(given.data_ptr(), to.data_ptr(), 1, size, size), to)
+
+    @functools.cached_property
+    def _place(self) -> tuple[Callable[..., None], Callable[..., bytes]]:
+        return self.packed("dp_place", "2P3q")
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:

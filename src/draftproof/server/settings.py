@@ -16,52 +16,54 @@ LogFormat = Literal["text", "json"]
 class ServerConfig:
     """Settings of a server. Limits are what one request may ask for; beyond them it gets a 4xx that names the limit."""
 
-    host: str = documented("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
+    host: str = documented("127.0.0.1", "Address to listen at; 0.0.0.0 accepts other machines.")
     port: int = documented(8000, "Port to listen at; 0 for any that is free.")
     api_key: Sequence[str] = documented(
         (),
-        "Key that every route but /health, /ready and the page's files asks for; may be given several times.",
+        "API key, required on every route but /health, /ready and the page's files; may be given several times.",
     )
-    page: bool = documented(True, "Whether there is a page at /, to try the model in a browser.")
+    page: bool = documented(True, "Serve a page at / to try the model in a browser.")
     served_model_name: Sequence[str] = documented(
         (), "Name that clients call the model by; may be given several times. Left out: the model as given."
     )
     ssl_certfile: str | None = documented(None, "Certificate for https, a PEM file; needs --ssl-keyfile.")
     ssl_keyfile: str | None = documented(None, "Private key of the certificate, a PEM file.")
     cors_origin: Sequence[str] = documented(
-        (), "Origin whose web pages may ask, or *; may be given several times."
+        (), "Origin whose web pages may send requests, or *; may be given several times."
     )
     metrics_prefix: str = documented(
-        "draftproof:", "What names in /metrics begin with; vllm: for dashboards that expect that."
+        "draftproof:", "Prefix of names in /metrics; vllm: for dashboards that expect that."
     )
-    max_body_bytes: int = documented(8 << 20, "Longest body of a request, in bytes.")
+    max_body_bytes: int = documented(8 << 20, "Maximum size of a request's body, in bytes.")
     max_prompt_chars: int = documented(
-        1 << 20, "Longest text of a request's prompts or messages, in characters."
+        1 << 20, "Maximum length of a request's prompts or messages, in characters."
     )
-    max_choices: int = documented(128, "Most outputs of one request: n times its prompts.")
-    max_stop_strings: int = documented(64, "Most stop strings, and most bad words, of one request.")
+    max_choices: int = documented(128, "Maximum number of outputs of one request: n times its prompts.")
+    max_stop_strings: int = documented(
+        64, "Maximum number of stop strings, and of bad words, of one request."
+    )
     max_stop_chars: int = documented(
-        4096, "Longest stop strings, and longest bad words, of one request: characters of all together."
+        4096, "Maximum total length of stop strings, and of bad words, of one request, in characters."
     )
     max_listed_ids: int = documented(
-        4096, "Most entries of allowed_token_ids, of stop_token_ids and of logit_bias."
+        4096, "Maximum number of entries of allowed_token_ids, of stop_token_ids and of logit_bias."
     )
     max_grammar_chars: int = documented(
         1 << 16,
-        "Longest schema, regex, grammar or list of choices that an answer must follow, in characters.",
+        "Maximum length of a schema, regex, grammar or list of choices, in characters.",
     )
-    max_logprobs: int = documented(20, "Most log-probabilities for a token.")
+    max_logprobs: int = documented(20, "Maximum number of log-probabilities per token.")
     max_open_requests: int = documented(
-        512, "Most outputs being computed or waiting; beyond them requests get a 429."
+        512, "Maximum number of outputs being computed or waiting; further requests get a 429."
     )
     max_open_tokens: int = documented(
-        1 << 20, "Most prompt tokens of all open outputs together; beyond them requests get a 429."
+        1 << 20, "Maximum number of prompt tokens of all open outputs; further requests get a 429."
     )
     max_connections: int = documented(
-        2048, "Most connections; beyond them silent ones are closed, then new ones get a 503."
+        2048, "Maximum number of connections; beyond it silent ones are closed, then new ones get a 503."
     )
     client_timeout: float = documented(
-        30.0, "Seconds that a client has for headers, again for a body, and for taking any of its answer."
+        30.0, "Seconds that a client has to send headers, to send a body, and to read some of its answer."
     )
     chat_template_timeout: float = documented(
         5.0, "Seconds that the model's chat template may take for a request."
@@ -70,22 +72,27 @@ class ServerConfig:
         10.0, "Seconds that preparing a request's schema or grammar may take."
     )
     keep_alive_interval: float = documented(
-        15.0, "Seconds without a token after which a stream gets a comment, so that proxies keep it open."
+        15.0,
+        "Seconds without a token after which a stream gets a comment, which keeps proxies from closing it.",
     )
     tool_call_parser: str | None = documented(
         None,
-        "Syntax of the model's tool calls: hermes, llama3, mistral, ... or none. Left out: by its chat template.",
+        "Syntax of the model's tool calls: hermes, llama3, mistral, ... or none. Left out: found in its chat template.",
     )
     reasoning_parser: str | None = documented(
         None,
-        "Syntax of what the model thinks before it answers: think, mistral, ... or none. Left out: likewise.",
+        "Syntax of the model's reasoning: think, mistral, ... or none. Left out: found in its chat template.",
     )
-    max_stored_responses: int = documented(1024, "Most answers of /v1/responses that are kept; 0 for none.")
-    max_stored_chars: int = documented(64 << 20, "Longest conversations kept for them, in characters.")
-    log_format: LogFormat = documented("text", "Lines to read, or a JSON object on each line.")
+    max_stored_responses: int = documented(
+        1024, "Maximum number of stored answers of /v1/responses; 0 for none."
+    )
+    max_stored_chars: int = documented(
+        64 << 20, "Maximum total length of their conversations, in characters."
+    )
+    log_format: LogFormat = documented("text", "text, or json: one object per line.")
     shutdown_timeout: float = documented(
         30.0,
-        "Seconds that running requests have to end once the server is told to stop; it ends ten later at most.",
+        "Seconds that running requests have to finish after a stop signal; the server ends at most ten seconds later.",
     )
 
     def __post_init__(self) -> None:

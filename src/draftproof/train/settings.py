@@ -18,7 +18,7 @@ FILE = "train.json"  # beside the head: its settings, and what it was trained on
 class AnswerConfig:
     """What the target's answers are: half of them greedy, the others sampled at `temperature`."""
 
-    max_tokens: int = documented(256, "Longest answer of the target, in tokens.")
+    max_tokens: int = documented(256, "Maximum length of the target's answers, in tokens.")
     temperature: float = documented(
         0.8, "Temperature of every other answer; the others are greedy. 0: all are greedy."
     )
@@ -44,18 +44,16 @@ class HeadConfig:
     num_layers: int | None = documented(None, "Layers of the head. Left out: 1, or 2 for dflash.")
     intermediate_size: int | None = documented(None, "Width of the head's MLPs. Left out: the target's.")
     draft_vocab_size: int | None = documented(
-        None, "Tokens that the head can draft, the most frequent ones. Left out: 8192 or all."
+        None, "Number of tokens that the head can draft, the most frequent ones. Left out: 8192 or all."
     )
-    num_steps: int = documented(2000, "Most training steps.")
-    max_seconds: float | None = documented(None, "Most seconds of training, data and checks apart.")
+    num_steps: int = documented(2000, "Maximum number of training steps.")
+    max_seconds: float | None = documented(None, "Maximum seconds of training, without data and checks.")
     tokens_per_step: int = documented(4096, "Tokens of a training step.")
-    learning_rate: float = documented(1e-3, "Highest learning rate.")
+    learning_rate: float = documented(1e-3, "Peak learning rate.")
     loss_decay: float = documented(
-        0.8, "Weight of an eagle3 draft's loss, as a share of the draft's before it."
+        0.8, "Weight of an eagle3 draft's loss relative to that of the draft before it."
     )
-    state_noise: float = documented(
-        0.0, "Noise added to the states that the head is given, as a share of their size."
-    )
+    state_noise: float = documented(0.0, "Noise added to the head's input states, relative to their size.")
     weight_decay: float = documented(0.01, "Weight decay of the optimizer.")
     train_seed: int = documented(0, "Seed of the head's weights and of the order of texts.")
     checkpoint_every: int = documented(200, "Steps from one checkpoint to the next.")
