@@ -1,4 +1,4 @@
-"""What torch is set to while it computes for us: the number of threads, and the precision of sums."""
+"""torch's settings during our computations: the number of threads, and the precision of sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch and the library on `count` threads; afterwards on as many as before, whatever was set meanwhile."""
+    """Run torch and the library on `count` threads, then restore the previous number."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)
@@ -34,9 +34,9 @@ def is_undisturbed(num_threads: int) -> bool:
 
 @contextlib.contextmanager
 def own_precision() -> Iterator[None]:
-    """The model's dtypes and fp32 sums, whatever a caller set: autocast and matmul precision would choose others.
+    """The model's dtypes and fp32 sums, whatever the caller set: autocast and matmul precision would choose others.
 
-    Asking costs less than setting, and is all that most steps do.
+    Settings are changed only if they differ, since reading them is cheaper than setting them.
     """
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
