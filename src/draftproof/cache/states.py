@@ -1,8 +1,8 @@
 """Per-slot state that layers keep besides pages, made only of rows that became permanent.
 
 During a pass a layer writes the contributions of all its rows, including those that will be rejected. The engine calls
-`commit` in one place, at the end of a step, to make the live ones permanent. So nothing is ever rolled back. Shapes: S
-slots, R requests, T rows of a pass.
+`commit` in one place, at the end of a step, to make the live ones permanent. So nothing is ever rolled back.
+Shapes: S slots, R requests, T rows of a pass.
 """
 
 from __future__ import annotations

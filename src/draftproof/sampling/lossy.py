@@ -3,8 +3,8 @@
 Both accept more drafts than the exact rule at high temperature. They give other tokens than plain decoding would, from
 the same distribution (block: Sun et al., arXiv 2403.10444). They need q, the distribution that drafts were drawn from.
 Noise for drafts, acceptance and residual comes from separate domains, keyed by the round: the number of tokens known
-before it, which is unique among a request's rounds. Shapes: M rows, R requests, K draft slots, W = K + 1, V vocabulary,
-S slots, L positions.
+before it, which is unique among a request's rounds.
+Shapes: M rows, R requests, K draft slots, W = K + 1, V vocabulary, S slots, L positions.
 """
 
 from __future__ import annotations
