@@ -21,7 +21,7 @@ namespace {
 using namespace dp;
 
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // contiguous weights per thread: short streams are read more slowly
-constexpr int64_t PANEL_BYTES = 1 << 18;  // bytes of rows that stay in the inner caches while all tiles of a block use them
+constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the inner caches while all tiles of a block use them
 constexpr int64_t MOST_TILES = 8;  // tiles per work item when there are several panels
 
 // bf16 uses the dot-product instruction, two inputs a step, if available; all else is widened, one input a step.
