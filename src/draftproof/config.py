@@ -310,7 +310,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """The settings in `LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
+        """The settings in `LLM`'s keywords; ValueError for an unknown one suggests the nearest known name."""
         kwargs = _without_vllms(kwargs)
         reject_unknown_keys("LLM", kwargs, [f.name for f in dataclasses.fields(cls)])
         raw = kwargs.get("speculative_config")
@@ -336,7 +336,7 @@ def _without_vllms(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """`value` with its dicts, lists and tuples copied at every depth; anything else as it is."""
+    """`value` with its dicts, lists and tuples copied recursively; anything else is returned unchanged."""
     if isinstance(value, Mapping):
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

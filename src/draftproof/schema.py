@@ -74,7 +74,7 @@ def documented(default: T, text: str) -> T:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError names the file where it is missing or broken."""
+    """A JSON object from a file; ValueError names the file if it is missing or malformed."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; point `model` at a folder in Hugging Face format")
     try:
@@ -151,7 +151,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
-    """ValueError where `value` is not in `allowed`; `name` begins it."""
+    """Raise ValueError if `value` is not in `allowed`; `name` begins the error."""
     if value not in allowed:
         raise no_such_choice(name, value, allowed)
 
@@ -218,7 +218,7 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-    """A switch, true or false; `default` where the key is missing or null."""
+    """A boolean; `default` if the key is missing or null."""
     value = raw.get(key)
     value = default if value is None else value
     return check_flag(f"{where}: {key}", value)
@@ -269,7 +269,7 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
 
 
 def check_known(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """ValueError for the first key that is not in `known` and is not null, with the nearest known one."""
+    """Raise ValueError for the first non-null key that is not in `known`, with the nearest known one."""
     for key, value in raw.items():
         if key not in known and value is not None:
             raise unknown_key(key, value, where, known)

@@ -41,9 +41,9 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """For rows that are draft blocks, block after block: what layers need beyond `Rows.context_lens_T`."""
+    """Additional data for a pass over draft blocks, block after block."""
 
-    context_lens_T: Tensor  # int64: the end of the row's block
+    context_lens_T: Tensor  # int64: the end of the row's block, beside the row's own in `Rows`
     rows_JR: Tensor  # int64: index of each block's first row, second row, ...
 
 

@@ -82,7 +82,7 @@ class WholeRows:
     def groups(self, window: int) -> list[tuple[int, Tensor]]:
         """(effective window, indices of the rows that have it). A window counts from a row's own position.
 
-        0: all positions, for rows whose window excludes none.
+        An effective window of 0 means all positions, for rows whose window excludes none.
         """
         windows = window + self.more
         windows[(self.more > 0) & (self.positions < window)] = 0

@@ -24,7 +24,7 @@ MOST_TRITON_TILE = 16384  # group size times head size: a program's smallest acc
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How to make a backend. `build` gets the compiled library, or None if `needs_library` is False."""
+    """How to make a backend. `build` gets the compiled library, which is None only if `needs_library` is False."""
 
     build: Callable[[Library | None], AttentionBackend]
     devices: tuple[str, ...]

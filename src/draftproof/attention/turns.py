@@ -1,8 +1,8 @@
 """Positions of rows for rotary embeddings with several axes (M-RoPE). An image's rows have a time, height and width;
 text after it continues from the largest of these, which differs from the row's place in the cache.
 
-Text after a slot's images is at its place plus one number, equal on all axes. After prefill a row needs only this
-number; during prefill, a step has a window of positions.
+The position of text after a slot's images is its place plus one number, on all axes alike. After prefill that number is
+all that rows need; during prefill, a step has a window of positions.
 Shapes: S slots, E entries of a window, P positions of a table, D rotated size, F = D / 2 pairs.
 """
 

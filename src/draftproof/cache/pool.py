@@ -83,7 +83,7 @@ class PagedCache:
 
 Layout = Callable[
     [PagedKV, int, int], tuple[int, ...]
-]  # shape, number of blocks, block size -> sizes of the keys
+]  # shape, number of blocks, block size -> shape of the keys
 
 
 def paged(shape: PagedKV, num_blocks: int, block_size: int) -> tuple[int, ...]:

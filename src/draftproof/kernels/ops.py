@@ -63,7 +63,9 @@ TORCH = Ops("torch", **{name: operator.reference for name, operator in OPERATORS
 
 
 def select(device: torch.device, library: Library | None) -> Ops:
-    """The fastest operators for `device`; without a `library` (no compiler, or not wanted) the torch references."""
+    """The fastest operators for `device`; on a CPU without `library` (no compiler, or not wanted) the torch
+    references.
+    """
     return next(iter(versions(device, library).values()))
 
 

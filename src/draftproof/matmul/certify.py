@@ -72,7 +72,7 @@ def prove_power(shape: Shape, seed: int) -> None:
     Both versions add one product at a time in fp32; they differ only in the split.
     """
     if shape.inputs < 16:
-        return  # sums this short may round alike in any order, and nothing would split them
+        return  # sums this short may round alike in any order, and there is nothing to split
     x_TK, weight_NK = cancelling(REFERENCE_ROWS[0], dataclasses.replace(shape, outputs=PERIOD), seed)
     x_TK = x_TK.float()
     weight_NK = weight_NK.float()

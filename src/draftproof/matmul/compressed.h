@@ -3,11 +3,13 @@
 // A block is 16 words (32 inputs) of a tile's 32 outputs. The low byte of each weight (the exponent's last bit and the
 // mantissa) is stored unchanged. The high byte (the sign and the rest of the exponent) is stored as four bits: its
 // index in the block's table of at most 16 different high bytes. A block with more than 16 is stored raw, and its table
-// is all zeros. A tile is its blocks' tables, padded to 64 bytes, followed by its blocks. A block consists of groups of
-// four registers of one vector of outputs, in ascending order of words, alternating between the two vectors. A group is
-// a register of indices (low nibbles for the first two registers, high nibbles for the others), then the low bytes of
-// the first two and of the others. Bytes are ordered for interleaving in lanes of 16 bytes, which restores a register
-// in two instructions.
+// is all zeros.
+//
+// A tile is its blocks' tables, padded to 64 bytes, followed by its blocks. A block consists of groups of four
+// registers of one vector of outputs, in ascending order of words, alternating between the two vectors. A group is a
+// register of indices (low nibbles for the first two registers, high nibbles for the others), then the low bytes of the
+// first two and of the others. Bytes are ordered for interleaving in lanes of 16 bytes, which restores a register in
+// two instructions.
 #pragma once
 
 #include <algorithm>

@@ -2,11 +2,15 @@
 //
 // Every output is one chain of additions over K in order, whatever tile of rows or outputs it is in: exact by
 // construction. A step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a
-// multiply-add (1). Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A
-// word is a pair of bf16 inputs, one fp32 input or one fp16 input, which is widened when read; the words of a tile are
-// zero-padded to a multiple of 16. bf16 weights that are not read by AMX tiles are compressed (compressed.h), except
-// experts'. With few rows they are expanded in registers; with many, the first group of rows leaves the expanded tile
-// for the other groups. Rows are stored as the steps use them: a pair for the dot product, else one input, widened.
+// multiply-add (1).
+//
+// Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
+// bf16 inputs, one fp32 input or one fp16 input, which is widened when read; the words of a tile are zero-padded to a
+// multiple of 16. bf16 weights that are not read by AMX tiles are compressed (compressed.h), except experts'. With few
+// rows they are expanded in registers; with many, the first group of rows leaves the expanded tile for the other
+// groups.
+//
+// Rows are stored as the steps use them: a pair for the dot product, else one input, widened.
 #include <algorithm>
 #include <type_traits>
 #include <vector>

@@ -137,7 +137,7 @@ DP_INLINE vec::part widen(hvec::part h) {
     return (vec::part)_mm256_cvtph_ps((__m128i)h);
 #else
     ivec::part bits = __builtin_convertvector(h, ivec::part);
-    ivec::part size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 for what is not finite
+    ivec::part size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 if not finite
     ivec::part not_finite = size >= 31 << 23;
     vec::part normal = (vec::part)(size + (112 << 23) + (not_finite & (112 << 23)));
     const float smallest_normal = 6.103515625e-5f;  // 2^-14, added to a subnormal number and subtracted again

@@ -1,9 +1,11 @@
 // One thread pool for all operators: loops are divided into blocks, and any running thread takes the next block.
 //
-// Bits: a block is computed by one thread in a fixed order, so the number of threads has no effect on results. Waiting:
-// the caller takes blocks itself, so it never waits for a worker that is not scheduled, only for one that is in the
-// middle of a block. A caller that finds the pool in use by another thread computes all its blocks alone. After fork()
-// a child has its own pool, whose workers start when needed.
+// Bits: a block is computed by one thread in a fixed order, so the number of threads has no effect on results.
+//
+// Waiting: the caller takes blocks itself, so it never waits for a worker that is not scheduled, only for one that is
+// in the middle of a block. A caller that finds the pool in use by another thread computes all its blocks alone.
+//
+// After fork() a child has its own pool, whose workers start when needed.
 #pragma once
 
 #include <algorithm>

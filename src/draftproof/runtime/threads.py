@@ -22,7 +22,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def is_undisturbed(num_threads: int) -> bool:
-    """Whether torch is set as `threads` and `own_precision` would set it, and tensors outlive their call."""
+    """Whether torch's settings are those that `threads` and `own_precision` would set, and inference mode is off."""
     return (
         torch.get_num_threads() == num_threads
         and not torch.is_inference_mode_enabled()

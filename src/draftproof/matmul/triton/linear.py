@@ -213,8 +213,8 @@ def _product_kernel(
     N].
 
     EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, in segments of `segment` inputs. TMA:
-    tiles are loaded through descriptors, zero-padded; otherwise the descriptors are unused. TAIL_ROWS: rows after the
-    first BM, whose product uses the same tile of the weight; with TMA and SWAP_AB only.
+    tiles are loaded by descriptors, zero-padded; else those are unused. TAIL_ROWS: rows after the first BM, whose
+    product uses the same tile of the weight; with TMA and SWAP_AB only.
     """
     tile_m, tile_n = place(rows, outputs, BM + TAIL_ROWS, BN, SWIZZLE)
     first_m = tile_m * (BM + TAIL_ROWS)
