@@ -286,7 +286,7 @@ def unknown_key(key: str, value: object, where: str, known: Iterable[str]) -> Va
 
 
 def without(key: str) -> str:
-    """The advice how to remove a key from a config without editing the file."""
+    """Advice on removing a key from a config without editing the file."""
     return f"leave it out with hf_overrides={{{key!r}: None}}"
 
 

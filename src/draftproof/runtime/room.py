@@ -53,7 +53,7 @@ def keep_freed_memory() -> bool:
 
 
 def untouched_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU whose pages take no memory until they are written.
+    """Zeros on the CPU, whose pages cost nothing until they are written.
 
     Memory fresh from the system is zero; memory reused by the C library would have to be cleared page by page.
     """

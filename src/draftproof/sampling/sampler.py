@@ -101,9 +101,9 @@ class Draw(Protocol):
     ) -> Tensor:
         """A token for each row of draft logits, at the request's temperature and with the engine's shared noise.
 
-        rows_M: int64 index of the request in this round (0..R-1); None: each request once, in order. positions_M: int64
-        position of the drafted token. ids_V: int64 target id of each column if the draft vocabulary is reduced. Returns
-        int64 target ids.
+        rows_M: int64 index of the request in this round (0..R-1); None: each request once, in order.
+        positions_M: int64 position of the drafted token.
+        ids_V: int64 target id of each column if the draft vocabulary is reduced. Returns int64 target ids.
         """
         ...
 

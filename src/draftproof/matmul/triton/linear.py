@@ -209,12 +209,11 @@ def _product_kernel(
     BIAS: tl.constexpr, EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and outputs. Without SEGMENTED each program of the second axis sums `segment` inputs; out [S, T,
-    N].
+    """A tile of rows and outputs; without SEGMENTED over the `segment` inputs of each program of the second axis.
 
-    EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, in segments of `segment` inputs. TMA:
-    tiles are loaded by descriptors, zero-padded; else those are unused. TAIL_ROWS: rows after the first BM, whose
-    product uses the same tile of the weight; with TMA and SWAP_AB only.
+    out [S, T, N]. EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, in segments of `segment`
+    inputs. TMA: tiles are loaded by descriptors, zero-padded; else those are unused. TAIL_ROWS: rows after the first
+    BM, whose product uses the same tile of the weight; with TMA and SWAP_AB only.
     """
     tile_m, tile_n = place(rows, outputs, BM + TAIL_ROWS, BN, SWIZZLE)
     first_m = tile_m * (BM + TAIL_ROWS)
