@@ -1,4 +1,4 @@
-"""Frozen settings, checked once. Field names are vLLM's where vLLM has the field."""
+"""Immutable settings, validated on construction. Field names are vLLM's where vLLM has the field."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ENGINE_WIDE = (
     "policy",
     "max_faults",
     "time_limit",
-)  # speculative settings that hold for all drafters together
-# vLLM's settings that are none here: the values that ask for what is done anyway, and why there are no others.
+)  # settings of the speculation as a whole, not of one drafter
+# vLLM settings that are not settings here: the accepted values, which ask for what happens anyway, and the reason.
 VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "there is one device"),
     "pipeline_parallel_size": ((1,), "there is one device"),
@@ -43,32 +43,34 @@ VLLM_SETTINGS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "enable_prompt_embeds": ((True, False), "prompts may be embeddings"),
 }
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
-MOST_BLOCK_SIZE = 1024  # attention is certified on blocks that are full
+MOST_BLOCK_SIZE = 1024  # attention is certified on full blocks
 MOST_REPLICAS = 64
-MOST_SEQUENCES = 4096  # each holds a row of every table, used or not
+MOST_SEQUENCES = 4096  # every table has a row for each, used or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Settings of drafting. `method` None: found from the checkpoint `model` points at.
+    """Settings of drafting. `method` None: derived from the checkpoint that `model` points at.
 
-    `num_speculative_tokens`: an integer always asks for that many drafts; "auto" (left out, None) asks for the number
-    that measured costs and acceptance make fastest, and for none where drafting does not pay, up to the checkpoint's
-    own number, else the method's (5 for most; n-gram and suffix 16); a chain's members have each their own, and the
-    chain's is the most that any may propose. `policy`, for one version: "fixed" and "adaptive" hold for the number
-    beside them, or the checkpoint's own. `quantization` "fp8" rounds
-    the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft pass reads on a GPU of compute
-    capability 8.9 or later, and a few other drafts. `image_inputs`: what a head that reads the target's states is fed
-    at rows that carry embeddings (of images, of `prompt_embeds`): those (None, "embeddings") or "tokens", the ids that
-    stand for them; no checkpoint says which it was trained with. A draft model that reads images makes its
-    own. `hf_overrides`: keys that replace those of the draft
-    checkpoint's config.json, as of `EngineConfig`. `revision` and `load_format` are those of the draft checkpoint
-    (None: the hub's default, the engine's); `max_model_len`: no drafts for a request's tokens from this number on;
-    `parallel_drafting` True: the checkpoint must be of a kind that drafts all tokens in one pass. `trusted` True: a
-    class of your own sees live buffers, writes to none of them, and is recorded as the package's drafters are; so it is
-    a function of what lies on the device, unless it declares host_tokens. `options` are the
-    method's own settings (every key that is not a field lands there and is checked by the method). What is given is
-    copied.
+    `num_speculative_tokens`: an integer always asks for that many drafts. "auto" (also None, the default) asks for the
+    number that measured costs and acceptance make fastest, which is 0 where drafting does not pay. Its upper limit is
+    the checkpoint's own number, else the method's (5 for most; n-gram and suffix 16); each member of a chain has its
+    own limit, and the chain's is the largest of them. `policy`, kept for one version: "fixed" and "adaptive" apply to
+    the given number of drafts, or to the checkpoint's own.
+
+    `quantization` "fp8" rounds the weights of the draft checkpoint's products to 8 bits: half the bytes that a draft
+    pass reads on a GPU of compute capability 8.9 or later, and slightly different drafts. `image_inputs`: the input of
+    a head that reads the target's states, at rows that carry embeddings (of images, of `prompt_embeds`): the embeddings
+    (None, "embeddings") or the ids that stand for them ("tokens"); no checkpoint records which it was trained with. A
+    draft model that reads images computes its own embeddings. `hf_overrides`: keys that replace those of the draft
+    checkpoint's config.json, as in `EngineConfig`. `revision` and `load_format` apply to the draft checkpoint (None:
+    the hub's default, the engine's).
+
+    `max_model_len`: a request gets no drafts for its tokens from this number on. `parallel_drafting` True: the
+    checkpoint must be of a kind that drafts all tokens in one pass. `trusted` True: a user's drafter class sees live
+    buffers, must not write to them, and is recorded like the built-in drafters; it must therefore depend on device data
+    only, unless it declares host_tokens. `options`: the method's own settings (every key that is not a field, checked
+    by the method). Lists and dicts are copied.
     """
 
     method: str | None = None
@@ -124,12 +126,12 @@ class SpeculativeConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the number of drafts is chosen as it pays."""
+        """Whether the number of drafts adapts to costs and acceptance."""
         return self.policy == "adaptive" or (self.policy is None and self.num_speculative_tokens is None)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
-        """The settings in `raw`; keys that are no field become `options`."""
+        """The settings in `raw`; keys that are not fields become `options`."""
         if not isinstance(raw, Mapping):
             raise ValueError(f"speculative_config={raw!r}: must be a dict such as {{'method': 'ngram'}}")
         names = {f.name for f in dataclasses.fields(cls)} - {"options"}
@@ -147,10 +149,12 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """What is told of the prefix cache, and where. Names and defaults are vLLM's: events go out at `endpoint`, the last
-    `buffer_steps` batches again at `replay_endpoint` for whoever missed some, at most `max_queue_size` wait to be sent.
-    Of several replicas each has ports of its own, the number of the replica higher. `publisher` None: zmq, where events
-    are enabled."""
+    """Where events of the prefix cache are published. Names and defaults are vLLM's.
+
+    Events go out at `endpoint`. Subscribers that missed some can request the last `buffer_steps` batches at
+    `replay_endpoint`. At most `max_queue_size` batches wait to be sent. Each replica has its own ports: its number is
+    added to the port. `publisher` None: zmq, if events are enabled.
+    """
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
@@ -190,13 +194,13 @@ class KVEventsConfig:
 class EngineConfig:
     """Settings of an engine. Counts are numbers of tokens, requests or blocks.
 
-    `hf_overrides`: keys that replace those of the target's config.json (None takes one out; dicts are merged).
-    `num_kv_blocks` None: sized from free memory, on a GPU so that `gpu_memory_utilization` of all its memory is in use.
-    `load_format="dummy"`: random weights, of the models' folders only config.json is read. `exact=False` lets products
-    and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False` keeps to
-    torch operators (slower); `bf16_arithmetic="widened"` leaves the processor's bf16 instructions alone, so that x86-64
-    processors with AVX2 and later ones have equal bits in bf16, as they have in fp32; `enforce_eager=True` runs every
-    pass afresh instead of recording it. What is given is copied.
+    `hf_overrides`: keys that replace those of the target's config.json (None removes a key; dicts are merged).
+    `num_kv_blocks` None: sized from free memory; on a GPU so that `gpu_memory_utilization` of its total memory is in
+    use. `load_format="dummy"`: random weights; only config.json is read from the models' folders. `exact=False` lets
+    products and attention use whatever is fastest, for comparison: rows may then depend on their batch. `native=False`
+    uses torch operators only (slower). `bf16_arithmetic="widened"` does not use the processor's bf16 instructions, so
+    that all x86-64 processors with AVX2 give equal bits in bf16, as they do in fp32. `enforce_eager=True` runs every
+    pass without recording it. Lists and dicts are copied.
     """
 
     model: str | None = documented(
@@ -306,7 +310,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """The settings in `LLM`'s keywords; an unknown one raises ValueError with the nearest known name."""
+        """The settings in `LLM`'s keywords; ValueError for an unknown one suggests the nearest known name."""
         kwargs = _without_vllms(kwargs)
         reject_unknown_keys("LLM", kwargs, [f.name for f in dataclasses.fields(cls)])
         raw = kwargs.get("speculative_config")
@@ -319,7 +323,7 @@ class EngineConfig:
 
 
 def _without_vllms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings. ValueError for one of vLLM's whose value asks for what is not here."""
+    """The settings without vLLM's extra ones. ValueError if one of those has a value that is not supported."""
     left = dict(given)
     for name, (values, why) in VLLM_SETTINGS.items():
         value = left.pop(name, None)
@@ -332,7 +336,7 @@ def _without_vllms(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """`value` with its dicts, lists and tuples copied at every depth; anything else as it is."""
+    """`value` with its dicts, lists and tuples copied recursively; anything else is returned unchanged."""
     if isinstance(value, Mapping):
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Counters of speculation, per request and summed for the engine; times of its steps."""
+"""Counters of speculation, per request and summed for the engine, and times of the engine's steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 class SpeculationStats:
     """Counts of speculation. A round is one verify pass that emitted tokens for the request.
 
-    `num_rounds` counts rounds after the token that prefill gives. `acceptance_length` (tau) is tokens emitted per
-    round, the bonus token included: 1 + accepted / rounds; `acceptance_rate` the share of drafts that were accepted, 0
-    where there were none. `accepted_per_position[i]` counts rounds that accepted
-    more than i drafts; `drafted_per_position[i]` counts rounds that proposed more than i.
+    `num_rounds` excludes the pass that emits the first token, at the end of prefill. `acceptance_length` (tau) is the
+    number of tokens emitted per round, the bonus token included: 1 + accepted / rounds. `acceptance_rate` is the share
+    of drafts that were accepted, 0 if there were none. `accepted_per_position[i]` counts rounds that accepted more than
+    i drafts; `drafted_per_position[i]` counts rounds that proposed more than i.
     """
 
     num_rounds: int = 0
@@ -59,7 +59,7 @@ class SpeculationStats:
             self.accepted_per_position[i] += accepted
 
     def since(self, before: SpeculationStats) -> SpeculationStats:
-        """What was counted after `before`, a copy of this one as it was."""
+        """The counts added since `before`, an earlier copy of this object."""
         missing = len(self.drafted_per_position) - len(before.drafted_per_position)
         accepted = [*before.accepted_per_position, *[0] * missing]
         drafted = [*before.drafted_per_position, *[0] * missing]
@@ -74,23 +74,26 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class DrafterStats:
-    """Counts of one drafter, a chain's member too. `speculation` has the rounds that verified its drafts, so that
-    rounds without any belong to nobody. `num_faults`: calls in which it failed; of a request, its rounds that this
-    cost."""
+    """Counts of one drafter, or of one member of a chain.
+
+    `speculation` covers the rounds that verified this drafter's drafts; rounds without drafts are attributed to none.
+    `num_faults`: failed calls; in a request's statistics, its rounds that lost their drafts to a fault.
+    """
 
     name: str
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     num_faults: int = 0
 
     def add(self, other: DrafterStats) -> None:
-        """Sum `other`, of the same drafter, into this one."""
+        """Add the counts of `other`, which belong to the same drafter."""
         self.speculation.add(other.speculation)
         self.num_faults += other.num_faults
 
 
 class Prediction(NamedTuple):
-    """What speculation is expected to bring with so many requests at once: the number of drafts that is best (0: none),
-    and tokens a second over those of plain decoding."""
+    """Expected effect of speculation with `num_requests` concurrent requests: the best number of drafts (0: none), and
+    `speedup`, tokens per second relative to plain decoding.
+    """
 
     num_requests: int
     num_drafts: int
@@ -99,10 +102,13 @@ class Prediction(NamedTuple):
 
 @dataclass(slots=True)
 class EngineStats:
-    """Sums over the engine's life. Times in seconds of wall clock, as the host saw them: a step is planning, launch (on
-    a CPU the computation too: target and draft), waiting for a device, and taking results in. What of a CPU's steps is
-    neither target nor draft is time of the host that no pass hides. `drafters`: one entry a drafter, in the order of
-    the chain. `predictions`: of the start, where the number of drafts is chosen as it pays."""
+    """Sums over the engine's life.
+
+    Times are wall-clock seconds as seen by the host. A step consists of planning, launch (on a CPU this includes the
+    computation: target and draft), waiting for a device, and processing results. On a CPU, step time that is neither
+    target nor draft is host time that no pass overlaps. `drafters`: one entry per drafter, in chain order.
+    `predictions`: made at startup, if the number of drafts is chosen automatically.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -124,7 +130,7 @@ class EngineStats:
 
     @property
     def host_seconds(self) -> float:
-        """Time of steps in which the host neither ran or launched a pass nor waited for one."""
+        """Step time in which the host neither ran or launched a pass nor waited for one."""
         busy = self.target_seconds + self.draft_seconds + self.waiting_seconds
         return max(0.0, self.step_seconds - busy)
 
@@ -135,7 +141,7 @@ class EngineStats:
             self.drafters[drafter].speculation.record(num_drafted, num_accepted)
 
     def add(self, other: EngineStats) -> None:
-        """Sum `other`, of an engine of the same drafters, into this one."""
+        """Add the sums of `other`, an engine with the same drafters."""
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.last_drafter_fault = other.last_drafter_fault or self.last_drafter_fault
@@ -149,7 +155,7 @@ SUMS = tuple(f.name for f in fields(EngineStats) if f.name.startswith("num_") or
 
 @dataclass(slots=True, kw_only=True)
 class EngineLoad:
-    """What one engine is at. Blocks are those of its key-value cache, without the one that is the pool's own."""
+    """Current load of one engine. Block counts are those of its key-value cache, without the reserved scratch block."""
 
     stats: EngineStats
     num_running: int = 0

@@ -1,7 +1,7 @@
-"""Values of configuration files: read as JSON, then checked for type and range before anything is made of them.
+"""Readers for values of configuration files: type and range are checked before a value is used.
 
-Every reader takes (the file's keys, a key, where they are from), and every error is one line: where, key, value, what
-is allowed. null means what a missing key means.
+Every reader takes the file's keys, a key, and where they come from. Every error is one line: where, key, value, what is
+allowed. null means the same as a missing key.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeGuard, TypeVar
 
 T = TypeVar("T")
 
-# The largest values that make sense: well above what is published, well below what exhausts a machine in a loop.
-# Positions are fp32 in a rotary embedding, which tells whole numbers apart up to 2^24.
+# Upper limits: well above published models, well below what would exhaust a machine in a loop. Positions are fp32 in a
+# rotary embedding, which represents integers exactly up to 2^24.
 LARGEST: Mapping[str, int] = {
     "num_hidden_layers": 4096,
     "num_kv_shared_layers": 4096,
@@ -62,19 +62,19 @@ LARGEST_NUMBERS: Mapping[str, float] = {
     "attn_logit_softcapping": 1e9,
     "routed_scaling_factor": 1e6,
 }
-MOST = (1 << 31) - 1  # the largest integer for a key without a line above
+MOST = (1 << 31) - 1  # the largest integer for a key not listed above
 MOST_NUMBER = 1e9  # the largest other number
 MOST_NESTING = 64
-MOST_SHOWN = 120  # characters of a value that is wrong
+MOST_SHOWN = 120  # characters of a wrong value in an error message
 
 
 def documented(default: T, text: str) -> T:
-    """A dataclass field's default, with the help text of the flag that the command line makes of the field."""
+    """A dataclass field's default, with the help text of the command-line flag made from the field."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError names the file where it is missing or broken."""
+    """A JSON object from a file; ValueError names the file if it is missing or malformed."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; point `model` at a folder in Hugging Face format")
     try:
@@ -91,12 +91,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def words(text: str) -> frozenset[str]:
-    """Keys, written one after the other."""
+    """The keys in a space-separated list."""
     return frozenset(text.split())
 
 
 def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` with the keys of `overrides` in place of its own; objects are merged key by key."""
+    """`raw` with keys replaced by those of `overrides`; objects are merged recursively."""
     result = dict(raw)
     for key, value in overrides.items():
         old = result.get(key)
@@ -106,16 +106,16 @@ def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def shown(value: object) -> str:
-    """A value on one short line."""
+    """A value as one short line of text."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # an integer of more digits than Python writes
+    except (RecursionError, ValueError):  # an integer with more digits than Python converts
         return f"<{type(value).__name__}>"
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 20]}...{text[-12:]}"
 
 
 def is_whole(value: object, low: float = -math.inf, high: float = math.inf) -> TypeGuard[int]:
-    """Whether `value` is an integer, and no bool, from `low` to `high`."""
+    """Whether `value` is an integer (not a bool) from `low` to `high`."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -151,13 +151,13 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
-    """ValueError where `value` is not in `allowed`; `name` begins it."""
+    """Raise ValueError if `value` is not in `allowed`; `name` begins the error."""
     if value not in allowed:
         raise no_such_choice(name, value, allowed)
 
 
 def no_such_choice(name: str, value: object, allowed: Iterable[object]) -> ValueError:
-    """The error for a value that is not in `allowed`, with the nearest that is."""
+    """The error for a value that is not in `allowed`, with the nearest allowed value."""
     names = [str(one) for one in allowed]
     return ValueError(
         f"{name}={shown(value)}: {did_you_mean(value, names) or 'must be one of ' + ', '.join(names)}"
@@ -165,7 +165,7 @@ def no_such_choice(name: str, value: object, allowed: Iterable[object]) -> Value
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """A hint at the nearest of `known`; empty where none is near."""
+    """A hint naming the nearest of `known`; empty if none is near."""
     names, text = list(known), str(value)
     near = difflib.get_close_matches(text, names, n=1) or difflib.get_close_matches(text.lower(), names, n=1)
     return f"did you mean {near[0]!r}?" if near else ""
@@ -187,7 +187,9 @@ def whole(
     high: int | None = None,
     default: int | None = None,
 ) -> int:
-    """An integer from `low` to `high` (None: `LARGEST`); `default` where there is none, else it must be there."""
+    """An integer from `low` to `high` (None: `LARGEST`); `default` if the key is missing; ValueError if that is None
+    too.
+    """
     high = LARGEST.get(key) if high is None else high
     value = raw.get(key)
     value = default if value is None else value
@@ -216,14 +218,14 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-    """A switch, true or false; `default` where the key is missing or null."""
+    """A boolean; `default` if the key is missing or null."""
     value = raw.get(key)
     value = default if value is None else value
     return check_flag(f"{where}: {key}", value)
 
 
 def ids(raw: Mapping[str, Any], key: str, where: str, low: int = 0) -> tuple[int, ...]:
-    """A list of layer numbers, one at least."""
+    """A non-empty list of layer numbers."""
     value = raw.get(key)
     if not isinstance(value, list) or not value or not all(is_whole(i, low, MOST) for i in value):
         raise ValueError(f"{where}: {key}={shown(value)}: must be a list of layer numbers of at least {low}")
@@ -231,7 +233,7 @@ def ids(raw: Mapping[str, Any], key: str, where: str, low: int = 0) -> tuple[int
 
 
 def section(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """An object within the object; empty where the key is missing or null."""
+    """A nested object; empty if the key is missing or null."""
     value = raw.get(key)
     value = {} if value is None else value
     if not isinstance(value, Mapping):
@@ -240,7 +242,7 @@ def section(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
 
 
 def texts(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """A list of strings; empty where the key is missing or null."""
+    """A list of strings; empty if the key is missing or null."""
     value = raw.get(key)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
@@ -249,7 +251,7 @@ def texts(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
 
 
 def text(raw: Mapping[str, Any], key: str, where: str) -> str | None:
-    """A string, None where the key is missing or null."""
+    """A string; None if the key is missing or null."""
     value = raw.get(key)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{where}: {key}={shown(value)}: must be text")
@@ -267,14 +269,14 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
 
 
 def check_known(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """ValueError for the first key that is not in `known` and is not null, with the nearest known one."""
+    """Raise ValueError for the first non-null key that is not in `known`, with the nearest known one."""
     for key, value in raw.items():
         if key not in known and value is not None:
             raise unknown_key(key, value, where, known)
 
 
 def unknown_key(key: str, value: object, where: str, known: Iterable[str]) -> ValueError:
-    """The error for a key that nobody understands."""
+    """The error for a key that no reader knows."""
     hint = did_you_mean(key, known)
     reason = f"{hint} It may" if hint else "It may"
     return ValueError(
@@ -284,7 +286,7 @@ def unknown_key(key: str, value: object, where: str, known: Iterable[str]) -> Va
 
 
 def without(key: str) -> str:
-    """How a user takes a key out of a config without editing the file."""
+    """Advice on removing a key from a config without editing the file."""
     return f"leave it out with hf_overrides={{{key!r}: None}}"
 
 

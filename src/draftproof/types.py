@@ -14,14 +14,14 @@ from draftproof.metrics import DrafterStats, SpeculationStats
 from draftproof.schema import check_flag, check_whole, documented, reject_unknown_keys, shown
 
 INT32_MAX = 2**31 - 1
-MOST_LOGPROBS = 1024  # alternatives beside a token
+MOST_LOGPROBS = 1024  # alternatives per token
 FinishReason = Literal["stop", "length", "abort", "error"]
 T = TypeVar("T")
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
 def _names_known(cls: type[T]) -> type[T]:
-    """A dataclass whose constructor raises ValueError for a name that is no field, with the nearest that is."""
+    """A dataclass whose constructor raises ValueError for an unknown name and suggests the nearest field."""
     init: Any = cls.__init__
 
     @functools.wraps(init)
@@ -36,15 +36,16 @@ def _names_known(cls: type[T]) -> type[T]:
 @_names_known
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an output must be, by one rule of: `json`, a schema as a dict or as text; `regex`; `choice`, one of several
-    texts; `grammar`, Lark or GBNF; `json_object`, any object; `structural_tag`, texts of which parts begin with a
-    trigger and then follow a schema. Names are vLLM's.
+    """A constraint on the output, given by exactly one rule; names are vLLM's.
 
-    Between the parts of a JSON text one space may stand after a comma or a colon, and nothing else;
-    `whitespace_pattern` is a regex for what may, and `disable_any_whitespace` allows none.
-    `disable_additional_properties`: where a schema does not say, objects have the named properties only.
-    `after_token_id`: the rule holds for what follows this token's first occurrence in the output, such as the end of a
-    reasoning block. ValueError for none of these rules, and for several.
+    Rules: `json`, a schema as a dict or as text; `regex`; `choice`, one of several texts; `grammar`, Lark or GBNF;
+    `json_object`, any object; `structural_tag`, free text in which a trigger starts a part that follows a schema.
+
+    In JSON output a single space may follow a comma or a colon, and there is no other whitespace between tokens.
+    `whitespace_pattern` is a regex for the whitespace allowed instead; `disable_any_whitespace` allows none.
+    `disable_additional_properties`: objects have only the named properties, unless the schema says otherwise.
+    `after_token_id`: the rule applies to what follows this token's first occurrence in the output, such as the end of a
+    reasoning block. ValueError if no rule or several rules are given.
     """
 
     json: str | dict[str, Any] | None = None
@@ -86,7 +87,7 @@ RULES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def _json_text(name: str, value: Any) -> str | None:
-    """A schema as text, which nobody changes later."""
+    """A schema as text, so that later changes to a dict have no effect."""
     if value is None or (isinstance(value, str) and value):
         return value
     if not isinstance(value, Mapping):
@@ -100,14 +101,14 @@ def _json_text(name: str, value: Any) -> str | None:
 @_names_known
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of sampling for one request. Field names and defaults are vLLM's.
+    """Sampling settings of one request. Field names and defaults are vLLM's.
 
-    Lists and dicts are copied: changing them later changes nothing. `temperature=0` is greedy. `top_k` 0 or -1, `top_p`
-    1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes from the
-    engine's seed and the arrival number. Logprobs are those of the model before any processing, natural logarithm.
-    Biases are cut to -100..100, as in vLLM; their ids may be texts of digits, as JSON has them. ValueError for values
-    that are none of these. With `structured_outputs` the end-of-text token ends the output whatever `ignore_eos` says,
-    and a text that is complete and cannot go on ends it before `min_tokens`.
+    Lists and dicts are copied, so changing them later has no effect. `temperature=0` is greedy. `top_k` 0 or -1,
+    `top_p` 1 and `min_p` 0 switch a filter off; ties at a filter's boundary are kept. `seed` None: the row seed comes
+    from the engine's seed and the arrival number. Logprobs are natural logarithms of the model's probabilities before
+    any processing. Biases are clamped to -100..100, as in vLLM; their token ids may be strings of digits, as in JSON.
+    ValueError for values out of range or of the wrong type. With `structured_outputs` the end-of-text token ends the
+    output whatever `ignore_eos` says, and a text that is complete and cannot be continued ends it before `min_tokens`.
     """
 
     n: int = documented(1, "Number of outputs for each prompt.")
@@ -120,7 +121,7 @@ class SamplingParams:
     top_p: float = documented(1.0, "Sample from the likeliest tokens that make up this probability.")
     top_k: int = documented(0, "Sample from this many likeliest tokens; 0 for all.")
     min_p: float = documented(0.0, "Drop tokens less likely than this share of the likeliest one.")
-    seed: int | None = None  # no help, so no flag: the engine's --seed decides it
+    seed: int | None = None  # no help text, so no flag: --seed sets the engine's
     stop: str | Sequence[str] | None = documented(
         None, "End the output before this text; may be given several times."
     )
@@ -134,7 +135,7 @@ class SamplingParams:
     prompt_logprobs: int | None = documented(
         None, "Return this many log-probabilities for each prompt token."
     )
-    detokenize: bool = True  # nor here: a command shows text
+    detokenize: bool = True  # no flag: the command prints text
     skip_special_tokens: bool = documented(True, "Leave special tokens out of the text.")
     include_stop_str_in_output: bool = documented(False, "Keep the stop text at the end of the output.")
     bad_words: Sequence[str] | None = documented(None, "Never produce this text; may be given several times.")
@@ -144,7 +145,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = documented(
         None, "Added to logits before sampling, from -100 to 100, as JSON: '{\"42\": -5}'."
     )
-    structured_outputs: StructuredOutputsParams | None = None  # nor here: a rule has fields of its own
+    structured_outputs: StructuredOutputsParams | None = None  # no flag: a rule has its own fields
 
     def __post_init__(self) -> None:
         _read_numbers(self)
@@ -175,7 +176,7 @@ class SamplingParams:
         return list(self.stop or ())
 
 
-# The range of each number, in figures and in words.
+# The range of each numeric field: name, lowest, highest, the range in words.
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, 1024, "from 1 to 1024"),
     ("presence_penalty", -2, 2, "between -2 and 2"),
@@ -194,7 +195,7 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
 
 
 def _read_numbers(p: SamplingParams) -> None:
-    """Put Python's numbers in place of NumPy's. ValueError names the field, its value and the range allowed."""
+    """Convert NumPy's numbers to Python's. ValueError names the field, its value and the allowed range."""
     kinds = {f.name: str(f.type) for f in fields(p)}
     for name, low, high, words in _RANGES:
         value: Any = getattr(p, name)
@@ -212,7 +213,7 @@ def _read_numbers(p: SamplingParams) -> None:
 
 
 def _check_lists(p: SamplingParams) -> None:
-    """Raise ValueError for lists that are none, and for entries of another type."""
+    """Raise ValueError for fields that must be lists and are not, and for entries of the wrong type."""
     for name, kind in (
         ("stop", str),
         ("bad_words", str),
@@ -230,7 +231,7 @@ def _check_lists(p: SamplingParams) -> None:
 
 
 def _read_bias(bias: Mapping[Any, float]) -> dict[int, float]:
-    """`logit_bias` with integers where JSON has texts of digits, and numbers cut to -100..100."""
+    """`logit_bias` with token ids as integers (JSON has strings) and values clamped to -100..100."""
     values = bias.values() if isinstance(bias, Mapping) else [None]
     if not all(isinstance(v, numbers.Real) and not isinstance(v, bool) and v == v for v in values):
         raise ValueError(
@@ -244,11 +245,11 @@ def _read_bias(bias: Mapping[Any, float]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHints:
-    """What a request may ask for beside its parameters: when its tokens come, and never which.
+    """What a request may ask for besides its parameters. Hints affect when its tokens come, never which tokens.
 
-    num_speculative_tokens: the most drafts a round; None: as the engine's settings say. method: the drafter of a chain
-    that proposes for it; None: whichever does best. priority: of requests that wait, the one with the least is admitted
-    first; nobody gives a place up for it.
+    num_speculative_tokens: the most drafts per round; None: the engine's setting. method: the drafter of a chain that
+    proposes for this request; None: the best one so far. priority: waiting requests are admitted in ascending order;
+    running requests are not preempted for it.
     """
 
     num_speculative_tokens: int | None = None
@@ -267,7 +268,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice of a request, as far as it has come."""
+    """One choice of a request, with the output so far."""
 
     index: int
     text: str
@@ -283,7 +284,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds; `speculation` sums over the request's choices, `drafters` too, with an entry a drafter."""
+    """Times in seconds. `speculation` and `drafters` (one entry per drafter) sum over the request's choices."""
 
     speculation: SpeculationStats
     first_token_latency: float = 0.0
@@ -311,10 +312,9 @@ class RequestOutput:
 class Delta:
     """The tokens and text that one step added to one choice: the unit of `LLM.stream`.
 
-    `accepted[i]` says whether `token_ids[i]` was a draft token that the target agreed with. `logprobs`: one dict for
-    each token where the request asked for them. `stop_reason` as in `CompletionOutput`; `error` says why
-    `finish_reason` is "error". `num_drafted`: drafts that the step verified; None where it was no round, as at
-    the end of a prompt.
+    `accepted[i]` says whether `token_ids[i]` was an accepted draft token. `logprobs`: one dict per token if the request
+    asked for them. `stop_reason` as in `CompletionOutput`; `error` explains a `finish_reason` of "error".
+    `num_drafted`: drafts that the step verified; None if the step was not a round, such as the end of a prompt.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: what a backend computes, and what a layer calls.
+"""Attention over the paged cache: the interface of backends, and the one that layers call.
 
 Shapes: T rows, S slots, B blocks per slot, D head size; in a pass over draft blocks R blocks of J rows each.
 """
@@ -19,8 +19,9 @@ from draftproof.kernels.ops import Ops
 class RowAttention(Protocol):
     """Softmax attention of each row over the first `context_lens_T` positions of its slot, in the paged layout.
 
-    Law 2: the grid of key chunks starts at absolute position 0 (sliding windows too) and has a constant size; chunks
-    are computed whole, padded and masked; a wholly masked chunk is an exact no-op. Keys are read from the cache only.
+    Law 2: the grid of key chunks starts at absolute position 0 (with sliding windows too) and has a constant chunk
+    size; chunks are computed whole, padded and masked; a fully masked chunk is an exact no-op. Keys are read from the
+    cache only.
     """
 
     def __call__(
@@ -31,7 +32,7 @@ class RowAttention(Protocol):
         block_table_SB: Tensor,  # int32
         slots_T: Tensor,  # int64
         context_lens_T: Tensor,  # int64: number of leading positions the row sees; 0 = padding, output zero
-        window: int,  # the row sees the last `window` of them only; 0 = all
+        window: int,  # the row sees only the last `window` of them; 0 = all
         scale: float,
     ) -> Tensor:
         """Returns [T, num_heads * D] in q's dtype."""
@@ -40,36 +41,36 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """What the layers of rows see that are draft blocks, block after block, beyond `Rows.context_lens_T`."""
+    """Additional data for a pass over draft blocks, block after block."""
 
-    context_lens_T: Tensor  # int64: the end of the row's block
+    context_lens_T: Tensor  # int64: the end of the row's block, beside the row's own in `Rows`
     rows_JR: Tensor  # int64: index of each block's first row, second row, ...
 
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of one flat pass: their places. A padding row has position -1 and context length 0."""
+    """The rows of one flat pass. A padding row has position -1 and context length 0."""
 
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64
     context_lens_T: (
-        Tensor  # int64: leading positions that the row sees; position + 1 where attention is causal
+        Tensor  # int64: number of leading positions the row sees; position + 1 in causal attention
     )
     block: BlockRows | None = None
-    max_query_len: int = 0  # most neighbouring rows of one slot; 0 = not known. Speed only
-    given: GivenEmbeddings | None = None  # what rows of a draft pass carry in place of their tokens
+    max_query_len: int = 0  # bound on consecutive rows of one slot; 0 = unknown. Affects speed only
+    given: GivenEmbeddings | None = None  # embeddings that replace tokens' in rows of a draft pass
 
-    whole: WholeRows | None = None  # which of them see beyond their position
-    turns: Turns | None = None  # where rows stand on several axes; None: a row turns by its position
+    whole: WholeRows | None = None  # rows that see beyond their position
+    turns: Turns | None = None  # positions on several axes; None: rows rotate by their position
 
     def angles(self, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-        """(cosines and sines, what is added to a row's position to find its own; None: nothing)."""
+        """(cosines and sines, the shift added to a row's position to index them; None: no shift)."""
         if self.turns is None or not spec.axes:
             return spec.cos_sin_PD, None
         return self.turns.of(spec.cos_sin_PD, spec.axes)
 
     def embedded(self, embedded_TH: Tensor) -> Tensor:
-        """What the rows carry; embedded_TH: their tokens' embeddings."""
+        """The rows' input embeddings; embedded_TH: their tokens' embeddings."""
         return embedded_TH if self.given is None else self.given.over(embedded_TH)
 
 
@@ -77,8 +78,8 @@ class Rows:
 class AttentionSpec:
     """The constants of one attention layer.
 
-    In a pass over draft blocks `window` counts from the block's first row, so every row of a block sees the same
-    context; `causal` False: rows see their whole block.
+    In a pass over draft blocks `window` counts from the block's first row, so all rows of a block see the same context;
+    `causal` False: rows see their whole block.
     """
 
     num_heads: int
@@ -92,12 +93,12 @@ class AttentionSpec:
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
     v_norm_D: Tensor | None = None
-    axes: tuple[int, ...] = ()  # the axis by which each pair turns, where rows stand on several; else none
+    axes: tuple[int, ...] = ()  # the axis of each rotary pair, if positions have several axes; else empty
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The rows of a pass that call attention together, as `Rows` has them."""
+    """The rows of a pass that attend in one call; fields as in `Rows`."""
 
     slots_T: Tensor
     context_lens_T: Tensor
@@ -105,35 +106,37 @@ class QueryRows:
 
 
 class AttentionPass(Protocol):
-    """Attention for the layers of one pass, whose rows stay as they are."""
+    """Attention for the layers of one pass, with fixed rows."""
 
     def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
-        """Each row over what it sees of its slot's keys: [T, num_heads * D] in q's dtype; a padding row is zero."""
+        """Attention of each row over its visible keys: [T, num_heads * D] in q's dtype; a padding row is zero."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """How keys and values lie in the cache, are stored and attended to."""
+    """The layout of keys and values in the cache, how they are stored, and attention over them."""
 
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Sizes of a layer's keys, and of its values; blocks come first."""
+        """Shape of a layer's keys, and of its values; the first dimension is blocks."""
         ...
 
     def store(self, ops: Ops, qkv_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
-        """Norm and rotate, and keep keys and values: q [T, num_heads, D]. Columns of q may be left out."""
+        """Norm and rotate q and k, and store keys and values. Returns q [T, num_heads, D]. Query heads may be left out
+        of qkv_TX.
+        """
         ...
 
     def query(self, ops: Ops, q_TX: Tensor, rows: Rows, spec: AttentionSpec, kv: LayerKV) -> Tensor:
-        """Norm and rotate q, [T, num_heads, D]; nothing is stored."""
+        """Norm and rotate q. Returns q [T, num_heads, D]; nothing is stored."""
         ...
 
     def plan(self, rows: QueryRows) -> AttentionPass:
-        """What the calls of a pass share: all that depends on its rows alone."""
+        """The work shared by all calls of a pass: whatever depends on its rows alone."""
         ...
 
 
 class PagedBackend(AttentionBackend):
-    """A backend on the paged layout, whose operators `Ops` has. A subclass says how a pass is planned."""
+    """A backend with the paged layout that the operators in `Ops` use. Subclasses implement `plan`."""
 
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return paged(shape, num_blocks, block_size)
@@ -175,7 +178,7 @@ class PagedBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class FunctionPass:
-    """A pass of calls that share no more than their rows."""
+    """A pass whose calls share only their rows."""
 
     function: RowAttention
     rows: QueryRows
@@ -188,7 +191,7 @@ class FunctionPass:
 
 
 class RowBackend(PagedBackend, RowAttention):
-    """A backend that is a `RowAttention`: its calls share no work."""
+    """A backend that is a `RowAttention`: calls share no work."""
 
     def plan(self, rows: QueryRows) -> AttentionPass:
         return FunctionPass(self, rows)
@@ -196,7 +199,7 @@ class RowBackend(PagedBackend, RowAttention):
 
 @dataclass(frozen=True)
 class FunctionBackend(RowBackend):
-    """The backend around a function."""
+    """A backend made from a function."""
 
     function: RowAttention
 
@@ -206,25 +209,25 @@ class FunctionBackend(RowBackend):
 
 @dataclass(slots=True)
 class PagedAttention:
-    """Attention as a layer calls it during one pass: store this pass's keys and values, then attend."""
+    """Attention as layers call it during one pass: store the pass's keys and values, then attend."""
 
     ops: Ops
     backend: AttentionBackend
     cache: PagedCache
     rows: Rows
-    only_M: Tensor | None = None  # int64: rows that attend; all are stored. None: all attend
-    _own: AttentionPass | None = None  # over the rows as they are
-    _whole: AttentionPass | None = None  # over rows that see their block's end
-    _staggered: list[AttentionPass] = field(default_factory=list)  # over the j-th row of each block
-    # by a layer's window: over rows that see as many positions
+    only_M: Tensor | None = None  # int64: rows that attend (all are stored); None: all
+    _own: AttentionPass | None = None  # of the rows as given
+    _whole: AttentionPass | None = None  # of rows that see to their block's end
+    _staggered: list[AttentionPass] = field(default_factory=list)  # of the j-th row of each block
+    # by a layer's window: for each number of visible positions, its rows
     _grouped: dict[int, list[tuple[int, Tensor, AttentionPass]]] = field(default_factory=dict)
 
     def only(self, rows_M: Tensor) -> PagedAttention:
-        """Attention in which these rows alone attend: its results have a row for each of them."""
+        """Attention in which only these rows attend: results have one row for each."""
         return PagedAttention(self.ops, self.backend, self.cache, self.rows, rows_M)
 
     def __call__(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; without v where keys are the values."""
+        """qkv_TX [T, (num_heads + 2 * num_kv_heads) * D] -> [T, num_heads * D]; no v if keys are the values."""
         q_THD = self.store(layer, qkv_TX, spec)
         block = self.rows.block
         if block is None:
@@ -234,11 +237,13 @@ class PagedAttention:
         return self._attend_staggered(layer, q_THD, block.rows_JR, spec)
 
     def store(self, layer: int, qkv_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """Keys and values into the cache; q [T, num_heads, D], normed and rotated. Columns of q may be left out."""
+        """Store keys and values. Returns q [T, num_heads, D], normed and rotated. Query heads may be left out of
+        qkv_TX.
+        """
         return self.backend.store(self.ops, qkv_TX, self.rows, spec, self.cache.layers[layer])
 
     def query(self, layer: int, q_TX: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attention over what is stored already: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
+        """Attention over what is already stored: q_TX [T, num_heads * D] -> [T, num_heads * D]."""
         q_THD = self.backend.query(self.ops, q_TX, self.rows, spec, self.cache.layers[layer])
         return self._attend_own(layer, q_THD, spec)
 
@@ -261,12 +266,14 @@ class PagedAttention:
         return QueryRows(self._taken(rows.slots_T, self.only_M), self._taken(seen_T, self.only_M))
 
     def _taken(self, x: Tensor, rows_M: Tensor) -> Tensor:
-        """These rows of x [T, ...]."""
+        """The given rows of x [T, ...]."""
         num_rows, *rest = x.shape
         return self.ops.gather(x.reshape(num_rows, -1), rows_M).view(-1, *rest)
 
     def _attend_grouped(self, layer: int, q_THD: Tensor, whole: WholeRows, spec: AttentionSpec) -> Tensor:
-        """Rows of items that see each other, beside others: a call for each length that windows have."""
+        """Attention where rows of items see each other, in a layer with a window: one call per effective window
+        length.
+        """
         rows, out = self.rows, q_THD.new_empty(len(q_THD), spec.num_heads * spec.head_dim)
         if spec.window not in self._grouped:
             seen_T = rows.context_lens_T + whole.more_T
@@ -288,7 +295,7 @@ class PagedAttention:
         return self._whole.attend(q_THD, spec, self.cache.layers[layer])
 
     def _attend_staggered(self, layer: int, q_THD: Tensor, rows_JR: Tensor, spec: AttentionSpec) -> Tensor:
-        """A block's j-th row sees `window` positions before the block and j + 1 of the block: a call for each j."""
+        """A block's j-th row sees `window` positions before the block and j + 1 of the block: one call per j."""
         gather, rows = self.ops.gather, self.rows
         num_rows, *head = q_THD.shape
         if not self._staggered:

@@ -1,9 +1,9 @@
-"""Attention over chunks of constant size, in torch: two exact versions, which differ in their products.
+"""Attention over chunks of constant size, in torch: two exact versions, which differ in how products are computed.
 
-A row's keys are cut into chunks of CHUNK. The largest score of all is exact in any order; each chunk gives a sum of
-weights and a sum of weighted values; a tree over the chunks adds them, and since an absent chunk adds zeros, the tree
-of a longer neighbour gives the same bits. In `TREES` nothing but elementwise arithmetic touches a number, so no
-library has a say in the order; `PRODUCTS` gives BLAS products of one constant shape.
+A row's keys are split into chunks of CHUNK. The maximum score is exact in any order. Each chunk gives a sum of weights
+and a sum of weighted values, which a tree over the chunks adds; absent chunks count as zeros, so the tree of a longer
+neighbour gives the same bits. `TREES` uses elementwise arithmetic only, so no library chooses an order; `PRODUCTS` uses
+BLAS products of one constant shape.
 Shapes: T rows, N kv heads, G query heads per kv head, C chunks, L keys of a chunk, S slots, B blocks per slot, D head
 size. All arithmetic is fp32.
 """
@@ -21,15 +21,15 @@ from draftproof.attention.base import RowBackend
 from draftproof.attention.gathered import CHUNK, attend_by_length
 from draftproof.kernels.sums import tree_sum
 
-QUERY_ROWS = 8  # query heads of one product; fewer are padded with zeros
-MAX_NUMBERS = 1 << 24  # numbers of an intermediate result, which bound the rows that share a call
+QUERY_ROWS = 8  # query heads per product; fewer are padded with zeros
+MAX_NUMBERS = 1 << 24  # maximum size of an intermediate result, which bounds the rows per call
 
 
 def chunk_sum(x: Tensor, dim: int) -> Tensor:
     """Sum over chunks, neighbours first: ((x0 + x1) + (x2 + x3)) + ...; drops `dim`.
 
-    Chunks that are absent count as zeros, so the number of chunks of the longest row changes nothing:
-    three give (x0 + x1) + x2, four with a last one of zeros (x0 + x1) + (x2 + 0).
+    Absent chunks count as zeros, so the number of chunks of the longest row has no effect: three give (x0 + x1) + x2,
+    four with a last one of zeros (x0 + x1) + (x2 + 0).
     """
     while x.shape[dim] > 1:
         if x.shape[dim] % 2:
@@ -58,7 +58,7 @@ def _blas_scores(q_TNGD: Tensor, k_TNCLD: Tensor) -> Tensor:
 
 
 def _constant_products(left: Tensor, right: Tensor) -> Tensor:
-    """[..., G, X] @ [..., X, Y] in products of QUERY_ROWS rows each."""
+    """[..., G, X] @ [..., X, Y] as products of QUERY_ROWS rows each."""
     group = left.shape[-2]
     parts = []
     for first in range(0, group, QUERY_ROWS):
@@ -73,7 +73,7 @@ def _constant_products(left: Tensor, right: Tensor) -> Tensor:
 def _tree_scores(q_TNGD: Tensor, k_TNCLD: Tensor) -> Tensor:
     rows = [
         tree_sum(q_TNGD[:, :, None, g, None, :] * k_TNCLD, -1) for g in range(q_TNGD.shape[2])
-    ]  # a head at a time: [T, N, C, L, D] is large enough
+    ]  # one head at a time, because [T, N, C, L, D] is large already
     return torch.stack(rows, 3)
 
 
@@ -88,7 +88,7 @@ TREES = Products(scores=_tree_scores, values=_tree_values)
 
 @dataclass(frozen=True)
 class ChunkedAttention(RowBackend):
-    """A backend over chunks, with one of the two kinds of products."""
+    """A backend over chunks, with one of the two ways to compute products."""
 
     products: Products
 
@@ -117,14 +117,14 @@ class ChunkedAttention(RowBackend):
         )
 
     def _attend(self, q_THD: Tensor, k_TNXD: Tensor, v_TNXD: Tensor, seen_TX: Tensor, scale: float) -> Tensor:
-        """Attention of rows with equally many chunks, X = C * L keys: [T, heads, D] in q's dtype."""
+        """Attention of rows with equal numbers of chunks, X = C * L keys: [T, heads, D] in q's dtype."""
         q_TNGD = q_THD.float().unflatten(1, (k_TNXD.shape[1], -1))
         k_TNCLD, v_TNCLD = (x.float().unflatten(2, (-1, CHUNK)) for x in (k_TNXD, v_TNXD))
         hidden_TCL = ~seen_TX.unflatten(1, (-1, CHUNK))
         scores_TNCGL = self.products.scores(q_TNGD, k_TNCLD) * scale
         scores_TNCGL = scores_TNCGL.masked_fill(hidden_TCL[:, None, :, None, :], float("-inf"))
         top_TN1G1 = scores_TNCGL.amax((2, 4), keepdim=True)
-        weights_TNCGL = torch.exp(scores_TNCGL - top_TN1G1)  # a hidden key's is exactly 0
+        weights_TNCGL = torch.exp(scores_TNCGL - top_TN1G1)  # exactly 0 for hidden keys
         total_TNG = chunk_sum(tree_sum(weights_TNCGL, -1), 2)
         summed_TNGD = chunk_sum(self.products.values(weights_TNCGL, v_TNCLD), 2)
         return (summed_TNGD / total_TNG.unsqueeze(-1)).reshape(q_THD.shape).to(q_THD.dtype)

@@ -1,6 +1,6 @@
-"""Checks of attention for its certificate: rows over a paged cache, on data that shows a wrong order of sums.
+"""Checks of attention for its certificate: rows over a paged cache, on data that exposes a wrong order of sums.
 
-There are two sums, over the head size and over keys, so there are two kinds of data.
+There are two sums, over the head size and over keys, hence two kinds of data.
 Shapes: T rows, N kv heads, G query heads per kv head, S slots, B blocks per slot, D head size, L visible keys.
 """
 
@@ -17,18 +17,18 @@ from draftproof.cache.pool import LayerKV
 from draftproof.kernels.exactness import Bits, Check
 from draftproof.kernels.sums import pieces_sum
 
-# Tokens of each slot: around chunks, and around lengths at which libraries change their order of sums.
+# Tokens of each slot: around chunk boundaries, and around lengths at which libraries change their order of sums.
 CONTEXTS = (5, 64, 70, 192, 256, 330, 520, 1100)
-LIKE_A_PROMPT = 40  # rows of one slot that share a call: more than any version puts into one product
-VERIFIED = 6  # rows of each slot, the last of its context, as a verify pass has them
-SHORT = 16  # numbers: a sum of fewer may round alike in any order
-SPREAD = 9  # cancelling numbers differ in size by up to 2^18, so that sums of bf16 numbers round in fp32 too
-SCORE_SCALE = 2.0**11  # turns what rounding leaves of a cancelling score into a number near 1
+LIKE_A_PROMPT = 40  # rows of one slot that share a call: more than any version puts in one product
+VERIFIED = 6  # rows of each slot, the last of its context, as in a verify pass
+SHORT = 16  # numbers: shorter sums may round alike in any order
+SPREAD = 9  # cancelling numbers differ in magnitude by up to 2^18, so that bf16 sums round in fp32 too
+SCORE_SCALE = 2.0**11  # scales the rounding error of a cancelling score to about 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Sizes of one layer's attention. window 0: a row sees everything before it. shared: keys are the values."""
+    """Sizes of one layer's attention. window 0: a row sees all earlier positions. shared: keys are also the values."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +39,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Rows over caches that are full: what lies past a row's end belongs to later rows."""
+    """Rows over full caches: what lies past a row's end belongs to later rows."""
 
     q_THD: Tensor
     k_cache: Tensor
@@ -50,7 +50,7 @@ class _Data:
     spec: AttentionSpec
 
     def run(self, version: AttentionBackend, rows_T: Tensor) -> Bits:
-        """`version` as a layer calls it: told how many neighbouring rows a slot has at most."""
+        """`version` called as by a layer, with the bound on consecutive rows of a slot."""
         slots_T = self.slots_T[rows_T]
         context_lens_T = self.context_lens_T[rows_T]
         attention = version.plan(QueryRows(slots_T, context_lens_T, _most_neighbours(slots_T)))
@@ -59,17 +59,17 @@ class _Data:
 
 
 def _most_neighbours(slots_T: Tensor) -> int:
-    """The longest run of rows of one slot: 3 for slots 0 0 1 1 1 0."""
+    """The longest run of consecutive rows of one slot: 3 for slots 0 0 1 1 1 0."""
     return int(torch.unique_consecutive(slots_T, return_counts=True)[1].max())
 
 
 def scores_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Scores that cancel over the head size, ordinary values."""
+    """Scores that cancel over the head size, with ordinary values."""
     return _check(_cancelling_scores(shape), shape, block_size, dtype, device)
 
 
 def values_check(shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> Check:
-    """Weights of 1, values that cancel over the keys."""
+    """Weights of 1, with values that cancel over the keys."""
     return _check(_cancelling_values(shape), shape, block_size, dtype, device)
 
 
@@ -103,7 +103,7 @@ def _check(
             head_dim=shape.head_dim,
             scale=scale,
             window=shape.window,
-            cos_sin_PD=torch.empty(0),  # what is in the cache is rotated
+            cos_sin_PD=torch.empty(0),  # the cache holds rotated keys
         ),
     )
     return Check(
@@ -119,7 +119,7 @@ def _check(
 
 
 def _prompts(rows: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """The rows of each slot again and again, LIKE_A_PROMPT of them: as many as share a padded length in a prompt."""
+    """The rows of each slot repeated, LIKE_A_PROMPT of them: as many rows of one padded length as in a prompt."""
     groups = []
     for slot in range(len(CONTEXTS)):
         own = [i for i, (of, _) in enumerate(rows) if of == slot]
@@ -128,7 +128,7 @@ def _prompts(rows: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _paged(x_SLND: Tensor, table_SB: Tensor, block_size: int) -> Tensor:
-    """[S, L, N, D] in the blocks of a table: [1 + S * B, N, block_size, D]."""
+    """[S, L, N, D] stored in the blocks of a table: [1 + S * B, N, block_size, D]."""
     num_slots, length, num_heads, head_dim = x_SLND.shape
     padded = torch.zeros(num_slots, table_SB.shape[1] * block_size, num_heads, head_dim)
     padded[:, :length] = x_SLND
@@ -143,7 +143,9 @@ def _num_rows() -> int:
 
 
 def _cancelling_scores(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q = (a, a) and k = (b, -b), scattered alike over D, of very different sizes: q . k is what rounding leaves."""
+    """q = (a, a) and k = (b, -b), in the same random order over D, of very different magnitudes: q . k is rounding
+    error.
+    """
     generator = torch.Generator().manual_seed(2)
     dim = shape.head_dim
     half = shape.head_dim // 2
@@ -164,7 +166,7 @@ def _cancelling_scores(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, f
 
 
 def _cancelling_values(shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Scores of 0, so weights of 1; values that cancel in pairs scattered over a slot's whole context."""
+    """Scores of 0, so weights of 1; values that cancel in pairs scattered over a slot's visible context."""
     generator = torch.Generator().manual_seed(3)
     size = (len(CONTEXTS), max(CONTEXTS), shape.num_kv_heads, shape.head_dim)
     v_SLND = torch.zeros(size)
@@ -191,7 +193,7 @@ def split_by_the_batch(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Wrong on purpose: where rows share the call, the sums over D and over keys are made in two halves."""
+    """The wrong twin: in calls with several rows, the sums over D and over keys are made in two halves."""
     outs = []
     for q_HD, slot, end in zip(q_THD.float(), slots_T.tolist(), context_lens_T.tolist(), strict=True):
         positions_L = torch.arange(max(0, end - window) if window else 0, end, device=q_THD.device)

@@ -1,4 +1,4 @@
-"""Copies of each row's keys and values out of the paged cache, which the versions in torch compute on.
+"""Gathering each row's keys and values from the paged cache, for the backends in torch.
 
 Shapes: T rows, N kv heads, L padded keys, B blocks per slot, D head size.
 """
@@ -14,9 +14,9 @@ CHUNK = 64  # keys; the grid of chunks starts at position 0
 
 
 def padded_lengths(context_lens_T: Tensor) -> dict[int, Tensor]:
-    """Rows by the number of keys that a row's own chunks have, ascending: {64: int64 [T'], 128: ...}.
+    """Rows by the number of keys in their own chunks, ascending: {64: int64 [T'], 128: ...}.
 
-    Padding rows (end 0) are in none. Ends 3, 64, 65, 0 give {64: [0, 1], 128: [2]}.
+    Padding rows (end 0) are left out. Ends 3, 64, 65, 0 give {64: [0, 1], 128: [2]}.
     """
     chunks_T = (context_lens_T + (CHUNK - 1)) // CHUNK
     counts = sorted(set(chunks_T.tolist()) - {0})
@@ -28,7 +28,7 @@ def gather_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(keys [T, N, L, D], values [T, N, L, D], bool [T, L]: which positions a row sees).
 
-    What a row must not see is zero, not only masked: whatever lies there, a NaN too, then meets a weight of 0.
+    Positions that a row does not see are zeroed, not only masked, so that NaN there does not reach it: 0 * NaN is NaN.
     """
     block_size = k_cache.shape[2]
     positions_L = torch.arange(length, device=context_lens_T.device)
@@ -58,10 +58,10 @@ def attend_by_length(
     context_lens_T: Tensor,
     window: int,
 ) -> Tensor:
-    """The result of a `RowAttention`, [T, num_heads * D], by calls of rows that have equally many padded keys.
+    """The result of a `RowAttention`, [T, num_heads * D], by one or more calls for each number of padded keys.
 
-    attend(q [T, num_heads, D], keys, values, seen as `gather_keys` gives them) -> [T, num_heads, D]; max_rows(L): how
-    many rows may share a call, which bounds the gathered copy of the cache.
+    attend(q [T, num_heads, D], keys, values, seen as from `gather_keys`) -> [T, num_heads, D]; max_rows(L): maximum
+    rows per call, which bounds the gathered copy of the cache.
     """
     out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
     for length, rows_T in padded_lengths(context_lens_T).items():

@@ -1,4 +1,4 @@
-"""Attention written for reading: one row at a time, in fp64. Every other backend is compared with it.
+"""Attention written for clarity: one row at a time, in fp64. All other backends are compared with it.
 
 Shapes: T rows, N kv heads, G query heads per kv head, L visible keys, S slots, B blocks per slot, D head size.
 """
@@ -21,7 +21,7 @@ def reference_attention(
     window: int,
     scale: float,
 ) -> Tensor:
-    """See `RowAttention`. A row is computed alone, so nothing but its own context can reach it."""
+    """See `RowAttention`. Each row is computed alone, so only its own context can affect it."""
     num_rows, num_heads, head_dim = q_THD.shape
     out_THD = torch.zeros_like(q_THD)
     for row, (slot, end) in enumerate(zip(slots_T.tolist(), context_lens_T.tolist(), strict=True)):
@@ -31,7 +31,7 @@ def reference_attention(
         k_NLD = _visible(k_cache, block_table_SB[slot], start, end)
         v_NLD = _visible(v_cache, block_table_SB[slot], start, end)
         q_NG1D = q_THD[row].double().view(k_NLD.shape[0], -1, 1, head_dim)
-        # Products are summed along contiguous memory: that order depends on the length alone.
+        # Products are summed along contiguous memory, in an order that depends on the length alone.
         scores_NGL = (q_NG1D * k_NLD.unsqueeze(1)).sum(-1) * scale
         weights_NGL = torch.softmax(scores_NGL, dim=-1)
         v_NDL = v_NLD.transpose(1, 2).contiguous()

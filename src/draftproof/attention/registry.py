@@ -1,4 +1,4 @@
-"""The attention backends by name; a line here enrols one in the conformance tests."""
+"""The attention backends by name. Backends listed here are also covered by the conformance tests."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from draftproof.runtime import gpu
 from draftproof.runtime.native import Library
 from draftproof.schema import did_you_mean
 
-MOST_TRITON_DIM = 512  # head size
-MOST_TRITON_TILE = (
-    16384  # sizes of all query heads that share keys, together: what a program accumulates at least
-)
+MOST_TRITON_DIM = 512  # maximum head size
+MOST_TRITON_TILE = 16384  # group size times head size: a program's smallest accumulator
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How to make a backend. `build` gets the compiled library, or None where `needs_library` is False."""
+    """How to make a backend. `build` gets the compiled library, which is None only if `needs_library` is False."""
 
     build: Callable[[Library | None], AttentionBackend]
     devices: tuple[str, ...]
     needs_library: bool = False
     needs_triton: bool = False
-    by_name_only: bool = False  # for comparison: never chosen by itself
-    is_exact: bool = True  # False: for exact=False alone
-    most_dim: int | None = None  # head size that it takes
-    most_together: int | None = None  # sizes of all query heads that share keys, together
+    by_name_only: bool = False  # for comparison: never chosen automatically
+    is_exact: bool = True  # False: usable with exact=False only
+    most_dim: int | None = None  # maximum head size
+    most_together: int | None = None  # maximum of group size times head size
 
 
 def _compiled(library: Library | None) -> AttentionBackend:
@@ -65,7 +63,7 @@ BACKENDS: dict[str, Entry] = {
 def check_sizes(
     device: torch.device, name: str | None, shapes: Sequence[AttentionShape], whose: str = "this model"
 ) -> None:
-    """ValueError for heads that no backend here can take."""
+    """Raise ValueError for head sizes that no backend supports here."""
     if not gpu.available(device) or name not in (None, *BACKENDS):
         return
     entry = BACKENDS[name or "triton"]
@@ -82,14 +80,14 @@ def check_sizes(
 
 
 def select(device: torch.device, library: Library | None, name: str | None = None) -> AttentionBackend:
-    """The backend `name`, or the first of the table that `device` and `library` allow; see `versions`."""
+    """The backend `name`, or the first in the table that `device` and `library` allow; see `versions`."""
     return next(iter(versions(device, library, name).values()))
 
 
 def versions(
     device: torch.device, library: Library | None, name: str | None = None
 ) -> dict[str, AttentionBackend]:
-    """The backends that run on `device` with `library`, in order of speed; only `name` where one is asked for.
+    """The backends that run on `device` with `library`, fastest first; only `name` if given.
 
     They give different bits, so an engine chooses once. Raises ValueError for a name that cannot run here.
     """

@@ -1,9 +1,9 @@
-"""Attention on torch's own CPU kernel: the fastest version without compiled code, exact where a certificate says so.
+"""Attention with torch's CPU kernel: the fastest version without compiled code, exact where certified.
 
-Each row is a batch entry of its own and the heads of a group are its query rows. Rows share a call only with rows of
-the same padded length: BLAS libraries choose their order of sums over the keys by that length, so a row padded further
-than its own length asks for may get other bits (MKL on AMD sums 256 keys otherwise than 192). Shapes: T rows, N kv
-heads, G query heads per kv head, L padded keys, S slots, B blocks per slot, D head size.
+Each row is a separate batch entry, and the heads of a group are its query rows. Rows share a call only with rows of the
+same padded length: BLAS libraries choose their order of sums over the keys by that length, so a row with more padding
+than it needs may get other bits (MKL on AMD sums 256 keys differently from 192).
+Shapes: T rows, N kv heads, G query heads per kv head, L padded keys, S slots, B blocks per slot, D head size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from draftproof.attention.base import FunctionBackend
 from draftproof.attention.gathered import CHUNK, attend_by_length
 
-MIN_QUERIES = 4  # torch's fp32 kernel takes other paths (and other bits) below this many query rows
-MAX_ROWS = 32  # rows that share one call, which bounds the gathered copy of the cache
+MIN_QUERIES = 4  # torch's fp32 kernel takes other paths, with other bits, for fewer query rows
+MAX_ROWS = 32  # maximum rows per call, which bounds the gathered copy of the cache
 
 
 def sdpa_attention(

@@ -1,8 +1,8 @@
-"""torch's own attention over gathered keys, for `exact=False`, on any device that torch has.
+"""torch's attention over gathered keys, for `exact=False`, on any device that torch supports.
 
-Its cache is laid out position by position, so a row's keys are one gather from a flat list of positions; nothing looks
-at the host, so a GPU may capture it. torch chooses its kernels by the size of a call: a row's bits may depend on its
-neighbours.
+The cache is laid out position by position, so a row's keys are one gather from a flat list of positions. Nothing
+synchronises with the host, so a GPU can capture it. torch chooses its kernels by the size of a call, so a row's bits
+may depend on its neighbours.
 Shapes: T rows, N kv heads, G query heads per kv head, L positions of a slot, B blocks per slot, D head size.
 """
 
@@ -18,11 +18,11 @@ from draftproof.kernels.norm.reference import normalize
 from draftproof.kernels.ops import Ops
 from draftproof.kernels.rope.reference import norm_rotate, turns
 
-MAX_ROWS = 64  # rows that share one call, which bounds the gathered copy of the cache
+MAX_ROWS = 64  # maximum rows per call, which bounds the gathered copy of the cache
 
 
 class TorchSdpa(AttentionBackend):
-    """`F.scaled_dot_product_attention`. A layer's keys: [num_blocks, block_size, N, D]."""
+    """`F.scaled_dot_product_attention`. The layout of a layer's keys: [num_blocks, block_size, N, D]."""
 
     def layout(self, shape: KVShape, num_blocks: int, block_size: int) -> tuple[int, ...]:
         return num_blocks, block_size, shape.heads, shape.head_dim
@@ -52,11 +52,11 @@ class TorchSdpa(AttentionBackend):
 
 
 class GatheredPass:
-    """The places of each row's keys, found once for the layers of a pass that share a block table."""
+    """The places of each row's keys, found once for all layers of a pass that share a block table."""
 
     def __init__(self, rows: QueryRows) -> None:
         self._rows = rows
-        self._places: dict[int, Tensor] = {}  # by the table's address
+        self._places: dict[int, Tensor] = {}  # keyed by the table's address
 
     def attend(self, q_THD: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
         places_TL = self._places.get(kv.block_table_SB.data_ptr())
@@ -72,7 +72,7 @@ class GatheredPass:
         return torch.cat([_attend(q, places, seen, spec, kv) for q, places, seen in zip(*given, strict=True)])
 
     def _find(self, block_table_SB: Tensor, block_size: int) -> Tensor:
-        """Place of each position in the flat list, int64 [T, L]."""
+        """The place of each position in the flat list, int64 [T, L]."""
         blocks_TB = block_table_SB[self._rows.slots_T].long()
         offsets = torch.arange(block_size, device=blocks_TB.device)
         return (blocks_TB[:, :, None] * block_size + offsets).flatten(1)
@@ -85,7 +85,7 @@ def _angles(rows: Rows, spec: AttentionSpec) -> Tensor:
 
 
 def _places(kv: LayerKV, rows: Rows) -> Tensor:
-    """Where each row's key goes in the flat list of positions; padding rows, to the scrap block."""
+    """Place of each row's key in the flat list of positions; in the scratch block for padding rows."""
     block_size = kv.k.shape[1]
     positions_T = rows.positions_T.clamp(min=0)
     blocks_T = kv.block_table_SB[rows.slots_T, positions_T // block_size].long()
@@ -99,7 +99,7 @@ def _queries(q_THD: Tensor, rows: Rows, spec: AttentionSpec, cos_sin_T1R: Tensor
 
 
 def _attend(q_THD: Tensor, places_TL: Tensor, seen_TL: Tensor, spec: AttentionSpec, kv: LayerKV) -> Tensor:
-    """What a row must not see is zero, not only masked: a NaN that lies there then meets a weight of 0."""
+    """Attention of rows over their places. Hidden positions are zeroed, not only masked: 0 * NaN is NaN."""
 
     def visible(cache: Tensor) -> Tensor:
         vectors_TLND = cache.flatten(0, 1)[places_TL].masked_fill(~seen_TL[:, :, None, None], 0.0)

@@ -1,8 +1,8 @@
-"""Where rows stand for rotary embeddings of several axes (M-RoPE): an image's rows at their times, heights and widths,
-and text after it where the largest of these ends, which is not the row's place in the cache.
+"""Positions of rows for rotary embeddings with several axes (M-RoPE). An image's rows have a time, height and width;
+text after it continues from the largest of these, which differs from the row's place in the cache.
 
-A slot's text past its images stands at its place plus one number, on all axes alike: that is all a row needs to know
-once a prompt is through. While it is not, a step has a window of positions.
+The position of text after a slot's images is its place plus one number, on all axes alike. After prefill that number is
+all that rows need; during prefill, a step has a window of positions.
 Shapes: S slots, E entries of a window, P positions of a table, D rotated size, F = D / 2 pairs.
 """
 
@@ -17,15 +17,18 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Window:
-    """Positions on the three axes of the rows of a step: entry e holds axes_3E[:, e], and the row at a place of slot s
-    has the entry place + shift_S[s]. `tables`: what was looked up for the layers of the step so far."""
+    """Positions on the three axes of the rows of a step.
+
+    Entry e holds axes_3E[:, e]; the row at a place of slot s has entry place + shift_S[s]. `tables`: cached lookups for
+    the layers of the step.
+    """
 
     axes_3E: Tensor
     shift_S: Tensor
     tables: dict[tuple[int, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     def table(self, cos_sin_PD: Tensor, axes: Sequence[int]) -> Tensor:
-        """Cosines and sines of the entries, [E, D]: pair f turns by the position on axis axes[f]."""
+        """Cosines and sines of the entries, [E, D]: pair f rotates by the position on axis axes[f]."""
         key = cos_sin_PD.data_ptr(), tuple(axes)
         found = self.tables.get(key)
         if found is None:
@@ -37,14 +40,15 @@ class Window:
 
 @dataclass(slots=True)
 class Turns:
-    """What is added to the place of a slot's row, int64; `window` instead, in a step that computes rows of images or
-    before them."""
+    """The shift added to the place of a slot's row, int64. `window` replaces it in a step that computes rows of images
+    or before them.
+    """
 
     shift_S: Tensor
     window: Window | None = None
 
     def of(self, cos_sin_PD: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(a table of cosines and sines, what is added to a row's place to find its row of the table)."""
+        """(a table of cosines and sines, the shift added to a row's place to index the table)."""
         if self.window is None:
             return cos_sin_PD, self.shift_S
         return self.window.table(cos_sin_PD, axes), self.window.shift_S

@@ -1,7 +1,7 @@
-"""Which blocks of memory are free, and who holds the others. Host only; knows no tensors.
+"""Reference counts and the free list of memory blocks. Host only, no tensors.
 
-A block that nobody holds keeps what it is known for until it is handed out again: least recently used ones first, those
-that are known for nothing before all others.
+A block without references keeps its contents findable until it is reallocated. Free blocks are reallocated in order of
+last use, except that blocks with no findable contents go first.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1 (block 0 is the memory's scratch), each held by any number of requests.
+    """Blocks 1..num_blocks-1 (block 0 is reserved as scratch), each referenced by any number of requests.
 
-    `is_known(block)`: it may be found again; `forget(block)` is called before it is handed out anew.
+    `is_known(block)`: whether its contents can be found again; `forget(block)` is called before it is reallocated.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free."""
+        """Free all blocks."""
         self._ref_count = [0] * self.num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks))  # oldest first
 
@@ -35,7 +35,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, least recently used first, or None if there are not so many."""
+        """`count` blocks, least recently used first, or None if too few are free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -45,12 +45,12 @@ class BlockPool:
         return blocks
 
     def hold(self, block: int) -> None:
-        """Take one more reference to a block that was found."""
+        """Add a reference to a block that was found."""
         self._ref_count[block] += 1
         self._free.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference each; the last one is evicted before the first."""
+        """Drop one reference to each block; the last one will be evicted before the first."""
         for block in reversed(blocks):
             assert self._ref_count[block] > 0, block
             self._ref_count[block] -= 1
@@ -60,7 +60,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def check_integrity(self) -> None:
-        """AssertionError if what is counted and what is free do not fit together."""
+        """AssertionError if reference counts and the free list disagree."""
         assert 0 not in self._free and not self._ref_count[0], "block 0 is the memory's"
         for block in range(1, self.num_blocks):
             assert (self._ref_count[block] == 0) == (block in self._free), (

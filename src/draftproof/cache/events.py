@@ -1,7 +1,7 @@
-"""What a prefix cache tells whoever routes requests: which blocks it holds, known by hashes that all processes share.
+"""Events that tell routers which blocks a prefix cache holds, identified by hashes that all processes share.
 
-A block's hash is that of all tokens up to its end, so that equal prefixes have equal hashes everywhere and at any time.
-What a drafter reads ahead is no part of it: several pages may have one hash, which is held as long as one of them is.
+A block's hash covers all tokens up to its end, so equal prefixes have equal hashes in every process. It does not cover
+a drafter's lookahead tokens, so several pages may share one hash; the hash is held as long as any of them is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-Content = int | bytes  # a row's token, or the content of the item that it belongs to
+Content = int | bytes  # a row's token, or the content hash of the item it belongs to
 
 
 @dataclass(slots=True)
 class BlocksStored:
-    """Blocks that follow each other and `parent` (None: they begin a text). `keys`: for each block the contents of the
-    items in it, which stand for its rows beside their ids."""
+    """Consecutive blocks after `parent` (None: they start a text). `keys`: for each block, the content hashes of the
+    items in it, which identify its rows in addition to their ids.
+    """
 
     hashes: list[int]
     parent: int | None
@@ -29,21 +30,21 @@ class BlocksStored:
 
 @dataclass(slots=True)
 class BlocksRemoved:
-    """Blocks that hold something else from now on."""
+    """Blocks whose contents were evicted."""
 
     hashes: list[int]
 
 
 @dataclass(slots=True)
 class AllCleared:
-    """No block holds anything any more."""
+    """All blocks were cleared."""
 
 
 CacheEvent = BlocksStored | BlocksRemoved | AllCleared
 
 
 def block_hashes(contents: Sequence[Content], block_size: int) -> Iterator[int]:
-    """The hashes of the full blocks of a text, from its beginning on."""
+    """The hashes of a text's full blocks, in order."""
     parent: int | None = None
     for start in range(0, len(contents) - block_size + 1, block_size):
         parent = _hash(parent, contents[start : start + block_size])
@@ -54,13 +55,13 @@ def _hash(parent: int | None, contents: Sequence[Content]) -> int:
     digest = hashlib.blake2b(b"" if parent is None else parent.to_bytes(8, "little"), digest_size=8)
     try:
         digest.update(array("q", cast("Sequence[int]", contents)))
-    except TypeError:  # there are items among them
+    except TypeError:  # contents include items
         digest.update(repr(list(contents)).encode())
     return int.from_bytes(digest.digest(), "little")
 
 
 class EventLog:
-    """Events of one cache since they were last taken. Pages are known by their ids in the chain."""
+    """Events of one cache since the last `take`. Pages are identified by their ids in the chain."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -75,10 +76,10 @@ class EventLog:
     def stored(
         self, node: int, parent: int, contents: Sequence[Content], token_ids: Sequence[int], page: int
     ) -> None:
-        """Page number `page` of a text became findable as `node` behind `parent`."""
+        """Page number `page` of a text became findable as `node` after `parent`."""
         size = self._block_size
         start, before = page * size, None
-        if page:  # the page before may have gone meanwhile
+        if page:  # the parent page may have been evicted meanwhile
             before = self._hash_of.get(parent)
             if before is None:
                 *_, before = block_hashes(contents[:start], size)
@@ -98,7 +99,7 @@ class EventLog:
             self._events.append(BlocksStored([own], before, ids, [keys]))
 
     def removed(self, node: int) -> None:
-        """Nobody will find the page any more."""
+        """The page can no longer be found."""
         own = self._hash_of.pop(node)
         self._held[own] -= 1
         if self._held[own]:

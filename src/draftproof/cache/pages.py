@@ -1,10 +1,10 @@
-"""Allocation of blocks, sharing of equal prefixes, eviction. Host only; knows no tensors.
+"""Block allocation, prefix sharing and eviction. Host only, no tensors.
 
-A block is memory, known by its number; a page is the `block_size` tokens of a text that a block holds.
+A block is memory, identified by its number; a page is the `block_size` tokens of a text that a block holds.
 
-A full page is known by its key (id of the page before it, its tokens): a chain that dictionaries compare exactly, so
-two different prefixes can never be taken for each other. With `lookahead=n` (a drafter whose row at position p also
-reads tokens up to p + n) a page's key covers n tokens more than the page holds.
+A full page is identified by its key (id of the previous page, its tokens). Dictionaries compare the whole chain
+exactly, so different prefixes are never confused. With `lookahead=n` (a drafter whose row at position p also reads
+tokens up to p + n), a page's key covers n tokens after the page as well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ ROOT = 0  # id of the empty prefix
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Pages of a prefix found in the cache, with their ids. `draft_hole`: position of the first page that holds the
-    target's keys and values alone; None where all hold the drafter's too."""
+    """Pages of a prefix found in the cache, with their ids. `draft_hole`: position of the first page without the
+    drafter's keys and values; None if all pages have them.
+    """
 
     blocks: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -35,7 +36,7 @@ class PrefixMatch:
 
 
 class PageAllocator:
-    """Hands out blocks 1..num_blocks-1 (block 0 is the pool's scratch) and remembers what full ones hold."""
+    """Allocates blocks 1..num_blocks-1 (block 0 is the pool's scratch) and indexes the contents of full ones."""
 
     def __init__(self, num_blocks: int, block_size: int, *, sharing: bool, lookahead: int) -> None:
         self.block_size = block_size
@@ -43,12 +44,12 @@ class PageAllocator:
         self._pool = BlockPool(num_blocks, self._is_known, self._forget)
         self._sharing = sharing
         self._lookahead = lookahead
-        self._next_node = ROOT + 1  # never used twice: layers of a window know pages by these
+        self._next_node = ROOT + 1  # never reused: layers with a window identify pages by these
         self._log: EventLog | None = None
         self.clear()
 
     def clear(self) -> None:
-        """All blocks are free and hold nothing."""
+        """Free all blocks and forget their contents."""
         self._pool.clear()
         self._block_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
@@ -58,11 +59,11 @@ class PageAllocator:
             self._log.cleared()
 
     def keep_events(self) -> None:
-        """From now on note what becomes findable and what ceases to be; `take_events` has it."""
+        """Start recording events for `take_events`."""
         self._log = EventLog(self.block_size)
 
     def take_events(self) -> list[CacheEvent]:
-        """What was noted since they were taken last."""
+        """Events since the last call."""
         return [] if self._log is None else self._log.take()
 
     @property
@@ -70,16 +71,18 @@ class PageAllocator:
         return self._pool.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, least recently used first, or None if there are not so many."""
+        """`count` blocks, least recently used first, or None if too few are free."""
         return self._pool.allocate(count)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference each; the tail of a prefix is evicted before its head."""
+        """Drop one reference to each block; the tail of a prefix will be evicted before its head."""
         self._pool.release(blocks)
 
     def match(self, tokens: Sequence[Content], *, with_drafts: bool = False) -> PrefixMatch:
-        """The longest cached prefix that leaves at least one token to compute; `with_drafts`: of pages that hold the
-        drafter's keys and values, too. Takes a reference to each page."""
+        """The longest cached prefix that leaves at least one token to compute. Takes a reference to each page.
+
+        `with_drafts`: match only pages that also hold the drafter's keys and values.
+        """
         found = PrefixMatch()
         node = ROOT
         if not self._sharing:
@@ -97,14 +100,14 @@ class PageAllocator:
         return found
 
     def shorten(self, found: PrefixMatch, num_pages: int) -> None:
-        """Give back all pages of a match but the first `num_pages`."""
+        """Release all pages of a match after the first `num_pages`."""
         self.release(found.blocks[num_pages:])
         del found.blocks[num_pages:], found.nodes[num_pages:]
         if found.draft_hole is not None and found.draft_hole >= num_pages * self.block_size:
             found.draft_hole = None
 
     def num_unseen(self, tokens: Sequence[Content]) -> int:
-        """Cached tokens at the beginning of these that a drafter has not seen, or that follow such."""
+        """Number of cached prefix tokens from the first page without the drafter's keys and values on."""
         if not self._without_drafts:
             return 0
         node, num_pages, num_seen = ROOT, 0, None
@@ -120,12 +123,12 @@ class PageAllocator:
 
     @property
     def sharing(self) -> bool:
-        """Whether pages are found again at all."""
+        """Whether pages can be found again."""
         return self._sharing
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a page's own that its key contains."""
+        """Number of tokens after a page that its key covers."""
         return self._lookahead
 
     def register(
@@ -138,11 +141,12 @@ class PageAllocator:
         has_drafts: bool = True,
         token_ids: Sequence[int] = (),
     ) -> int:
-        """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; its id in the chain.
-        `token_ids`: what events say that it holds, ids in the place of contents.
+        """Make page number `page` of `tokens`, held by `block`, findable after prefix `node`; returns its id in the
+        chain.
 
-        If an equal page is known already, the chain goes on from it, and it stays the known one unless it lacks the
-        drafter's keys and values and this one has them.
+        If an equal page is registered already, the chain continues from it. It stays the registered one unless it lacks
+        the drafter's keys and values and this page has them. `token_ids`: the ids that events report, which differ from
+        `tokens` where items are.
         """
         if not self._sharing:
             return ROOT
@@ -155,7 +159,7 @@ class PageAllocator:
             self._next_node += 1
             if self._log is not None:
                 self._log.stored(self._node_of[block], node, tokens, token_ids, page)
-        else:  # as far as others can tell, it is the same block
+        else:  # keeps the id, so events and chains see the same page
             self._node_of[block] = self._node_of[known]
             self._unlearn(known)
         self._block_of[key] = block
@@ -165,17 +169,17 @@ class PageAllocator:
         return self._node_of[block]
 
     def can_register(self, num_tokens: int, page: int) -> bool:
-        """Whether `num_tokens` known tokens cover page `page` and what its key looks ahead."""
+        """Whether `num_tokens` known tokens cover page `page` and its lookahead."""
         return self._sharing and (page + 1) * self.block_size + self._lookahead <= num_tokens
 
     def check_integrity(self) -> None:
-        """AssertionError if what is counted, free and known does not fit together."""
+        """AssertionError if reference counts, the free list and the index disagree."""
         self._pool.check_integrity()
         assert self._block_of == {key: block for block, key in self._key_of.items()}, "a key and its block"
         assert self._key_of.keys() == self._node_of.keys(), "a known block and its node"
 
     def _content(self, tokens: Sequence[Content], page: int) -> tuple[Content, ...]:
-        """Page 1, block_size 4, lookahead 1: tokens 4..8."""
+        """The tokens in a page's key. Page 1, block_size 4, lookahead 1: tokens 4..8."""
         start = page * self.block_size
         return tuple(tokens[start : start + self.block_size + self._lookahead])
 
@@ -188,7 +192,7 @@ class PageAllocator:
             self._log.removed(node)
 
     def _unlearn(self, block: int) -> int | None:
-        """The id in the chain that a block no longer has; None where it had none."""
+        """Remove a block from the index; returns its former id in the chain, None if it had none."""
         key = self._key_of.pop(block, None)
         if key is None:
             return None

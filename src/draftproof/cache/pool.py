@@ -1,8 +1,8 @@
-"""The memory behind the paged cache: one K and one V tensor per layer, on a block table for each window that there is.
+"""The memory behind the paged cache: one K and one V tensor per layer, and a block table for each window size.
 
-Target and draft layers that see all positions share block ids: block 7 of a draft layer holds the same positions as
-block 7 of the target.
-Block 0 is never handed out: it is scratch, which unused table entries name, so that a stray write hurts nobody.
+Target and draft layers with full attention share block ids: block 7 of a draft layer holds the same positions as block
+7 of the target. Block 0 is never allocated: it is scratch. Unused table entries name it, so that stray writes are
+harmless.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from draftproof.runtime.room import untouched_zeros
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKV:
-    """What one layer keeps of each token, in pages. `shared`: the keys are the values too, and are kept once; `window`:
-    so many positions are seen, 0: all."""
+    """What one layer keeps of each token, in pages. `shared`: keys are also the values and are kept once; `window`:
+    number of positions that a row sees, 0: all.
+    """
 
     heads: int
     head_dim: int
@@ -32,34 +33,39 @@ class PagedKV:
 
 
 KVShape = PagedKV  # the old name, for one version
-CacheSpec = PagedKV | StateSpec  # whatever a layer may declare
+CacheSpec = PagedKV | StateSpec  # anything that a layer may declare
 
 
 @dataclass(slots=True)
 class LayerKV:
-    """One layer's memory, and the table that says which block holds which page of a slot."""
+    """One layer's memory, and the table that maps a slot's pages to blocks."""
 
     k: Tensor  # [num_blocks, ...]: the layout is the attention backend's
-    v: Tensor  # k itself where they are shared
+    v: Tensor  # k itself if shared
     block_table_SB: Tensor  # int32 [num_slots, max_blocks_per_slot]; 0 = no block
 
 
 @dataclass(slots=True)
 class PagedCache:
-    """Layers of one model. `block_table_SB` is that of layers that see all positions, which all models of the engine
-    share; layers of a window have one of their own. `states`: what layers keep of each slot beside pages."""
+    """The cache of one model's layers.
+
+    `block_table_SB` is the table of layers with full attention, shared by all models of the engine; layers with a
+    window have a separate one. `states`: what layers keep per slot besides pages.
+    """
 
     layers: list[LayerKV]
     block_table_SB: Tensor
     states: list[LayerState] = field(default_factory=list)
 
     def beside(self, other: PagedCache, layers: Sequence[int]) -> PagedCache:
-        """A cache of these layers and then some of `other`'s, of the same memory; states are its own alone."""
+        """A cache of these layers followed by some of `other`'s, sharing their memory; states are those of this cache
+        only.
+        """
         lent = [other.layers[i] for i in layers]
         return PagedCache([*self.layers, *lent], self.block_table_SB, self.states)
 
     def on_copies(self) -> tuple[PagedCache, list[tuple[Tensor, Tensor]]]:
-        """(a cache of the same memory on tables of its own, each table and its copy)."""
+        """(a cache of the same memory with copied block tables, pairs of each table and its copy)."""
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for table_SB in (self.block_table_SB, *(layer.block_table_SB for layer in self.layers)):
             if table_SB.data_ptr() not in pairs:
@@ -68,7 +74,7 @@ class PagedCache:
         return PagedCache(layers, pairs[self.block_table_SB.data_ptr()][1], self.states), list(pairs.values())
 
     def zero(self, blocks: Tensor) -> None:
-        """Clear `blocks` (int64 ids) in every layer: draft layers must not see an earlier owner's keys."""
+        """Clear `blocks` (int64 ids) in every layer, so that draft layers never see a previous owner's keys."""
         for layer in self.layers:
             layer.k.index_fill_(0, blocks, 0)
             if layer.v is not layer.k:
@@ -77,11 +83,11 @@ class PagedCache:
 
 Layout = Callable[
     [PagedKV, int, int], tuple[int, ...]
-]  # shape, number of blocks, block size -> sizes of the keys
+]  # shape, number of blocks, block size -> shape of the keys
 
 
 def paged(shape: PagedKV, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """The layout that `Ops` knows: in a block head by head, position by position."""
+    """The layout that `Ops` expects: in a block head by head, position by position."""
     return num_blocks, shape.heads, block_size, shape.head_dim
 
 
@@ -94,8 +100,9 @@ def allocate(
     device: torch.device,
     layout: Layout = paged,
 ) -> PagedCache:
-    """A cache of `num_blocks` blocks for layers of the given shapes, all on one table, as the attention backend lays it
-    out."""
+    """A cache of `num_blocks` blocks for layers of the given shapes, with one table, in the attention backend's
+    layout.
+    """
 
     def one(shape: PagedKV) -> Tensor:
         size = layout(shape, num_blocks, block_size)

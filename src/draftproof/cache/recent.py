@@ -1,6 +1,6 @@
-"""A state of slots: the last rows that became permanent, each a token and a vector.
+"""A per-slot state: the last permanent rows, each a token and a vector.
 
-Shapes: S slots, E kept rows of a slot, H size of a vector, R requests, T rows of a pass, X and Y any.
+Shapes: S slots, E kept rows of a slot, H size of a vector, R requests, T rows of a pass, X and Y arbitrary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draftproof.cache.states import PassOfRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRows:
-    """What is kept of each slot: its last `count` rows, vectors of `size` numbers."""
+    """What is kept per slot: its last `count` rows, with vectors of `size` numbers."""
 
     count: int
     size: int
@@ -25,7 +25,7 @@ class SlotRows:
 
 
 class RecentRows:
-    """The rows of all slots, at the end of E places each; the last of them is at position `end` - 1."""
+    """The kept rows of all slots, right-aligned in E places; the last one is at position `end` - 1."""
 
     def __init__(self, spec: SlotRows, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         zeros_SE = torch.zeros(num_slots, spec.count, dtype=torch.int64, device=device)
@@ -34,19 +34,19 @@ class RecentRows:
         self._tokens_SE = zeros_SE
         self._count_S = zeros_SE[:, 0].clone()
         self._end_S = zeros_SE[:, 0].clone()
-        self._written: Tensor | None = None  # the table of the pass that runs
+        self._written: Tensor | None = None  # the table of the current pass
 
     def admit(self, slot: int) -> None:
-        """Forget what was kept for another request."""
+        """Forget the previous request's rows."""
         self._count_S[slot] = 0
 
     def known(self, rows: PassOfRows) -> Tensor:
-        """How many kept rows lie right before each request's first one: [R]."""
+        """Number of kept rows directly before each request's first row: [R]."""
         follows_R = self._end_S[rows.slots_R] == rows.first_R
         return torch.where(follows_R, self._count_S[rows.slots_R], 0)
 
     def tokens(self, rows: PassOfRows, owner_X: Tensor, place_YX: Tensor) -> Tensor:
-        """The token at a place among a request's rows; kept ones lie below 0."""
+        """The token at a place among a request's rows; kept rows have negative places."""
         each = self.spec.count
         row_YX = (rows.query_start_loc_R1[:-1][owner_X] + place_YX).clamp(0, len(rows.tokens_T) - 1)
         old_YX = self._tokens_SE[
@@ -55,19 +55,23 @@ class RecentRows:
         return torch.where(place_YX < 0, old_YX, rows.tokens_T[row_YX])
 
     def write(self, rows: PassOfRows, vectors_TH: Tensor) -> Tensor:
-        """Take the vectors of a pass, for `commit` to choose from: a table of them, and of those that its slots kept
-        behind them: [T + R * E, H]."""
+        """Take the vectors of a pass; `commit` keeps some of them.
+
+        Returns a table of these vectors followed by the kept vectors of the pass's slots: [T + R * E, H].
+        """
         table = torch.cat((vectors_TH, self.vectors_SEH[rows.slots_R].flatten(0, 1)))
         self._written = table
         return table
 
     def source(self, rows: PassOfRows, owner_X: Tensor, place_YX: Tensor) -> Tensor:
-        """Where in `write`'s table the vector of a place is; kept ones lie below 0."""
+        """Index into `write`'s table of the vector at a place; kept rows have negative places."""
         kept_YX = len(rows.tokens_T) + (owner_X + 1) * self.spec.count + place_YX
         return torch.where(place_YX < 0, kept_YX, rows.query_start_loc_R1[:-1][owner_X] + place_YX)
 
     def commit(self, rows: PassOfRows) -> None:
-        """Keep the last E live rows of each slot; where none lives, or nobody wrote any, what was kept stays."""
+        """Keep the last E live rows of each slot. Slots without live rows, and all slots if nothing was written, stay
+        unchanged.
+        """
         if self._written is None:
             return
         table, self._written = self._written, None

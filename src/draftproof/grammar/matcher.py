@@ -1,7 +1,7 @@
-"""Grammars over token ids: compiled once, and matched along each output on the host. Built on llguidance.
+"""Grammars over token ids: compiled once, then matched along each output on the host. Built on llguidance.
 
-A matcher moves by the tokens that stand in the output and by nothing else. What the next tokens may be is a function of
-them, and along drafts of the drafts too; asking changes nothing.
+A matcher advances by tokens of the output and by nothing else. Masks are a function of the output so far, and along
+drafts of the drafts too; queries do not change the matcher.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 from draftproof.grammar.sources import grammar_text, rule_of
 from draftproof.types import StructuredOutputsParams
 
-MOST_KEPT = 64  # compiled grammars, the least recently used one goes
-MOST_STATES = 50_000  # of a grammar's lexer, 1 to 2 KB each
+MOST_KEPT = 64  # compiled grammars; the least recently used is evicted
+MOST_STATES = 50_000  # lexer states of a grammar, 1 to 2 KB each
 WORD_BYTES = 4
 
 
 class Matcher:
-    """How far one output has come in its grammar. `error`: why nothing more can be said of it."""
+    """The position of one output in its grammar. `error`: why matching failed; empty if it did not."""
 
     def __init__(self, matcher: Any, executor: Any, sizes: tuple[int, int], after: int | None) -> None:
-        """sizes: bytes of a mask, the model's and llguidance's; after: the grammar holds after this token, None: from
-        the start."""
+        """sizes: bytes of a mask, the model's and llguidance's; after: the grammar applies after this token; None: from
+        the start.
+        """
         self.error = ""
         self._matcher = matcher
         self._executor = executor
@@ -38,7 +39,7 @@ class Matcher:
         return self._after is None and not self.error and bool(self._matcher.is_accepting())
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take in tokens of the output, which the masks allowed."""
+        """Advance by tokens of the output; the masks allowed them."""
         for number, token in enumerate(token_ids):
             if self._after is None:
                 self._consume(token_ids[number:])
@@ -47,8 +48,11 @@ class Matcher:
                 self._after = None
 
     def masks(self, drafts: Sequence[int], num_rows: int) -> bytes:
-        """A mask for each of so many rows, a bit an id: what may follow the output so far and the first j drafts. What
-        follows a draft that is itself ruled out does not matter, and nothing is allowed there."""
+        """Masks of `num_rows` rows, one bit per id: row j allows what may follow the output so far and the first j
+        drafts.
+
+        Masks after a ruled-out draft do not matter; they allow nothing.
+        """
         if num_rows == 1 and self._after is None and not self.error:
             return self._next()
         rows = bytearray(num_rows * self._own_bytes)
@@ -65,10 +69,11 @@ class Matcher:
         return b"".join(rows[at : at + self._row_bytes] for at in starts)
 
     def _fill(self, rows: bytearray, first: int, drafts: list[int]) -> None:
-        """Masks of the rows from `first` on, of which each but the last is followed by a draft.
+        """Write masks for the rows from `first` on; each row but the last is followed by a draft.
 
-        Along drafts they are found by a copy: what llguidance 1.9 has found behind tokens it still answers after it
-        took them back. An error on the way is one of the output only once it has come so far.
+        Masks along drafts come from a copy of the matcher: llguidance 1.9 still returns masks computed after tokens
+        that were since rolled back. An error along the drafts counts as an error of the output only once the output
+        reaches it.
         """
         size = self._own_bytes
         place = ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows))
@@ -91,7 +96,7 @@ class Matcher:
                 return
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """How many of these may follow the output so far, one after the other."""
+        """Length of the longest prefix of `drafts` that may follow the output so far."""
         first = 0
         if self._after is not None:
             if self._after not in drafts:
@@ -102,7 +107,7 @@ class Matcher:
         return first + int(self._matcher.validate_tokens(list(drafts[first:])))
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens that must come next."""
+        """Up to `most` tokens that must come next."""
         if self._after is not None or self.error:
             return []
         return [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
@@ -115,11 +120,11 @@ class Matcher:
             return
         if self._matcher.is_error():
             self._fail(self._matcher)
-        else:  # beyond its end there is only the end-of-text token, which is not taken
+        else:  # past the end there is only the end-of-text token, which llguidance does not consume
             assert self._matcher.is_stopped(), f"token {token_ids[taken]} of the output is not in its grammar"
 
     def _next(self) -> bytes:
-        """The mask behind the output so far: what is asked for most, so with the fewest calls."""
+        """The mask after the output so far. The most frequent query, so it uses the fewest calls."""
         row = bytes(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             self._fail(self._matcher)
@@ -131,19 +136,19 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar: any number of outputs may follow it at once."""
+    """A compiled grammar, shared by any number of outputs."""
 
     def __init__(self, matcher: Any, executor: Any, sizes: tuple[int, int], after: int | None) -> None:
         self._parts = executor, sizes, after
         self._matcher = matcher
 
     def matcher(self) -> Matcher:
-        """The matcher of an output that begins."""
+        """A matcher for a new output."""
         return Matcher(self._matcher.deep_copy(), *self._parts)
 
 
 class GrammarCompiler:
-    """Compiles what outputs must be, for one tokenizer. Any thread may call it; others run meanwhile."""
+    """Compiles structured-output rules for one tokenizer. Thread-safe; compilations run concurrently."""
 
     def __init__(
         self,
@@ -152,8 +157,9 @@ class GrammarCompiler:
         eos_ids: Sequence[int],
         special_tokens: Callable[[], frozenset[str]],
     ) -> None:
-        """tokenizer_json: the tokenizer as Hugging Face's file has it; vocab_size: the model's; eos_ids: what ends an
-        output; special_tokens: texts of tokens that are no text."""
+        """tokenizer_json: the tokenizer in Hugging Face's format; vocab_size: the model's; eos_ids: ids that end an
+        output; special_tokens: texts of the special tokens.
+        """
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_ids = [token for token in eos_ids if 0 <= token < vocab_size]
@@ -164,7 +170,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, rule: StructuredOutputsParams) -> Grammar:
-        """ValueError names the rule's field and why it cannot be followed."""
+        """Compile `rule`. ValueError names the rule's field and why it cannot be followed."""
         tokenizer = self._load()
         name = f"structured_outputs: {rule_of(rule)}"
         try:
@@ -189,14 +195,14 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=MOST_STATES)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # which may find it too large
+            matcher.compute_bitmask()  # this may find the grammar too large
         if matcher.is_error():
             why = " ".join(str(matcher.get_error()).split())[:300]
             raise ValueError(f"{name}: cannot be followed: {why}")
         return matcher
 
     def _load(self) -> Any:
-        """llguidance's form of the tokenizer, made when the first grammar comes."""
+        """llguidance's form of the tokenizer, made for the first grammar."""
         with self._lock:
             if self._tokenizer is None:
                 if not self._eos_ids:

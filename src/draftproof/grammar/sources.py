@@ -1,4 +1,4 @@
-"""From what an output must be to a grammar that llguidance compiles."""
+"""Conversion of structured-output rules into grammars that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from draftproof.types import RULES, StructuredOutputsParams
 
-# One space at most, as json.dumps writes it: a model that likes spaces could otherwise go on for ever.
+# At most one space, as json.dumps writes it: with free whitespace a model could emit spaces for ever.
 SPACED: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 UNSPACED: Mapping[str, Any] = {"whitespace_flexible": False}
 
 
 def rule_of(rule: StructuredOutputsParams) -> str:
-    """The name of the field that says what the output must be."""
+    """The name of the field that holds the rule."""
     return next(name for name in RULES if getattr(rule, name) not in (None, False))
 
 
 def grammar_text(rule: StructuredOutputsParams, special_tokens: frozenset[str]) -> str:
-    """The rule in llguidance's own form. ValueError, without the field's name, for what has none.
+    """The rule in llguidance's format. ValueError, without the field's name, if it cannot be converted.
 
-    special_tokens: texts of the tokenizer's special tokens, which are no text in an output.
+    special_tokens: texts of the tokenizer's special tokens, which are not text in an output.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -39,7 +39,7 @@ def grammar_text(rule: StructuredOutputsParams, special_tokens: frozenset[str]) 
         case "grammar":
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(str(rule.grammar)))
-            except Exception as error:  # the converter from GBNF has a type of its own for it
+            except Exception as error:  # the GBNF converter raises an exception type of its own
                 raise ValueError(f"is neither Lark nor GBNF: {error}") from None
         case _:
             return _tag_grammar(str(rule.structural_tag), special_tokens)
@@ -71,7 +71,7 @@ def _read(text: str) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """A schema whose objects have their named properties only, where it does not say."""
+    """The schema with additional properties forbidden, unless it says otherwise."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -83,7 +83,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _tag_grammar(text: str, special_tokens: frozenset[str]) -> str:
-    """vLLM's form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
+    """The grammar of vLLM's form: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
     from llguidance import StructTag
 
     value = _read(text)

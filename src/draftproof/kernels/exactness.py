@@ -1,8 +1,8 @@
-"""Certificates of operators: on this machine a row alone has the bits that it has among others.
+"""Certificates of operators: on this machine a row has the same bits alone as among other rows.
 
-A check runs an operator on data that shows what could go wrong (another order of sums, or, where nothing is summed,
-another rounding), and proves it: its wrong twin, whose result depends on the number of rows by its own code, must fail.
-If the twin passes, the data sees nothing and there is no certificate.
+A check runs an operator on data that exposes errors: another order of sums or, where nothing is summed, another
+rounding. It proves this with a wrong twin, whose code makes the result depend on the number of rows: the twin must
+fail. If it passes, the data exposes nothing and there is no certificate.
 Shapes: T rows.
 """
 
@@ -22,20 +22,20 @@ from draftproof.runtime.threads import threads
 
 Bits = tuple[Tensor, ...]  # outputs of an operator, rows first
 
-SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 33)  # numbers of rows, around the tiles of every kernel
-MANY_ROWS = 2111  # enough for work to be split among threads
-LEAST_MANY = 64  # rows of the largest call, however wide they are
-MANY_NUMBERS = 1 << 21  # elements of an input, at most
-THREADS = (1, 2, 3)  # beside the engine's own, so that the verdict is the machine's, not the setting's
+SIZES = (2, 3, 4, 5, 7, 8, 9, 16, 17, 33)  # numbers of rows, around the tile sizes of every kernel
+MANY_ROWS = 2111  # enough to split work among threads
+LEAST_MANY = 64  # minimum rows of the largest call, for any width
+MANY_NUMBERS = 1 << 21  # maximum elements of an input
+THREADS = (1, 2, 3)  # besides the engine's number, so that verdicts depend on the machine, not on the setting
 NUM_ROWS = 67
 
 
 class NoPowerError(RuntimeError):
-    """The test data does not see a change of order, so a certificate would mean nothing."""
+    """The test data does not expose a change of order, so a certificate would mean nothing."""
 
 
 def num_test_rows(width: int) -> int:
-    """Rows of test data for an operator on rows of `width` numbers."""
+    """Rows of test data for an operator whose rows have `width` numbers."""
     return max(9, min(NUM_ROWS, MANY_NUMBERS // max(1, width)))
 
 
@@ -48,19 +48,22 @@ class Check:
     """
 
     num_rows: int
-    width: int  # numbers of a row, roughly: bounds the largest call
+    width: int  # approximate numbers per row; bounds the largest call
     run: Callable[[Any, Tensor], Bits]
     wrong: Any
     device: torch.device
-    groups: tuple[tuple[int, ...], ...] = ()  # rows that must share a call besides
-    proof_rows: tuple[int, ...] = ()  # what the twin is shown; empty: every row
-    too_short: bool = False  # sums of so few numbers that no order need show: the twin is not asked
+    groups: tuple[tuple[int, ...], ...] = ()  # additional groups of rows that share a call
+    proof_rows: tuple[int, ...] = ()  # rows for the twin; empty: every row
+    too_short: bool = False  # sums too short to expose an order: the twin is not run
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operator at one shape, which wants a certificate. `operator`: its field in `Ops`, or "attention"; `key`: all
-    sizes and dtypes; `make`: the check, whose data is only needed where there is no certificate yet."""
+    """One operator at one shape, to be certified.
+
+    `operator`: its field in `Ops`, or "attention"; `key`: all sizes and dtypes; `make`: creates the check, called only
+    if there is no certificate yet.
+    """
 
     operator: str
     key: str
@@ -72,8 +75,11 @@ class Case:
 
 
 def rows_agree(check: Check, version: Any, num_threads: int) -> bool:
-    """Whether every row has the bits that it has alone at one thread: alone at `num_threads`, in groups of many sizes
-    and orders, and as one of many rows at other numbers of threads."""
+    """Whether every row always has the bits that it has alone at one thread.
+
+    Rows are computed alone at `num_threads`, in groups of many sizes and orders, and among many rows at other numbers
+    of threads.
+    """
     everything_T = torch.arange(check.num_rows, device=check.device)
     alone = _alone(check, version, everything_T)
     for count in sorted({*THREADS, num_threads}):
@@ -85,11 +91,11 @@ def rows_agree(check: Check, version: Any, num_threads: int) -> bool:
 
 
 class OperatorCertifier:
-    """Finds for each operator the first version that is exact on this machine, and keeps the verdicts on disk.
+    """Finds the first exact version of each operator on this machine, and keeps the verdicts on disk.
 
-    The order of the versions decides, never the clock: versions may differ in their bits, and a machine must always
-    come to the same one. Certificates hold for torch's number of threads when this object is made. `fresh`: what the
-    disk knows is not believed.
+    The order of the versions decides, not their speed: versions may differ in their bits, and a machine must always
+    choose the same one. Certificates apply to torch's number of threads at the creation of this object. `fresh`: ignore
+    verdicts on disk.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class OperatorCertifier:
         self._last: tuple[str, Check] | None = None
 
     def knows(self, cases: Sequence[Case], versions: Iterable[str]) -> bool:
-        """Whether nothing has to be computed to find the first exact version."""
+        """Whether the first exact version can be found from known verdicts alone."""
         for name in versions:
             known = [self._known.get(f"{name}: {case.name}") for case in cases]
             if False not in known:
@@ -115,7 +121,7 @@ class OperatorCertifier:
         return False
 
     def verdict(self, case: Case, name: str, version: Any) -> bool:
-        """Whether `version`, called `name`, is exact; from the disk where it knows."""
+        """Whether `version`, called `name`, is exact; from disk if known."""
         key = f"{name}: {case.name}"
         if not isinstance(self._known.get(key), bool):
             self._known[key] = rows_agree(self.proved(case), version, self._num_threads)
@@ -123,7 +129,7 @@ class OperatorCertifier:
         return bool(self._known[key])
 
     def proved(self, case: Case) -> Check:
-        """The check, made and shown to have power once for all versions that are looked at in turn."""
+        """The check of `case` with its power proved, made once for consecutive calls with the same case."""
         if self._last is None or self._last[0] != case.name:
             check = case.make()
             try:
@@ -134,7 +140,7 @@ class OperatorCertifier:
         return self._last[1]
 
     def first_exact(self, cases: Sequence[Case], versions: Mapping[str, Any]) -> str | None:
-        """The first version that passes all cases; None if none does."""
+        """The name of the first version that passes all cases; None if none does."""
         for name, version in versions.items():
             if all(self.verdict(case, name, version) for case in cases):
                 return name
@@ -160,7 +166,7 @@ def _alone(check: Check, version: Any, rows_T: Tensor, num_threads: int = 1) -> 
 
 
 def _groups(check: Check) -> Iterator[Tensor]:
-    """Rows that share a call, rows [T] each."""
+    """The groups of rows that share a call, each [T]."""
     count = check.num_rows
     device = check.device
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +182,7 @@ def _groups(check: Check) -> Iterator[Tensor]:
 
 
 def _many(check: Check) -> Tensor:
-    """The rows again and again, as many as a long prompt has."""
+    """The test rows repeated, up to the number of rows of a long prompt."""
     most = max(LEAST_MANY, min(MANY_ROWS, MANY_NUMBERS // max(1, check.width)))
     return torch.arange(max(check.num_rows, most), device=check.device) % check.num_rows
 

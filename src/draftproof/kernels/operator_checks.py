@@ -1,7 +1,7 @@
-"""Checks of the operators of `Ops` that compute: data, and twins whose result follows the batch, which must fail.
+"""Checks of the operators in `Ops` that round: test data, and wrong twins whose result depends on the batch.
 
-Operators that only move bits (gather, pick, concat, swap) and those on integers (step) have nothing to round.
-Shapes: T rows, H width, I intermediate, V vocabulary, D head size, E experts, K experts a row, S parts of a sum.
+Operators that only move bits (gather, concat, swap) or compute integers (step, lookup) have nothing to round.
+Shapes: T rows, H width, I intermediate, V vocabulary, D head size, E experts, K experts per row, S partial sums.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from draftproof.kernels.row_params import CONSTRAINED, MASKED, PENALISED, RowPar
 from draftproof.kernels.sample.reference import sample_torch
 from draftproof.kernels.sums import pieces_sum
 
-SAMPLED_ROWS = 10  # two for each kind of parameters
-LOGIT_ROWS = 32  # rows of logits, at least: few rows of many columns may round alike in two orders
-SHORT_SUM = 8  # numbers: a sum of fewer may round alike in any order
+SAMPLED_ROWS = 10  # two per kind of parameters
+LOGIT_ROWS = 32  # minimum rows of logits: in few rows of many columns two orders may round alike
+SHORT_SUM = 8  # numbers: shorter sums may round alike in any order
 SHORT_NORM = 16
-# Elements of a norm's row: squares of the small ones are about one rounding of the large ones'.
+# Elements of a norm's row: the squares of the small ones are about one rounding error of the large ones'.
 LARGE = 2.0**7
 SMALL = 2.0**-4
 
@@ -39,10 +39,10 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def norm_rows(num_rows: int, width: int) -> tuple[Tensor, float]:
-    """(fp32 [T, H], eps) whose mean square nearly cancels with the negative eps, so that what is left is rounding.
+    """(fp32 [T, H], eps) such that the mean square nearly cancels with the negative eps, which leaves rounding errors.
 
-    Two entries of every row are LARGE, at places of its own: their squares are in every row's sum alike. Rows narrower
-    than SHORT_NORM are ordinary ones.
+    Each row has two entries LARGE, at random places: all rows contain the same two squares. Rows narrower than
+    SHORT_NORM are ordinary random rows.
     """
     generator = _generator(3)
     x_TH = SMALL * torch.randn(num_rows, width, generator=generator)
@@ -72,7 +72,7 @@ def rms_norm_check(width: int, dtype: torch.dtype, device: torch.device, weight_
 
 
 def _wrong_rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Where rows share the call, the sum of squares is made in two pieces."""
+    """For calls with several rows, the sum of squares is made in two pieces."""
     squares_TH = x_TH.float() * x_TH.float()
     mean_T1 = pieces_sum(squares_TH, -1, 1 if len(x_TH) == 1 else 2).unsqueeze(-1) / x_TH.shape[-1]
     return (x_TH.float() / torch.sqrt(mean_T1 + eps) * weight_H.float()).to(x_TH.dtype)
@@ -81,7 +81,7 @@ def _wrong_rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def _wrong_add_rms_norm(
     x: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`_wrong_rms_norm` after an addition; where x comes in parts, they are added beginning with the last."""
+    """`_wrong_rms_norm` after an addition. Partial sums are added starting with the last."""
     if x.dim() == 3:
         order_S = torch.arange(len(x), device=x.device).roll(int(len(residual_TH) > 1))
         return add_rms_norm_torch(x[order_S], residual_TH, weight_H, eps)
@@ -92,7 +92,7 @@ def _wrong_add_rms_norm(
 def add_rms_norm_check(
     width: int, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype, num_parts: int = 0
 ) -> Check:
-    """`num_parts`: the first argument is so many fp32 parts of a sum over K; 0: it is whole."""
+    """`num_parts`: number of fp32 partial sums in the first argument; 0: it is a plain matrix."""
     rows_TH, eps = norm_rows(num_test_rows(width), width)
     residual_TH = (rows_TH / 2).to(device, dtype)
     x = residual_TH
@@ -121,7 +121,7 @@ def add_rms_norm_check(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeShape:
-    """Sizes of one layer's `rope_store`. num_kv_heads 0: queries alone; shared: keys are the values."""
+    """Sizes of one layer's `rope_store`. num_kv_heads 0: queries only; shared: keys are also the values."""
 
     num_heads: int
     num_kv_heads: int
@@ -135,7 +135,7 @@ class RopeShape:
 
 @dataclass(slots=True)
 class _RopeData:
-    """Row t stands at position t of slot 0; a call starts with an empty cache."""
+    """Row t is at position t of slot 0; each call starts with an empty cache."""
 
     shape: RopeShape
     block_size: int
@@ -172,7 +172,7 @@ class _RopeData:
 
 
 def _wrong_rope(qkv_TX: Tensor, *arguments: Any) -> Tensor:
-    """Where rows share the call: a norm's sum is off by one rounding, or, without norms, angles are rounded."""
+    """For calls with several rows, a norm's sum is off by one rounding or, without norms, angles are rounded."""
     positions_T, slots_T, cos_sin_PD, q_norm_D, k_norm_D, eps, *rest = arguments
     if len(qkv_TX) > 1 and q_norm_D is None and k_norm_D is None:
         cos_sin_PD = cos_sin_PD.bfloat16().float()
@@ -212,7 +212,7 @@ def rope_store_check(
 
 
 def gate_mul_check(width: int, dtype: torch.dtype, device: torch.device, *, gelu: bool = False) -> Check:
-    """width: I, outputs of a row."""
+    """width: I, the outputs of a row."""
     right = gelu_mul_torch if gelu else silu_mul_torch
     num_rows = num_test_rows(2 * width)
     x_TI2 = (3 * torch.randn(num_rows, 2 * width, generator=_generator(9))).to(device, dtype)
@@ -221,7 +221,7 @@ def gate_mul_check(width: int, dtype: torch.dtype, device: torch.device, *, gelu
         return (version(x_TI2[rows_T]),)
 
     def wrong(gate_up_TI2: Tensor) -> Tensor:
-        """The activation, rounded before it is multiplied."""
+        """The activation, rounded before the multiplication."""
         if len(gate_up_TI2) == 1:
             return right(gate_up_TI2)
         gate_TI, up_TI = gate_up_TI2.float().chunk(2, -1)
@@ -257,7 +257,9 @@ def soft_cap_check(vocab_size: int, cap: float, device: torch.device) -> Check:
 
 
 def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
-    """One logit of 0, whose exponential is about twice the sum of all others': a logarithm near 0 hides no bit."""
+    """One logit is 0 and its exponential is about twice the sum of the others', so the logarithm is near 0 and hides no
+    bit.
+    """
     num_rows = max(LOGIT_ROWS, num_test_rows(vocab_size))
     others_MV = torch.randn(num_rows, vocab_size, generator=_generator(11)) - math.log(vocab_size) - 1.2
     others_MV[:, 0] = 0
@@ -267,7 +269,7 @@ def log_normalizer_check(vocab_size: int, device: torch.device) -> Check:
         return (version(logits_MV[rows_T]),)
 
     def wrong(logits_MV: Tensor) -> Tensor:
-        """Where rows share the call, exponentials are added up in two pieces."""
+        """For calls with several rows, exponentials are summed in two pieces."""
         return torch.log(pieces_sum(torch.exp(logits_MV), -1, 1 if len(logits_MV) == 1 else 2))
 
     return Check(
@@ -297,7 +299,7 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
         return (version(logits_MV[rows_T], params[rows_T], positions_M[rows_T], None),)
 
     def wrong(logits_MV: Tensor, params: RowParams, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
-        """Noise of the row's place in the batch."""
+        """The noise also depends on the row's place in the batch."""
         place_M = torch.arange(len(logits_MV), device=device)
         return sample_torch(logits_MV, params, positions_M + place_M, ids_V)
 
@@ -311,7 +313,7 @@ def sample_check(vocab_size: int, device: torch.device) -> Check:
 
 
 def process_check(vocab_size: int, device: torch.device) -> Check:
-    """Rows of two slots by turns: one with penalties, one with a list of every kind, and a mask for each row."""
+    """Rows alternate between two slots: one with penalties, one with every kind of list; each row has a mask."""
     num_rows, length, half = SAMPLED_ROWS, 40, vocab_size // 2
     generator = _generator(13)
     logits_MV = (2 * torch.randn(num_rows, vocab_size, generator=generator)).to(device)
@@ -337,15 +339,16 @@ def process_check(vocab_size: int, device: torch.device) -> Check:
         return found
 
     def wrong(logits_MV: Tensor, params: RowParams, slots_M: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        """The text of the first row's slot for all of them."""
+        """All rows use the text of the first row's slot."""
         return process_torch(logits_MV, params, slots_M[:1].expand_as(slots_M), *given)
 
     return Check(num_rows=num_rows, width=2 * vocab_size, run=run, wrong=wrong, device=device)
 
 
 class _WrongExperts(TorchExperts):
-    """Where rows share the call, the sum under a softmax is made in two pieces, chosen weights and experts are added
-    beginning with the last."""
+    """For calls with several rows, the sum of the softmax is made in two pieces, and chosen weights and experts are
+    added starting with the last.
+    """
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         experts_TK, weights_TK = super().route(logits_TE, bias_E, replace(routing, normalize=False))
@@ -390,8 +393,10 @@ def route_check(num_experts: int, routing: Routing, device: torch.device, *, bia
 
 
 def _adds_little(num_experts: int, routing: Routing) -> bool:
-    """Whether a row's weights come of sums so short that no order shows: a softmax over few experts, or two chosen
-    sigmoids; a single weight that is normalized is 1 whatever it was."""
+    """Whether a row's weights come from sums too short to expose their order.
+
+    True for a softmax over few experts, for two chosen sigmoids, and for a single normalized weight, which is always 1.
+    """
     if routing.normalize and routing.top_k == 1:
         return True
     if routing.sigmoid:
@@ -404,7 +409,7 @@ def combine_check(width: int, top_k: int, dtype: torch.dtype, device: torch.devi
     num_rows = num_test_rows(width * top_k)
     y_TKH = 2.0**12 * torch.randn(num_rows, top_k, width, generator=_generator(16))
     if top_k > 1:
-        y_TKH[:, -1] = -y_TKH[:, :-1].double().sum(1)  # what is left is rounding
+        y_TKH[:, -1] = -y_TKH[:, :-1].double().sum(1)  # only rounding errors remain
     y_TKH = y_TKH.to(device)
     weights_TK = torch.full((num_rows, top_k), 0.5, device=device)
     base_TH = (2.0**-12 * torch.randn(num_rows, width, generator=_generator(17))).to(device, dtype)

@@ -1,8 +1,8 @@
-"""The operators that passes and steps are made of: the table of their tables, and the choice for a device.
+"""The operators of passes and steps: the table of all operators, and the choice of versions for a device.
 
-Every operator is row-safe (law 2): a row's output depends in every bit on that row's inputs only, not on how many
-rows share the call, nor on the number of threads. Each has a folder, whose `__init__.py` says what it computes and
-registers its versions; here is the list of them. One choice is made per process and handed on as an argument.
+Every operator is row-safe (law 2): every bit of a row's output depends only on that row's inputs, not on how many rows
+share the call, nor on the number of threads. Each operator has a folder, whose `__init__.py` defines its interface and
+registers its versions. The versions are chosen once per process and passed on as an argument.
 """
 
 from __future__ import annotations
@@ -63,13 +63,17 @@ TORCH = Ops("torch", **{name: operator.reference for name, operator in OPERATORS
 
 
 def select(device: torch.device, library: Library | None) -> Ops:
-    """The fastest operators for `device`; `library` None (no compiler, or not wanted) means torch twins."""
+    """The fastest operators for `device`; on a CPU without `library` (no compiler, or not wanted) the torch
+    references.
+    """
     return next(iter(versions(device, library).values()))
 
 
 def versions(device: torch.device, library: Library | None) -> dict[str, Ops]:
-    """The operators that run on `device`, by name, in order of speed. A GPU has none to fall back to: torch's
-    reductions and sorts choose their layout from the number of rows there."""
+    """The sets of operators that run on `device`, by name, fastest first.
+
+    A GPU has no fallback: torch's reductions and sorts choose their layout by the number of rows there.
+    """
     if gpu.available(device):
         return {"triton": triton_ops()}
     if device.type != "cpu" or library is None:
@@ -83,7 +87,7 @@ def compiled_ops(library: Library) -> Ops:
 
 
 def triton_ops() -> Ops:
-    """The operators in Triton, torch's where there is none in Triton; needs triton."""
+    """The operators in Triton, or in torch where there is no Triton version; needs triton."""
     made = {
         name: operator.triton() if operator.triton else operator.reference
         for name, operator in OPERATORS.items()

@@ -1,4 +1,4 @@
-// A row's sampling parameters: kernels/row_params.py says what they are.
+// A row's sampling parameters. See kernels/row_params.py.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-"""The sampling parameters of rows as one packed record, which every operator that samples is handed whole.
+"""The sampling parameters of rows as one packed record, passed whole to every operator that samples.
 
 A row is 64 bytes: int64 seed and top-k; fp32 temperature, top-p, min-p, repetition, presence and frequency penalty;
-int64 prompt length, `PENALISED | CONSTRAINED | MASKED`, and the position below which stop ids are held back.
-row_params.h is the same record in C++, and gpu/ reads it by column. Shapes: M rows, or S slots.
+int64 prompt length, `PENALISED | CONSTRAINED | MASKED`, and the position below which stop ids are suppressed.
+row_params.h declares the same record in C++, and Triton kernels read it by column. Shapes: M rows, or S slots.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_COLUMNS = 8  # int64; twice as many of fp32
-# a penalty holds; the slot has a list of ids, and its rows have masks (see kernels/process/spec.py)
+NUM_COLUMNS = 8  # int64; twice as many as fp32
+# the slot has penalties; a list of constraints; masks of its rows (see kernels/process/spec.py)
 PENALISED, CONSTRAINED, MASKED = 1, 2, 4
 _ROW = struct.Struct("<2q6f3q")
 
@@ -33,7 +33,7 @@ def pack_row(
     flags: int = 0,
     held_until: int = 0,
 ) -> list[int]:
-    """One row as `NUM_COLUMNS` integers. Without arguments: greedy, and no processing."""
+    """One row as `NUM_COLUMNS` integers. The defaults are greedy sampling without processing."""
     floats = (temperature, top_p, min_p, repetition, presence, frequency)
     row = _ROW.pack(seed, top_k, *floats, prompt_len, flags, held_until)
     return list(struct.unpack(f"<{NUM_COLUMNS}q", row))
@@ -49,7 +49,7 @@ class RowParams:
     def of(
         cls, temperature_M: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor, seeds_M: Tensor
     ) -> RowParams:
-        """Rows that ask for no processing beside temperature and filters."""
+        """Rows without processing other than temperature and filters."""
         row = torch.tensor(pack_row(), dtype=torch.int64, device=seeds_M.device)
         made = cls(row.expand(len(seeds_M), -1).clone())
         made.seeds_M.copy_(seeds_M)

@@ -1,4 +1,4 @@
-"""Sums whose order is written down: elementwise additions, or rows short enough that torch keeps to one order."""
+"""Sums with an explicit order: elementwise additions, or rows so short that torch's order is fixed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """Sum over `dim` by halving: pairs (0, n/2), (1, n/2 + 1), ..., zeros up to a power of two; drops `dim`.
+    """Sum over `dim` by halving: pairs (0, n/2), (1, n/2 + 1), ..., zero-padded to a power of two; drops `dim`.
 
-    Three numbers: (x0 + x2) + (x1 + 0). More zeros behind change nothing: 5 to 8 numbers have the tree of 8.
+    Three numbers: (x0 + x2) + (x1 + 0). More zero padding changes nothing: 5 to 8 numbers use the tree of 8.
     """
     size = x.shape[dim]
     width = 1 << max(size - 1, 0).bit_length()
@@ -25,7 +25,7 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def pieces_sum(x: Tensor, dim: int, num_pieces: int) -> Tensor:
-    """Sum over `dim` as the sum of `num_pieces` trees: another order for each number of pieces.
+    """Sum over `dim` as the sum of `num_pieces` trees: each number of pieces gives a different order.
 
     Four numbers: in 1 piece (x0 + x2) + (x1 + x3), in 2 pieces (x0 + x1) + (x2 + x3).
     """
@@ -35,8 +35,8 @@ def pieces_sum(x: Tensor, dim: int, num_pieces: int) -> Tensor:
     return first
 
 
-# A row is summed in pieces of this many elements: torch sums such short rows in an order that depends on neither the
-# number of rows nor the number of threads, which it does not promise for long ones.
+# Elements of a piece. torch sums such short rows in an order independent of the number of rows and threads, which it
+# does not guarantee for long rows.
 PIECE = 64
 
 

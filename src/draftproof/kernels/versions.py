@@ -1,4 +1,4 @@
-"""What the folder of an operator registers: its versions, which all have one signature."""
+"""What each operator's folder registers: its versions, all with one signature."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Versions(Generic[T]):
-    """The versions of one operator. `reference`: in torch, and the one that says what is computed.
+    """The versions of one operator. `reference`: in torch; it defines the result.
 
-    The others are made when they are wanted: one in C++ from the library, one in Triton, which may import triton only
-    then. None: `reference` is as good.
+    The others are created on demand: `compiled` in C++ from the library; `triton`, which imports triton only then.
+    None: on a GPU `reference` is used.
     """
 
     reference: T

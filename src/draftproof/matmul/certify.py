@@ -1,7 +1,7 @@
-"""Certificates: at which numbers of rows a candidate gives a row the reference's bits.
+"""Certificates: at which numbers of rows a candidate gives every row the reference's bits.
 
-Random data hides a change of order: most sums round to the same number. Here every sum cancels, so what is left *is*
-the rounding of the partial sums, and any other order gives other bits. `prove_power` shows that it does.
+Random data hides a change of order: most sums round to the same number. Here every sum cancels, so that only the
+rounding errors of partial sums remain, and any other order gives other bits. `prove_power` verifies this.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -19,24 +19,24 @@ from draftproof.matmul.weights import parts
 from draftproof.runtime.threads import threads
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-PROMPT_BUCKETS = (1024, 2048)  # on a GPU, whose matrix units are not filled by fewer
-# outputs of a head, which sees the sampled rows only
+PROMPT_BUCKETS = (1024, 2048)  # for GPUs, whose matrix units fewer rows do not fill
+# outputs of a language model head, which computes the sampled rows only
 WIDE = 1 << 15
 MAX_WIDE_ROWS = 64
-SAMPLED_BUCKETS = (1, 2, 3, 5, 8, 10, 16, 24, 48, 64, 128)  # for versions that are exact by construction
+SAMPLED_BUCKETS = (1, 2, 3, 5, 8, 10, 16, 24, 48, 64, 128)  # for candidates that are exact by construction
 REFERENCE_ROWS = (8, 64)
 SEEDS = (11, 12)
-LARGE = 1 << 26  # elements of a weight; one so large is looked at with the first seed only
-SHIFT = 3  # rows are also checked from this one on, so that none keeps its place in the bucket
-SPREAD = 6  # inputs differ in size by up to 2^12, so that short sums round too
-MIN_POWER = 0.05  # share of the sums that a changed order must change; on random data it is 0.0002 in bf16
-PERIOD = 256  # rows of the test weight that differ; more would only take time
+LARGE = 1 << 26  # elements of a weight; weights this large are checked with the first seed only
+SHIFT = 3  # rows are also checked starting at this one, so that each has two places in the bucket
+SPREAD = 6  # inputs differ in magnitude by up to 2^12, so that short sums round too
+MIN_POWER = 0.05  # least share of sums that a changed order must change; on random data it is 0.0002 in bf16
+PERIOD = 256  # number of different rows in the test weight; more would only take time
 
 
 def bucket_table(shape: Shape, max_rows: int, device: torch.device) -> tuple[int, ...]:
-    """The numbers of rows worth a certificate; more rows than the last are split.
+    """The numbers of rows to certify; calls with more rows than the last are split.
 
-    On a CPU the shape alone decides, so that no setting can: another table might leave another reference. On a GPU the
+    On a CPU it depends on the shape alone, not on settings: another table might lead to another reference. On a GPU the
     reference has the same bits at any number of rows, so the table may end where `max_rows` (a setting) is covered.
     """
     if device.type == "cpu":
@@ -47,7 +47,7 @@ def bucket_table(shape: Shape, max_rows: int, device: torch.device) -> tuple[int
 
 
 def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
-    """x [rows, K] and weight [N, K] whose products cancel in pairs, scattered over K, of very different sizes."""
+    """x [rows, K] and weight [N, K] whose products cancel in pairs, scattered over K, of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     half = shape.inputs // 2
     scale_K = 2.0 ** torch.randint(-SPREAD, SPREAD + 1, (half,), generator=generator)
@@ -69,10 +69,10 @@ def cancelling(rows: int, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
 def prove_power(shape: Shape, seed: int) -> None:
     """Raise NoPowerError unless splitting K in two changes many sums of the data of `seed`.
 
-    Both twins add one product at a time in fp32; they differ in nothing but the split.
+    Both versions add one product at a time in fp32; they differ only in the split.
     """
     if shape.inputs < 16:
-        return  # so short a sum may round alike in any order; there is nothing to split either
+        return  # sums this short may round alike in any order, and there is nothing to split
     x_TK, weight_NK = cancelling(REFERENCE_ROWS[0], dataclasses.replace(shape, outputs=PERIOD), seed)
     x_TK = x_TK.float()
     weight_NK = weight_NK.float()
@@ -87,7 +87,7 @@ def prove_power(shape: Shape, seed: int) -> None:
 
 
 def _in_order(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """x @ weight.T, one input after the other."""
+    """x @ weight.T, adding one input at a time."""
     total_TN = torch.zeros(x_TK.shape[0], weight_NK.shape[0])
     for x_T, weight_N in zip(x_TK.T.contiguous(), weight_NK.T.contiguous(), strict=True):
         total_TN += x_T[:, None] * weight_N
@@ -95,10 +95,10 @@ def _in_order(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 class Reference:
-    """The bits that rows of the test data must have: those of one version, a fixed number of rows a call, at 1 thread.
+    """The expected bits for rows of the test data: from one candidate, a fixed number of rows per call, at 1 thread.
 
-    Which number of rows is the machine's own: the first that agrees with the version itself in most buckets, at 1
-    thread too, so that processes with other numbers of threads come to the same reference.
+    The number of rows per call depends on the machine: it is the one with which the candidate agrees in the most
+    buckets, at 1 thread too, so that processes with different numbers of threads choose the same reference.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Reference:
             self._expected = self._choose_expected(candidate)
 
     def buckets(self, candidate: Candidate) -> tuple[int, ...]:
-        """Where `candidate` gives the reference's bits, at torch's present number of threads."""
+        """The tried buckets at which `candidate` gives the reference's bits, at torch's current number of threads."""
         wanted = self.tried(candidate)
         for (x_TK, weight_NK), expected_TN in zip(self._data, self._expected, strict=True):
             if wanted:
@@ -128,13 +128,13 @@ class Reference:
         return wanted
 
     def tried(self, candidate: Candidate) -> tuple[int, ...]:
-        """The numbers of rows that a certificate for `candidate` looks at."""
+        """The numbers of rows at which `candidate` is checked."""
         if candidate.any_rows and self._device.type == "cpu":
             return tuple(rows for rows in SAMPLED_BUCKETS if rows <= max(self._buckets))
         return self._buckets
 
     def certified(self, candidate: Candidate) -> tuple[int, ...]:
-        """The buckets that `candidate` may be called at: all or none where it claims to be exact by construction."""
+        """The buckets that `candidate` may be called at. All or none if it claims to be exact by construction."""
         found = self.buckets(candidate)
         if candidate.any_rows:
             return self._buckets if found == self.tried(candidate) else ()
@@ -153,7 +153,7 @@ class Reference:
         return best[1]
 
     def _computed(self, candidate: Candidate, num_rows: int) -> list[Tensor]:
-        """[T, N] for each seed, `num_rows` rows a call; the last rows are filled up with zeros."""
+        """[T, N] for each seed, computed `num_rows` rows per call; the last call is padded with zeros."""
         computed = []
         for x_TK, weight_NK in self._data:
             linear_fn = self._linear_fn(candidate, weight_NK)
@@ -178,7 +178,7 @@ def certify(
 
 
 def _matches(linear_fn: LinearFn, rows: int, x_TK: Tensor, expected_TN: Tensor) -> bool:
-    """Whether `linear_fn` gives `rows` rows the expected bits, wherever in the bucket a row stands."""
+    """Whether `linear_fn` gives `rows` rows the expected bits, at different places in the bucket."""
     return all(
         torch.equal(linear_fn(x_TK[first : first + rows].clone()), expected_TN[first : first + rows])
         for first in (0, SHIFT)

@@ -1,12 +1,15 @@
-// bf16 weights in about 12 bits each, without loss: a product that waits for memory reads a quarter less.
+// Lossless compression of bf16 weights to about 12 bits each, so that a memory-bound product reads a quarter less.
 //
-// A block is 16 words (32 inputs) of a tile's 32 outputs. Of each weight the low byte is kept as it is (the exponent's
-// last bit and the mantissa); the high byte (the sign and the rest of the exponent) is four bits, its place in the
-// block's own table of the at most 16 that occur. A block with more than 16 is raw, and its table is all zeros.
-// A tile is its blocks' tables, padded to 64 bytes, and then its blocks. A block holds groups of four registers of one
-// vector of outputs, words ascending, the two vectors taking turns: a register of codes (low halves for the first two
-// registers, high ones for the others), and the low bytes of the first two and of the others. Bytes lie as interleaving
-// them in lanes of 16 bytes asks, which undoes it at two instructions a register.
+// A block is 16 words (32 inputs) of a tile's 32 outputs. The low byte of each weight (the exponent's last bit and the
+// mantissa) is stored unchanged. The high byte (the sign and the rest of the exponent) is stored as four bits: its
+// index in the block's table of at most 16 different high bytes. A block with more than 16 is stored raw, and its table
+// is all zeros.
+//
+// A tile is its blocks' tables, padded to 64 bytes, followed by its blocks. A block consists of groups of four
+// registers of one vector of outputs, in ascending order of words, alternating between the two vectors. A group is a
+// register of indices (low nibbles for the first two registers, high nibbles for the others), then the low bytes of the
+// first two and of the others. Bytes are ordered for interleaving in lanes of 16 bytes, which restores a register in
+// two instructions.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +31,7 @@ constexpr int64_t REGISTER_BYTES = sizeof(uvec::part);
 constexpr int64_t RAW_GROUP_BYTES = 4 * REGISTER_BYTES, GROUP_BYTES = 3 * REGISTER_BYTES;
 constexpr int64_t BLOCK_GROUPS = LANES / GROUP_WORDS * 2;
 constexpr int64_t TABLE_BYTES = 16;
-// So far ahead of its use memory is asked for: at the ends of pages the processor's own guesses stop.
+// Prefetch distance: the processor's own prefetching stops at the ends of pages.
 constexpr int64_t AHEAD_BYTES = 3072;
 
 inline int64_t tables_bytes(int64_t blocks) { return (blocks * TABLE_BYTES + 63) / 64 * 64; }
@@ -40,7 +43,7 @@ inline bool is_raw(const char* table) {
     return (halves[0] | halves[1]) == 0;
 }
 
-// A table in each lane of a register, and registers 2 * `half` and 2 * `half` + 1 of a group.
+// read_table: the table in each lane of a register. expand: registers 2 * `half` and 2 * `half` + 1 of a group.
 #if defined(__AVX512BW__)
 typedef __m512i Bytes;
 DP_INLINE Bytes read_table(const char* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
@@ -74,7 +77,7 @@ DP_INLINE void expand(const char* group, int half, Bytes table, uvec::part* word
 }
 #endif
 
-// Where word i of group g of a block belongs: the output of the tile, the word of the block.
+// Position of word i of group g of a block: the output within the tile, the word within the block.
 struct Place {
     int64_t output, word;
 
@@ -82,7 +85,7 @@ struct Place {
         : output((g % 2 * PARTS + i / PART % PARTS) * PART + i % PART), word(g / 2 * GROUP_WORDS + i / PART / PARTS) {}
 };
 
-// A block's weights, by output and input; zeros where the weight [outputs, inputs] ends.
+// A block's weights, by output and input; zeros beyond the end of the weight [outputs, inputs].
 struct BlockWeights {
     uint16_t bits[TILE][2 * LANES] = {};
 
@@ -92,7 +95,7 @@ struct BlockWeights {
             std::memcpy(bits[o], weight + (tile * TILE + o) * inputs + first, count * 2);
     }
 
-    // Group g as its registers hold it.
+    // Group g in register order.
     void group(int64_t g, uint16_t* to) const {
         for (int i = 0; i < 4 * PART; i++) {
             Place place(g, i);
@@ -102,7 +105,7 @@ struct BlockWeights {
     }
 };
 
-// The high bytes that occur in a block: a table of them and their places in it.
+// The table of the high bytes that occur in a block, and each one's index in it.
 struct HighBytes {
     uint8_t table[256], code[256];
     int count = 0;
@@ -124,7 +127,7 @@ struct HighBytes {
 
 inline void compress_group(const uint16_t* group, const uint8_t* code, uint8_t* to) {
     constexpr int64_t B = REGISTER_BYTES;
-    for (int64_t i = 0; i < B; i++) {  // lane i / 16 of a pair of registers: eight weights of the first, eight of the next
+    for (int64_t i = 0; i < B; i++) {  // lane i / 16 of a pair of registers: eight weights of each
         int64_t at = i % 16 / 8 * (B / 2) + i / 16 * 8 + i % 8;
         uint16_t one = group[at], other = group[B + at];
         to[i] = (uint8_t)(code[one >> 8] | code[other >> 8] << 4);
@@ -133,7 +136,7 @@ inline void compress_group(const uint16_t* group, const uint8_t* code, uint8_t* 
     }
 }
 
-// Bytes of a tile, which is written to `to` unless that is null.
+// Compresses a tile to `to`, unless that is null. Returns its size in bytes.
 inline int64_t compress_tile(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t tile, uint8_t* to) {
     int64_t blocks = (inputs + 2 * LANES - 1) / (2 * LANES), at = tables_bytes(blocks);
     for (int64_t b = 0; b < blocks; b++) {
@@ -153,7 +156,7 @@ inline int64_t compress_tile(const uint16_t* weight, int64_t outputs, int64_t in
     return at;
 }
 
-// A tile's rows of the weight [outputs, inputs].
+// Writes a tile's rows of the weight [outputs, inputs].
 inline void expand_tile(const char* from, uint16_t* weight, int64_t outputs, int64_t inputs, int64_t tile) {
     int64_t blocks = (inputs + 2 * LANES - 1) / (2 * LANES);
     const char* data = from + tables_bytes(blocks);

@@ -1,10 +1,10 @@
-"""The planner of a CPU: for each weight shape the fastest candidate that has the reference's bits.
+"""The planner for CPUs: for each weight shape, the fastest candidate that has the reference's bits.
 
-Candidates do not share a weight on a CPU (each packs it), so a shape has one. The compiled product, where there is one,
-is taken whatever the clock says: it is exact by construction, only its calls can be recorded as a program, and timings
-made while a machine is busy would stay on the disk. Without it all are timed first; the fastest is certified, and timed
-again as its certificate lets it run, until the fastest of all is one that has its certificate.
-All that have one have the same bits, so the clock may decide.
+Candidates do not share a weight on a CPU (each packs it), so a shape has one. The compiled product, if available, is
+chosen regardless of timings: it is exact by construction, only its calls can be recorded as a program, and timings made
+on a busy machine would persist on disk. Otherwise all are timed first. The fastest is certified and timed again with
+its certificate's restrictions, until the fastest of all is a certified one. All certified candidates have the same
+bits, so timings may decide.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -27,15 +27,17 @@ from draftproof.matmul.weights import parts
 from draftproof.runtime.threads import threads
 
 TIMED_ROWS = (2, 8, 64, 512)  # decoding, verifying, a small batch, prefill
-TIMING_BUDGET = 0.01  # seconds a measurement
-# A busy machine's timings are rough: an earlier candidate keeps its place unless it is slower by this factor.
+TIMING_BUDGET = 0.01  # seconds per measurement
+# Timings on a busy machine are noisy: an earlier candidate is kept unless it is slower by this factor.
 CLEARLY_SLOWER = 1.15
 CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A candidate and its times by TIMED_ROWS: `raw_us` as it is, `planned_us` behind its certificate."""
+    """A candidate and its times at TIMED_ROWS: `raw_us` unrestricted, `planned_us` with its certificate's
+    restrictions.
+    """
 
     candidate: Candidate
     raw_us: list[float]
@@ -48,7 +50,7 @@ class _Trial:
 
 
 def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = False) -> Choice:
-    """Time, then certify; `candidates` in their fixed order, the first is the reference. `thorough`: certify all."""
+    """Time, then certify, the candidates in their fixed order; the first is the reference. `thorough`: certify all."""
     if candidates[0].any_rows and not thorough:
         candidates = candidates[:1]
     table = bucket_table(shape, 0, CPU)
@@ -76,7 +78,7 @@ def plan(shape: Shape, candidates: Sequence[Candidate], *, thorough: bool = Fals
 
 
 def _fastest(trials: Sequence[_Trial], others: Sequence[Sequence[float]]) -> _Trial:
-    """The first in the fixed order that no later one beats clearly; slowness is counted against `others`."""
+    """The first candidate in the fixed order that no later one clearly beats; slowness is relative to `others`."""
     if trials[0].candidate.any_rows:
         return trials[0]
     slowness = [_relative(c.us, others) for c in trials]
@@ -84,7 +86,7 @@ def _fastest(trials: Sequence[_Trial], others: Sequence[Sequence[float]]) -> _Tr
 
 
 def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -> LinearFn:
-    """`linear_fn` behind its certificate."""
+    """`linear_fn` restricted to its certified numbers of rows."""
     if candidate.any_rows:
         return linear_fn
     return BucketLinear(
@@ -93,14 +95,16 @@ def planned(candidate: Candidate, linear_fn: LinearFn, buckets: Sequence[int]) -
 
 
 def fallbacks(reference: Candidate) -> list[Candidate]:
-    """Candidates for the case that none has the reference's bits at this number of threads: the reference itself at
-    one thread, whose bits they are, then rows one by one, of a dense weight."""
+    """Candidates if none has the reference's bits at this number of threads.
+
+    First the reference itself at one thread, which defines the bits, then, for a dense weight, row by row.
+    """
     slow = [products.SLOW] if products.SLOW.takes & reference.takes else []
     return [one_thread(reference), *slow]
 
 
 def one_thread(candidate: Candidate) -> Candidate:
-    """`candidate` at one thread, whatever torch's setting."""
+    """`candidate` run at one thread, whatever torch's setting."""
 
     def make(given: Any, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
         linear_fn = candidate.make(given, bias_N, out_dtype)
@@ -122,7 +126,9 @@ def _fallback(
     rows: Sequence[int],
     shape: Shape,
 ) -> _Trial:
-    """The first fallback that is exact; the last one has bits of its own, with which its rows agree."""
+    """The first exact fallback. The last one has bits different from the reference's, but its rows agree with each
+    other.
+    """
     table = bucket_table(shape, 0, CPU)
     for other in fallbacks(candidate):
         found = _Trial(other, _times(_make(other, weight_NK, shape), x_TK, rows))
@@ -174,7 +180,7 @@ def _choice(
 
 
 def _relative(times: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-    """How slow, relative to the fastest at each number of rows, summed up."""
+    """Slowness relative to the fastest at each number of rows, summed."""
     return sum(us / min(other[i] for other in others) for i, us in enumerate(times))
 
 
@@ -187,7 +193,7 @@ def _times(linear_fn: LinearFn, x_TK: Tensor, rows: Sequence[int]) -> list[float
 
 
 def _microseconds(linear_fn: LinearFn, x_TK: Tensor) -> float:
-    """Least time of a call: at least 5 calls, about TIMING_BUDGET seconds."""
+    """Minimum time of a call, over at least 5 calls and about TIMING_BUDGET seconds."""
     linear_fn(x_TK)
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < TIMING_BUDGET and len(taken) < 50):

@@ -1,4 +1,4 @@
-"""The planner of a GPU: candidates share the weight there, so each bucket of rows may have its own.
+"""The planner for GPUs: candidates share the weight there, so each bucket of rows may have its own candidate.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -21,22 +21,22 @@ from draftproof.matmul.triton import linear
 from draftproof.runtime.graphs import capture
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048)
-COLD_BYTES = 512 << 20  # weights that a timing goes through, so that none is in the cache when its turn comes
+COLD_BYTES = 512 << 20  # total weights per timing, so that each is evicted from the cache before its next use
 REPLAYS = 10
-CLOSE, ROUNDS = 1.1, 5  # candidates within this factor of the fastest are timed this many times again
-# outputs of heads, whose results for a whole prompt would take gigabytes
+CLOSE, ROUNDS = 1.1, 5  # candidates within factor CLOSE of the fastest are timed ROUNDS more times
+# outputs of language model heads, whose results for a whole prompt would take gigabytes
 WIDE = 1 << 15
 MOST_WIDE_ROWS = 512
-SWITCH = 1.02  # a candidate must be faster by this factor than the one of the bucket below to take its place
+SWITCH = 1.02  # a candidate must be this much faster than the previous bucket's to replace it
 
 
 def times(
     shape: Shape, candidates: Sequence[Candidate], device: torch.device, rows: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Microseconds of each candidate at each number of rows, weights not in the cache; infinite where it is not tried.
+    """Microseconds of each candidate at each number of rows, with weights not in the cache; infinite if not tried.
 
-    After each product comes a small operator, as in a pass: some candidates let it begin before they end and some do
-    not. Where a product may leave partial sums it is the norm that adds them.
+    Each product is followed by a small operator, as in a pass: some candidates let it start before they end. If a
+    product may return partial sums, the operator is the norm that adds them.
     """
     whole = (
         linear.num_segments(shape.outputs, shape.inputs, shape.dtype) == 1 or shape.out_dtype != shape.dtype
@@ -82,7 +82,7 @@ def _pair(linear_fn: LinearFn, x_TK: Tensor, follow: Callable[[Tensor], object])
 
 
 def _follower(x_TK: Tensor, stream_TN: Tensor | None) -> Callable[[Tensor], object]:
-    """The operator that runs after a product: the norm that adds it to the stream, or any small one."""
+    """The operator that runs after a product: the norm that adds it to the residual stream, or any small one."""
     if stream_TN is None:
         ones_K = torch.ones_like(x_TK[0])
         return lambda _: rms_norm(x_TK, ones_K, 1e-6)
@@ -91,8 +91,10 @@ def _follower(x_TK: Tensor, stream_TN: Tensor | None) -> Callable[[Tensor], obje
 
 
 def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """Least microseconds of a call; those that are close run again, in turns: clocks change with time."""
-    pool = torch.cuda.graph_pool_handle()  # nobody reads what they compute, so it may lie in one place
+    """Minimum microseconds of a call. Close candidates are timed again, in turns, because clock rates vary over
+    time.
+    """
+    pool = torch.cuda.graph_pool_handle()  # their results are not read, so the graphs may share memory
     graphs = {name: TimedGraph(several, pool) for name, several in calls.items()}
     best = {name: graph.microseconds() for name, graph in graphs.items()}
     close = [name for name, t in best.items() if t <= CLOSE * min(best.values())]
@@ -103,7 +105,7 @@ def _race(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, floa
 
 
 class TimedGraph:
-    """Calls in one CUDA graph, so that the device alone is timed."""
+    """Calls in one CUDA graph, so that only the device is timed."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], pool: Any = None) -> None:
         self._num_calls = len(calls)
@@ -111,7 +113,7 @@ class TimedGraph:
         self._graph.replay()
 
     def microseconds(self, replays: int = REPLAYS) -> float:
-        """Least time of one call."""
+        """Minimum time of one call."""
         best = float("inf")
         for _ in range(replays):
             start = torch.cuda.Event(enable_timing=True)
@@ -131,7 +133,7 @@ def choose(
     rows: Sequence[int],
     buckets: Sequence[int],
 ) -> tuple[str, ...]:
-    """The fastest certified candidate of each bucket, "" where there is none. `microseconds` are at `rows`."""
+    """The fastest certified candidate of each bucket, "" if there is none. `microseconds` are at `rows`."""
     chosen: list[str] = []
     for bucket in buckets:
         timed = next((i for i, t in enumerate(rows) if t >= bucket), len(rows) - 1)
@@ -145,7 +147,9 @@ def choose(
 
 
 def plan(shape: Shape, candidates: Sequence[Candidate], max_rows: int, device: torch.device) -> Choice:
-    """The certified candidate of each bucket of rows; the report names the fastest without certificates beside it."""
+    """The certified candidate of each bucket of rows; the report also names the fastest candidate regardless of
+    certificates.
+    """
     max_rows = min(max_rows, MOST_WIDE_ROWS) if shape.outputs > WIDE else max_rows
     buckets = certify.bucket_table(shape, max_rows, device)
     rows = [t for t in TIMED_ROWS if t <= buckets[-1]]
@@ -178,7 +182,7 @@ def make(
     candidates: Sequence[Candidate], buckets: Sequence[int], chosen: Sequence[str],
     parts: Any, bias_N: Tensor | None, out_dtype: torch.dtype,
 ) -> LinearFn:  # fmt: skip
-    """The product of `plan`'s choice, with a weight's parts."""
+    """The product chosen by `plan`, with a weight's parts."""
     named = {candidate.name: candidate for candidate in candidates if candidate.name in chosen}
     linear_fns = {name: candidate.make(parts, bias_N, out_dtype) for name, candidate in named.items()}
     return BucketLinear(

@@ -1,7 +1,7 @@
-"""Products over experts: rows sorted by expert, each group by a weight of its own.
+"""Products over experts: rows sorted by expert, each group multiplied by its expert's weight.
 
-A grouped product takes x [P, K] and starts [E + 1] (the rows of expert e are starts[e] to starts[e + 1]) and gives
-[P, N]. A row's bits depend on the row and its expert alone, however many rows each expert has.
+A grouped product takes x [P, K] and starts [E + 1] (the rows of expert e are starts[e] to starts[e + 1]) and returns
+[P, N]. A row's bits depend on the row and its expert alone, not on how many rows each expert has.
 Shapes: P rows sorted by expert, E experts, K inputs, N outputs.
 """
 
@@ -21,17 +21,17 @@ from draftproof.runtime.native import DTYPE_CODES, Library
 GroupedLinear = Callable[[Tensor, Tensor], Tensor]
 Make = Callable[[int, Iterable[Tensor], Shape], GroupedLinear]
 
-# Rows of three experts in the certificate: none, one, and numbers around every kernel's tiles.
+# Rows of three experts in the certificate: none, one, and numbers around every kernel's tile sizes.
 SPLITS = ((1, 0, 0), (0, 2, 1), (3, 5, 8), (16, 17, 1), (15, 33, 31), (64, 0, 40), (7, 65, 130))
-WIDEST = 256  # outputs that a certificate looks at: they differ in their weights only
+WIDEST = 256  # outputs that a certificate checks: they differ in their weights only
 
 
 class EqualGroups:
-    """Where groups of equally many rows begin: int64 [num + 1], for any number of rows."""
+    """Starts of groups with equal numbers of rows: int64 [num + 1], for any number of rows."""
 
     def __init__(self, num: int, max_rows: int, device: torch.device) -> None:
         ends_E1 = torch.arange(num + 1, device=device)
-        # a row of a table is no operator that computes, so passes may be recorded
+        # indexing a table computes nothing, so passes that use it can be recorded
         self._table_TE1 = torch.arange(max_rows + 1, device=device)[:, None] * ends_E1
 
     def __call__(self, rows: int) -> Tensor:
@@ -39,7 +39,7 @@ class EqualGroups:
 
 
 class PerExpert:
-    """One product after the other, each as the planner certified it. The host looks at the lengths."""
+    """One product after the other, each as certified by the planner. The host reads the groups' lengths."""
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]], shape: Shape) -> None:
         self._products = products
@@ -55,7 +55,7 @@ class PerExpert:
 
 
 class CompiledGroups:
-    """The grouped product in C++ (product.cpp), over packed copies of the weights; exact by construction."""
+    """The grouped product in C++ (product.cpp), using packed copies of the weights; exact by construction."""
 
     def __init__(self, library: Library, num_experts: int, weights: Iterable[Tensor], shape: Shape) -> None:
         self._run, self._pack = library.packed("dp_grouped_product", "4P7q")
@@ -92,7 +92,7 @@ class CompiledGroups:
 
 
 def find(device: torch.device, shape: Shape, library: Library | None) -> Make | None:
-    """How to make the grouped product that this machine has for `shape`; None: only one product at a time."""
+    """The constructor of this machine's grouped product for `shape`; None: only one product at a time."""
     if gpu.available(device):
         from draftproof.matmul.triton.grouped import Groups
 
@@ -104,14 +104,14 @@ def find(device: torch.device, shape: Shape, library: Library | None) -> Make | 
 
 
 def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
-    """Whether a row gets the bits that it has alone, at one thread, in every grouping, on data whose sums cancel.
+    """Whether a row has the bits that it has alone, at one thread, in every grouping, on data whose sums cancel.
 
-    Raises NoPowerError where the data would not show another order of sums.
+    Raises NoPowerError if the data would not expose another order of sums.
     """
     outputs = shape.outputs if shape.outputs <= WIDEST else WIDEST // 2 + shape.outputs % (WIDEST // 2)
     narrow = Shape(outputs, shape.inputs, shape.dtype, shape.out_dtype, False)
     prove_power(narrow, seed=13)
-    most = [max(rows) for rows in zip(*SPLITS, strict=True)]  # rows of each expert's own
+    most = [max(rows) for rows in zip(*SPLITS, strict=True)]  # number of test rows per expert
     x_PK, weight_NK = (t.to(device) for t in cancelling(sum(most), narrow, seed=13))
     expert_P = torch.arange(len(most), device=device).repeat_interleave(torch.tensor(most, device=device))
     starts_E1 = torch.arange(len(most) + 1, device=device)
@@ -126,7 +126,7 @@ def is_exact(make: Make, shape: Shape, device: torch.device) -> bool:
         num_rows=len(x_PK),
         width=narrow.inputs,
         run=run,
-        wrong=None,  # what the data shows is proved above
+        wrong=None,  # the data's power is proved above
         device=device,
         groups=tuple(
             tuple(first + i for first, rows in zip(firsts, split, strict=True) for i in range(rows))

@@ -1,4 +1,4 @@
-"""The exact planner: which product runs at which number of rows, so that a row's bits never depend on its batch.
+"""The exact planner: chooses the product for each number of rows so that a row's bits never depend on its batch.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -26,9 +26,9 @@ FindCandidates = Callable[[torch.device, torch.dtype, torch.dtype, native.Librar
 class PackedLinear:
     """x [T, K] -> x @ weight.T + bias [T, N], any T. Made by `LinearPlanner.pack`, usable after `certify`.
 
-    `weight_itemsize`: bytes of a weight element as its kind stores it, scales not counted. `weight_bytes`: what the
-    product reads, `held_bytes`: by how much it changes what is held; both are known once it is certified. `kept`: the
-    weight stays as it was read, for another use.
+    `weight_itemsize`: bytes of a weight element as its kind stores it, scales not counted. `weight_bytes`: bytes that
+    the product reads. `held_bytes`: change in memory held, relative to the weight as read. Both are known after
+    certification. `kept`: the original weight stays in memory for another use.
     """
 
     def __init__(self, shape: Shape, weight_itemsize: int, *, kept: bool = False) -> None:
@@ -48,7 +48,7 @@ class PackedLinear:
         return self.weight_itemsize * self.in_features * self.out_features
 
     def use(self, linear_fn: LinearFn) -> None:
-        """Multiply by this function from now on."""
+        """Set the function that multiplies."""
         self._linear_fn = linear_fn
         self._partial_sums = partial_sums(linear_fn)
 
@@ -57,7 +57,7 @@ class PackedLinear:
         return self._linear_fn(x_TK)
 
     def partial_sums(self, x_TK: Tensor) -> Tensor:
-        """The product for `AddRMSNorm`, perhaps still as fp32 sums over segments of K: [T, N] or [S, T, N]."""
+        """The product for `AddRMSNorm`, possibly as unreduced fp32 sums over segments of K: [T, N] or [S, T, N]."""
         assert self._partial_sums is not None, "LinearPlanner.certify() was not called after pack()"
         assert self.shape.out_dtype == self.shape.dtype, "the norm rounds to the dtype of the stream"
         return self._partial_sums(x_TK)
@@ -66,11 +66,10 @@ class PackedLinear:
 class LinearPlanner:
     """Packs weights, and finds for each shape the fastest candidate that gives a row the same bits in any batch.
 
-    One candidate is kept per weight, so a weight is in memory once. Certificates hold for the number of threads they
-    were made with; the reference runs at one thread, so they agree between processes. `exact=False`: no certificates,
-    the candidate expected to be fastest at whatever number of rows comes. `cache_dir` None:
-    `native.default_cache_dir()`. `thorough`: every candidate is certified, for a report; what the disk knows is not
-    believed.
+    One candidate is kept per weight, so a weight is in memory once. Certificates apply to the number of threads that
+    they were made with; the reference runs at one thread, so they agree between processes. `exact=False`: no
+    certificates; uses the candidate expected to be fastest, at any number of rows. `cache_dir` None:
+    `native.default_cache_dir()`. `thorough`: certify every candidate, for a report, ignoring certificates on disk.
     """
 
     def __init__(
@@ -93,13 +92,13 @@ class LinearPlanner:
         self._progress = progress
         self._find_candidates = find_candidates
         self._folder = cache_dir or native.default_cache_dir()
-        self.weight_bytes = 0  # everything that was read for models whose products are packed here
+        self.weight_bytes = 0  # total bytes read for the models whose products are packed here
         self._pending: list[tuple[PackedLinear, Weight, Tensor | None]] = []
         self._choices: dict[Shape, Choice] = {}
         self._arena = Arena()
         self._packed: list[PackedLinear] = []
         self._equal_groups: dict[int, grouped.EqualGroups] = {}
-        self._grouped: dict[Shape, bool] = {}  # whether the grouped product of a shape is exact
+        self._grouped: dict[Shape, bool] = {}  # whether each shape's grouped product is exact
 
     def pack(
         self,
@@ -110,10 +109,10 @@ class LinearPlanner:
         exact: bool | None = None,
         kept: bool = False,
     ) -> PackedLinear:
-        """The product with `weight`, a tensor [N, K] or one of a kind; the caller drops the original, or it is `kept`.
-        `exact` None: as the planner.
+        """The product with `weight`, a tensor [N, K] or a `Weight`. The caller drops the original, unless it is `kept`.
 
-        `out_dtype` other than the weight's: straight from the accumulator, never rounded to the weight's dtype.
+        `exact` None: the planner's setting. `out_dtype` other than the weight's: converted straight from the
+        accumulator, never rounded to the weight's dtype.
         """
         weight = Dense(weight.detach()) if isinstance(weight, Tensor) else weight
         bias_N = None if bias_N is None else bias_N.detach()
@@ -142,7 +141,7 @@ class LinearPlanner:
     ) -> grouped.GroupedLinear:
         """The products with each expert's weight [N, K], taken one by one. Usable after `certify`.
 
-        Where no grouped product is exact here, each expert's is one of `pack`'s.
+        If no grouped product is exact here, each expert has a product from `pack`.
         """
         exact = self.exact if exact is None else exact
         rest = iter(weights)
@@ -160,15 +159,15 @@ class LinearPlanner:
         return grouped.PerExpert(each, shape)
 
     def equal_groups(self, num: int) -> grouped.EqualGroups:
-        """Where each of `num` groups of equally many rows begins, for `pack_experts`' products."""
+        """Starts of `num` groups with equal numbers of rows, for `pack_experts`' products."""
         if num not in self._equal_groups:
             self._equal_groups[num] = grouped.EqualGroups(num, self.max_rows, self._device)
         return self._equal_groups[num]
 
     def certify(self) -> None:
-        """Choose a candidate for every shape packed so far, from the disk cache where it knows, and pack the weights.
+        """Choose a candidate for every shape packed so far, from the disk cache if known, and pack the weights.
 
-        Raises NoPowerError if the test data cannot see a changed order.
+        Raises NoPowerError if the test data would not expose a changed order.
         """
         wanted = list(dict.fromkeys(linear.shape for linear, _, _ in self._pending))
         here = environment.key(self._device, self._library)
@@ -184,7 +183,7 @@ class LinearPlanner:
             cache.write({shape.key(): choice for shape, choice in self._choices.items()})
         self._warn_if_slow(wanted)
         self._pending.reverse()
-        while self._pending:  # popped one by one: an original is freed as soon as its packed form is made
+        while self._pending:  # popped one by one: an original is freed as soon as its packed form exists
             linear, weight, bias_N = self._pending.pop()
             self._use(linear, self._make(linear.shape, weight, bias_N))
 
@@ -198,11 +197,11 @@ class LinearPlanner:
 
     @property
     def num_packed(self) -> int:
-        """How many weights were packed so far."""
+        """Number of weights packed so far."""
         return len(self._packed)
 
     def packed(self, first: int, end: int) -> Sequence[PackedLinear]:
-        """Products `first` to `end`, in the order in which they were packed."""
+        """Products `first` to `end`, in the order of packing."""
         return self._packed[first:end]
 
     @property
@@ -216,17 +215,17 @@ class LinearPlanner:
         return self._grouped
 
     def report(self) -> list[ReportRow]:
-        """The choice and what exactness costs, a line per shape and number of rows timed."""
+        """The choice and the cost of exactness, one line per shape and timed number of rows."""
         return [row for choice in self._choices.values() for row in choice.report]
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
-        """Those that take a weight of the shape's kind."""
+        """The candidates that take weights of the shape's kind."""
         dense = self._find_candidates(self._device, shape.dtype, shape.out_dtype, self._library)
         own = KINDS[shape.kind].candidates(self._device, dense)
         return [candidate for candidate in (*dense, *own) if shape.kind in candidate.takes]
 
     def _can_follow(self, shape: Shape, choice: Choice | None) -> bool:
-        """Whether a choice read from disk can be carried out here."""
+        """Whether a choice read from disk is possible here."""
         if choice is None:
             return False
         if choice.by_bucket:

@@ -1,4 +1,4 @@
-"""What the planner decided for the products of a shape, its copy on disk, and the function that obeys it.
+"""The planner's decision for the products of a shape, its copy on disk, and the function that carries it out.
 
 Shapes: T rows, K inputs.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from draftproof.matmul.spec import LinearFn, partial_sums
 from draftproof.runtime.store import Store
 
-PADDING = 1.5  # rows of a bucket for each row that there is, at most
-ALIGNMENT = 64  # bytes; certificates are made on buffers aligned like this
+PADDING = 1.5  # maximum bucket size relative to the number of rows
+ALIGNMENT = 64  # bytes; certificates are made on buffers with this alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """What is known of one candidate for a shape. `exact`: share of the buckets with the reference's bits; None: not
-    asked, since a faster candidate had its certificate. `microseconds`: at each of `rows`."""
+    """Results of one candidate for a shape. `exact`: share of the buckets with the reference's bits; None: not checked,
+    since a faster candidate was certified. `microseconds`: at each of `rows`.
+    """
 
     candidate: str
     exact: float | None
@@ -50,10 +51,10 @@ class CandidateResult:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What certification decided for a shape: the candidate, and the numbers of rows it may be called at (none: any).
+    """The decision for a shape: the candidate, and the numbers of rows it may be called at (none: any).
 
-    `by_bucket`: the candidate of each bucket instead, where candidates share the weight (a GPU); "" where a bucket has
-    none. `results`: what was found out about each candidate that was looked at.
+    `by_bucket`: instead, the candidate of each bucket, if candidates share the weight (on a GPU); "" for a bucket
+    without one. `results`: the findings for each candidate that was examined.
     """
 
     candidate: str
@@ -76,12 +77,12 @@ class Cache:
             return {}
 
     def write(self, choices: Mapping[str, Choice]) -> None:
-        """Add to what is there."""
+        """Add to the stored choices."""
         self._store.add({key: dataclasses.asdict(choice) for key, choice in choices.items()})
 
 
 def _choice(raw: dict[str, Any]) -> Choice:
-    """Raises KeyError, TypeError or ValueError for anything that `Cache.write` does not write."""
+    """A choice from JSON. Raises KeyError, TypeError or ValueError for anything that `Cache.write` does not write."""
     buckets = tuple(int(rows) for rows in raw["buckets"])
     candidate = raw["candidate"]
     if not isinstance(candidate, str) or any(rows < 1 for rows in buckets):
@@ -98,10 +99,10 @@ def _choice(raw: dict[str, Any]) -> Choice:
 
 
 class BucketLinear:
-    """A product that calls, for each number of rows, the candidate of the bucket above it; more rows than the last are
-    split.
+    """A product that calls, for each number of rows, the candidate of the next larger bucket; calls with more rows than
+    the last bucket are split.
 
-    Candidates exact by construction get the rows as they are, others an aligned buffer of a certified number of rows.
+    Candidates exact by construction get the rows unpadded, others an aligned buffer of a certified number of rows.
     """
 
     def __init__(
@@ -140,7 +141,9 @@ class BucketLinear:
 
 
 def _entry(certified: Sequence[tuple[int, LinearFn, bool]], rows: int) -> tuple[int, LinearFn, bool]:
-    """The bucket that `rows` are padded to; where padding would add more than half, the one they are split by."""
+    """The bucket that `rows` rows are padded to or, if padding would add more than half, the one that they are split
+    by.
+    """
     above = next(entry for entry in certified if entry[0] >= rows)
     below = [entry for entry in certified if 0 < entry[0] <= rows]
     return above if above[2] or above[0] <= PADDING * rows or not below else below[-1]

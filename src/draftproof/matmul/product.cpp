@@ -1,12 +1,16 @@
 // x @ weight.T + bias, summed in fp32 and written as fp32 or in the weight's dtype.
 //
-// Every output is one chain over K in order, whatever tile of rows or outputs it falls in: exact by construction. The
-// step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a multiply-add (1).
+// Every output is one chain of additions over K in order, whatever tile of rows or outputs it is in: exact by
+// construction. A step of the chain is the machine's best: for bf16 AMX tiles (32 inputs) or a dot product (2), else a
+// multiply-add (1).
+//
 // Packed weights: tiles of 32 outputs; a tile holds, word by word along K, the word of each output. A word is a pair of
-// bf16 inputs, one fp32 input or one fp16 input, which is widened as it is read; the words of a tile are padded with
-// zeros to a multiple of 16. Weights in bf16 are compressed (compressed.h) where no AMX tiles read them, except experts':
-// few rows take them apart in registers, of many rows the first group leaves its tile as it is for the groups after it.
-// A row is what each step takes: a pair for the dot product, else one input, widened.
+// bf16 inputs, one fp32 input or one fp16 input, which is widened when read; the words of a tile are zero-padded to a
+// multiple of 16. bf16 weights that are not read by AMX tiles are compressed (compressed.h), except experts'. With few
+// rows they are expanded in registers; with many, the first group of rows leaves the expanded tile for the other
+// groups.
+//
+// Rows are stored as the steps use them: a pair for the dot product, else one input, widened.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -20,11 +24,11 @@ namespace {
 
 using namespace dp;
 
-constexpr int64_t BLOCK_BYTES = 1 << 19;  // of weights that a thread reads on end: short streams are read more slowly
-constexpr int64_t PANEL_BYTES = 1 << 18;  // of rows that all of a block's tiles meet while they lie in the inner caches
-constexpr int64_t MOST_TILES = 8;  // that a thread takes at once against one of several panels
+constexpr int64_t BLOCK_BYTES = 1 << 19;  // contiguous weights per thread: short streams are read more slowly
+constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the inner caches while all tiles of a block use them
+constexpr int64_t MOST_TILES = 8;  // tiles per work item when there are several panels
 
-// bf16 by the dot-product instruction, two inputs a step, where there is one; all else widened, one input a step.
+// bf16 uses the dot-product instruction, two inputs a step, if available; all else is widened, one input a step.
 #if defined(DP_DOT)
 constexpr bool HAS_DOT = true;
 #else
@@ -36,7 +40,7 @@ template <class T>
 constexpr int STEPS = IS_BF16<T> && !HAS_DOT ? 2 : 1;  // of a word
 template <class T>
 constexpr int SUMS = REGISTERS == 32 ? 24 : STEPS<T> == 2 ? 10 : 12;  // registers for sums
-// Rows that share one reading of a tile where there is no AMX: of many rows, and at most.
+// Without AMX: the number of rows that share one read of a tile. ROWS with many rows, MOST_ROWS at most.
 template <class T>
 constexpr int ROWS = std::min(SUMS<T> / PARTS, 8);
 template <class T>
@@ -45,7 +49,7 @@ constexpr int MOST_ROWS = std::min(SUMS<T> / PARTS, 12);
 struct Args {
     const void* x;
     const char* weights;
-    const int64_t* starts;  // of each compressed tile in `weights`; null: tiles as they are
+    const int64_t* starts;  // of each compressed tile in `weights`; null: not compressed
     const float* bias;      // null: none
     void* out;
     int64_t rows, outputs, inputs, dtype, out_dtype, threads;
@@ -67,9 +71,9 @@ struct Problem {
     const char* weights;
     const int64_t* starts;
     const float* bias;
-    const uint32_t* x;  // what each step takes, rows at a stride of `stride` steps, zeros from `inputs` to the stride
+    const uint32_t* x;  // operands of the steps, rows at a stride of `stride` steps, zeros from `inputs` on
     int64_t rows, outputs, words, stride, tile_bytes;
-    char* kept = nullptr;  // where the words of a compressed tile are left as they are; null: nowhere
+    char* kept = nullptr;  // where the expanded words of a compressed tile are stored; null: nowhere
 
     const char* tile(int64_t t) const { return weights + (starts ? starts[t] : t * tile_bytes); }
 };
@@ -105,7 +109,7 @@ void write(O* out, vec value, const float* bias, int64_t count) {
         store(out, value);
 }
 
-// 16 outputs of a row, from `column` on; those past the last are left out.
+// 16 outputs of a row, from `column` on; those past the end are not written.
 template <class O>
 void write_outputs(const Problem& p, O* out, int64_t row, int64_t column, vec value) {
     int64_t count = std::min<int64_t>(p.outputs - column, LANES);
@@ -122,7 +126,7 @@ struct CompressedBlock {
     int first;
     vec acc[R][C] = {};
 
-    // Block b, which begins at `data`. Tail: words past the last are left out.
+    // Adds block b, which begins at `data`. TAIL: words past the end are skipped.
     template <bool RAW, bool TAIL>
     DP_INLINE void take(int64_t b, const char* data, Bytes table) {
         for (int64_t g = 0; g < LANES / GROUP_WORDS; g++) {
@@ -231,8 +235,9 @@ void tile_rows(const Problem& p, O* out, int64_t row, int64_t t) {
     }
 }
 
-// Few rows are few chains, each of which waits for its own last step: several tiles at once make about eight. Example:
-// one row against two registers a tile -> four tiles; three rows -> two tiles.
+// With few rows there are few chains, each of which waits for its previous step. Several tiles at once give about
+// eight.
+// Example: one row with two registers per tile -> four tiles; three rows -> two tiles.
 constexpr int CHAINS = 8;
 template <class T, int R>
 constexpr int tiles_at_once() {
@@ -258,14 +263,15 @@ void up_to_rows(const Problem& p, O* out, int64_t row, int64_t t, int64_t rows) 
         up_to_rows<T, O, R - 1>(p, out, row, t, rows);
 }
 
-// This thread's memory for a tile as it is.
+// This thread's memory for an expanded tile.
 char* scratch(int64_t bytes) {
     static thread_local std::vector<uvec> kept;
     if ((int64_t)(kept.size() * sizeof(uvec)) < bytes) kept.resize((bytes + sizeof(uvec) - 1) / sizeof(uvec));
     return (char*)kept.data();
 }
 
-// Many rows: groups of ROWS or fewer, which share one reading of a tile, or a single one; panels of equally many groups.
+// Many rows: groups of at most ROWS, which share one read of a tile, or a single larger group; panels of equal numbers
+// of groups.
 template <class T>
 struct Panels {
     int64_t rows, groups, count;
@@ -276,7 +282,7 @@ struct Panels {
         count = (groups + most - 1) / most;
     }
 
-    // Tiles `from` to `to` against the rows of a panel.
+    // Multiplies the rows of a panel by tiles `from` to `to`.
     template <class O>
     void run(const Problem& p, O* out, int64_t panel, int64_t from, int64_t to) const {
         int64_t begin = groups * panel / count, end = groups * (panel + 1) / count;
@@ -284,7 +290,7 @@ struct Panels {
         if (p.starts && end - begin > 1) {
             rest.weights = first.kept = scratch(p.tile_bytes);
             rest.starts = nullptr;
-            rest.tile_bytes = 0;  // whichever tile it is
+            rest.tile_bytes = 0;  // every tile is at the same address
         }
         for (int64_t t = from; t < to; t++)
             for (int64_t g = begin; g < end; g++) {
@@ -298,7 +304,7 @@ struct Panels {
 
 constexpr int64_t BLOCK = 32;  // rows of two tiles
 
-// Tiles 0-3 sums (row half, output half), 4-5 inputs, 6-7 weights.
+// Tiles 0-3: sums (row half, output half); 4-5: inputs; 6-7: weights.
 void configure(int64_t rows) {
     int64_t high = std::min<int64_t>(rows, 16), low = rows > 16 ? rows - 16 : 1;
     amx_configure({high, high, low, low, high, low, 16, 16});
@@ -342,7 +348,7 @@ void amx_block(const Problem& p, O* out, int64_t row, int64_t rows, int64_t t) {
         for (int c = 0; c < 2; c++) write_outputs(p, out, row + r, t * TILE + c * LANES, load(sums[r] + c * LANES));
 }
 
-// Whole blocks first, then the rest: the tiles are configured for a number of rows.
+// Full blocks first, then the rest, because tiles are configured for a number of rows.
 template <class O>
 void amx_tiles(const Problem& p, O* out, int64_t from, int64_t to) {
     int64_t whole = p.rows / BLOCK * BLOCK;
@@ -377,7 +383,7 @@ void tiles(const Problem& p, O* out, int64_t from, int64_t to) {
     for (int64_t i = 0; i < panels.count; i++) panels.run(p, out, i, from, to);
 }
 
-// Several panels: all threads work at one, whose rows each then reads from far away once, in small pieces.
+// Several panels: all threads work on the same one, so each reads its rows from outer caches once, in small pieces.
 template <class T, class O>
 void run_panels(const Problem& p, const Panels<T>& panels, O* out, int64_t members) {
     int64_t count = (p.outputs + TILE - 1) / TILE, fair = panels.count * count / (4 * members);
@@ -394,12 +400,13 @@ void run(const Problem& p, O* out, int64_t threads) {
     int64_t members = std::min(team(threads, p.outputs * p.words), count);
     Panels<T> panels(p);
     if (panels.count > 1 && !by_amx<T>()) return run_panels(p, panels, out, members);
-    int64_t readings = std::max<int64_t>(1, p.rows / ROWS<T>);  // of a tile: with many rows a few are work enough
+    int64_t readings = std::max<int64_t>(1, p.rows / ROWS<T>);  // of a tile: with many rows a few tiles are enough work
     int64_t least = std::max<int64_t>(1, BLOCK_BYTES / (p.tile_bytes * readings));
     parallel_ranges(members, count, least, [&](int64_t from, int64_t to) { tiles<T>(p, out, from, to); });
 }
 
-// Each expert's rows by its weight; a part of an expert's outputs at a time, so that few experts keep all threads busy.
+// Multiplies each expert's rows by its weight. A work item is a part of an expert's outputs, so that few experts keep
+// all threads busy.
 template <class T, class O>
 void run_grouped(const Problem& whole, const int64_t* starts, int64_t experts, O* out, int64_t threads) {
     constexpr int64_t PART = 4;  // tiles
@@ -426,7 +433,7 @@ void widen_row(const T* x, float* out, int64_t width) {
         [&](int64_t i, int64_t n) { store_n(out + i, load_n(x + i, n), n); });
 }
 
-// x step by step, zeros up to the stride; `copy` holds it where it does not lie like that already.
+// x in steps, zero-padded to the stride; `copy` holds it if x is not in this format already.
 template <class A>
 Problem problem_of(const A& a, const int64_t* starts, const float* bias, std::vector<uint32_t>& copy) {
     int64_t words = word_count(a.inputs, a.dtype), stride = padded(words);
@@ -473,8 +480,8 @@ extern "C" void dp_product_pack(const char* weight, char* packed, int64_t output
     });
 }
 
-// Where each tile of the compressed form of a bf16 weight [outputs, inputs] starts; `starts` has one more for their end.
-// 0: it is not compressed here.
+// The start of each tile of the compressed form of a bf16 weight [outputs, inputs]; `starts` also has the end. Returns
+// 0 if weights are not compressed here.
 extern "C" int64_t dp_product_compressed_starts(const char* weight, int64_t* starts, int64_t outputs, int64_t inputs,
                                                 int64_t threads) {
 #if defined(DP_COMPRESSED)
@@ -501,7 +508,7 @@ extern "C" void dp_product_compress(const char* weight, const int64_t* starts, c
 #endif
 }
 
-// The weight [outputs, inputs] that was compressed.
+// Restores the weight [outputs, inputs].
 extern "C" void dp_product_expand(const char* compressed, const int64_t* starts, char* weight, int64_t outputs,
                                   int64_t inputs) {
 #if defined(DP_COMPRESSED)
@@ -517,8 +524,8 @@ extern "C" void dp_product(const Args* a) {
     DP_DISPATCH(a->dtype, T, DP_DISPATCH(a->out_dtype, O, run<T>(p, (O*)a->out, a->threads)));
 }
 
-// x [rows, inputs], sorted by expert: those of expert e are starts[e] to starts[e + 1]; out [rows, outputs]. weights:
-// the packed forms one after the other.
+// x [rows, inputs], sorted by expert: the rows of expert e are starts[e] to starts[e + 1]; out [rows, outputs].
+// weights: the packed forms one after the other.
 extern "C" void dp_grouped_product(const GroupedArgs* a) {
     std::vector<uint32_t> copy;
     Problem p = problem_of(*a, nullptr, nullptr, copy);
@@ -526,7 +533,7 @@ extern "C" void dp_grouped_product(const GroupedArgs* a) {
                 DP_DISPATCH(a->out_dtype, O, run_grouped<T>(p, a->starts, a->experts, (O*)a->out, a->threads)));
 }
 
-// What the bits of bf16 results depend on.
+// The arithmetic that determines the bits of bf16 results.
 extern "C" const char* dp_bf16_arithmetic() {
 #if defined(DP_AMX)
     if (amx_allowed()) return "AMX";

@@ -1,8 +1,8 @@
-"""The candidates for multiplying rows by a weight: compiled, oneDNN packed, torch's plain product, and a slow exact
+"""The candidates for multiplying rows by a weight: compiled, packed oneDNN, torch's plain product, and a slow exact
 one.
 
-A candidate makes of a weight a `LinearFn`: x [T, K] -> [T, N]. `certify.py` finds out which candidate may be called at
-which number of rows, and `linear.py` obeys.
+A candidate turns a weight into a `LinearFn`: x [T, K] -> [T, N]. `certify.py` determines at which numbers of rows a
+candidate may be called, and `linear.py` calls it at those only.
 Shapes: T rows, K inputs, N outputs.
 """
 
@@ -18,25 +18,25 @@ from draftproof.runtime import gpu
 from draftproof.runtime.native import DTYPE_CODES, Library
 from draftproof.runtime.room import Arena
 
-TILE = 32  # outputs of a compressed tile (compressed.h)
-PACK_HINT = 64  # rows oneDNN lays a weight out for; it takes any number later
+TILE = 32  # outputs per compressed tile (compressed.h)
+PACK_HINT = 64  # number of rows that oneDNN optimises its weight layout for; it accepts any number
 
 
 def settle(linear_fn: LinearFn, arena: Arena) -> None:
-    """Move what it reads at every call to `arena`, where it has something that can be moved."""
+    """Move the data that `linear_fn` reads at every call to `arena`, if it supports that."""
     move = getattr(linear_fn, "settle", None)
     if move is not None:
         move(arena)
 
 
 def packed_bytes(linear_fn: LinearFn) -> int | None:
-    """Bytes of its own copy of the weight, as it is packed; None where it has none, or does not say."""
+    """Bytes of the packed copy of the weight; None if `linear_fn` has none, or does not report it."""
     found: int | None = getattr(linear_fn, "packed_bytes", None)
     return found
 
 
 def packed_share(library: Library, dtype: torch.dtype) -> float:
-    """Bytes of a packed weight, by those of the weight as it is stored; about, since it depends on the numbers."""
+    """Size of a packed weight relative to the stored weight; approximate, since it depends on the values."""
     weight_NK = torch.randn(8 * TILE, 8 * TILE).to(dtype)
     return packed_weight(library, weight_NK)[0].nbytes / weight_NK.nbytes
 
@@ -44,7 +44,7 @@ def packed_share(library: Library, dtype: torch.dtype) -> float:
 def candidates(
     device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, library: Library | None
 ) -> list[Candidate]:
-    """The candidates that this machine has for weights of `dtype`, in a fixed order: the first is the reference."""
+    """The candidates available on this machine for weights of `dtype`, in a fixed order; the first is the reference."""
     if gpu.available(device):
         from draftproof.matmul.triton import linear
 
@@ -64,7 +64,7 @@ SLOW = Candidate("row by row", lambda w, b, out: _RowByRow(w, b, out), any_rows=
 
 
 class CompiledLinear:
-    """The product in C++ (product.cpp), over a packed copy of the weight, in bf16 compressed (compressed.h)."""
+    """The product in C++ (product.cpp), using a packed copy of the weight, in bf16 compressed (compressed.h)."""
 
     def __init__(
         self, library: Library, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
@@ -88,7 +88,7 @@ class CompiledLinear:
         return self._weight.nbytes
 
     def settle(self, arena: Arena) -> None:
-        """Move the packed weight there."""
+        """Move the packed weight to `arena`."""
         self._weight = arena.keep(self._weight)
         self._weight_at = self._weight.data_ptr()
 
@@ -106,8 +106,9 @@ class CompiledLinear:
 
 
 def packed_weight(library: Library, weight_NK: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A contiguous weight as `dp_product` reads it, and where each compressed tile starts, None where it is packed as
-    it is."""
+    """(a contiguous weight in the format of `dp_product`, the start of each compressed tile; None if not
+    compressed).
+    """
     outputs, inputs = weight_NK.shape
     num_threads = torch.get_num_threads()
     at = weight_NK.data_ptr()
@@ -127,14 +128,14 @@ def packed_weight(library: Library, weight_NK: Tensor) -> tuple[Tensor, Tensor |
 
 
 def _aligned(num_bytes: int) -> Tensor:
-    """Zeros that begin where a cache line does."""
+    """Zeros, aligned to cache lines."""
     found = torch.zeros(num_bytes // 4, dtype=torch.int32)  # torch aligns memory to 64 bytes
     assert num_bytes % 4 == 0 and found.data_ptr() % 64 == 0
     return found
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether torch's packed oneDNN product exists here for `dtype`: builds and machines differ, so it is tried."""
+    """Whether torch's packed oneDNN product works here for `dtype`: builds and machines differ, so it is tried."""
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
@@ -166,8 +167,9 @@ def _plain(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> 
 
 
 class _RowByRow:
-    """The product a row at a time, by operators that are row-safe whatever the library: where nothing else
-    certifies."""
+    """The product one row at a time, with operators that are row-safe on any library. Used if nothing else
+    certifies.
+    """
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._weight_NK = weight_NK

@@ -1,6 +1,6 @@
-"""What a product is: the weight's shape, the function that multiplies rows by it, and versions to choose from.
+"""The terms of a product: the weight's shape, the function that multiplies rows by it, and the candidates for it.
 
-Shapes: T rows, K inputs, N outputs, S parts of a sum.
+Shapes: T rows, K inputs, N outputs, S partial sums.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DENSE = "dense"  # the kind of a weight that is numbers of the rows' dtype, see weights.py
+DENSE = "dense"  # the kind of a plain weight in the rows' dtype, see weights.py
 LinearFn = Callable[[Tensor], Tensor]
 
 
 def partial_sums(linear_fn: LinearFn) -> LinearFn:
-    """The form that leaves sums over parts of K as they are, fp32 [S, T, N] without a bias, where `linear_fn` has
-    such a method; their sum, first to last and rounded, is what `linear_fn` gives. Else `linear_fn`."""
+    """The `partial_sums` method of `linear_fn` if it has one, else `linear_fn`.
+
+    It returns unreduced sums over segments of K, fp32 [S, T, N] without a bias. Adding them first to last and rounding
+    gives the result of `linear_fn`.
+    """
     found: LinearFn = getattr(linear_fn, "partial_sums", linear_fn)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a certificate is about: a weight [outputs, inputs] of a kind, for rows of `dtype`."""
+    """The subject of a certificate: a weight [outputs, inputs] of a kind, for rows of `dtype`."""
 
     outputs: int
     inputs: int
@@ -42,10 +45,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A version of the product: `make(parts, bias_N, out_dtype)` gives the function, `parts` being those of a weight of
-    the kinds that it takes: of a dense one its numbers [N, K].
+    """A version of the product.
 
-    `any_rows`: exact by construction, so any number of rows at any address will do; others only as certified.
+    `make(parts, bias_N, out_dtype)` gives the function; `parts` are those of a weight of a kind in `takes`, for a dense
+    one the matrix [N, K]. `any_rows`: exact by construction, so callable with any number of rows at any address; others
+    only as certified.
     """
 
     name: str

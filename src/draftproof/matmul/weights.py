@@ -1,7 +1,7 @@
-"""The kinds of weights: how each keeps a weight, and which products take it. A row here enrols one.
+"""The kinds of weights: how each stores a weight, and which products take it. KINDS lists them.
 
-A kind is a file (`quantized.py` is fp8's) with what it stores and the candidates for it. Candidates declare which kinds
-they take (`spec.Candidate.takes`), and the kind is in the certificate's key.
+A kind is a file (`quantized.py` is fp8's) with its storage format and candidates. Candidates declare which kinds they
+take (`spec.Candidate.takes`), and the kind is in the certificate's key.
 Shapes: K inputs, N outputs.
 """
 
@@ -19,7 +19,7 @@ from draftproof.matmul.spec import DENSE, Candidate
 
 
 class Weight(Protocol):
-    """A weight [N, K] as its kind keeps it."""
+    """A weight [N, K] as stored by its kind."""
 
     @property
     def kind(self) -> str: ...
@@ -31,18 +31,18 @@ class Weight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rows that it multiplies."""
+        """The dtype of the rows it multiplies."""
         ...
 
     @property
     def parts(self) -> Any:
-        """What candidates for this kind make a product of."""
+        """The input from which this kind's candidates make a product."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Numbers of the rows' dtype, and nothing else."""
+    """A plain matrix in the rows' dtype."""
 
     weight_NK: Tensor
 
@@ -65,9 +65,12 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightKind:
-    """`store` makes it of a weight as read. `candidates(device, dense)`: those for it alone, perhaps made of those for
-    dense weights. `itemsize(device, dtype)`: bytes of an element as products read it, scales not counted. `exact`:
-    its products may get certificates, else they are for drafters only."""
+    """A kind of weight.
+
+    `store` converts a weight as read. `candidates(device, dense)`: candidates for this kind alone, possibly built from
+    those for dense weights. `itemsize(device, dtype)`: bytes of an element as products read it, scales not counted.
+    `exact`: its products can be certified; otherwise they are for drafters only.
+    """
 
     store: Callable[[Tensor], Weight]
     candidates: Callable[[torch.device, Sequence[Candidate]], list[Candidate]]
@@ -89,5 +92,5 @@ KINDS: dict[str, WeightKind] = {
 
 
 def parts(kind: str, weight_NK: Tensor) -> Any:
-    """What candidates for a kind make a product of, for a weight as read."""
+    """The input from which a kind's candidates make a product, for a weight as read."""
     return KINDS[kind].store(weight_NK).parts

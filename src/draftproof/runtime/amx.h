@@ -1,4 +1,4 @@
-// AMX tiles: whether they may be used, and their configuration.
+// AMX tiles: permission to use them, and their configuration.
 #pragma once
 
 #include "runtime/common.h"
@@ -12,12 +12,12 @@
 
 namespace dp {
 
-inline bool amx_allowed() {  // Linux wants to be asked, once per process
+inline bool amx_allowed() {  // Linux requires a request, once per process
     static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     return allowed;
 }
 
-// Eight tiles of 64-byte rows, with these numbers of rows.
+// Configures tiles of 64-byte rows, at most eight, with these numbers of rows.
 inline void amx_configure(std::initializer_list<int64_t> rows) {
     struct alignas(64) {
         uint8_t palette, start, reserved[14];

@@ -1,15 +1,15 @@
-// What every compiled operator shares: 16 lanes, loads and stores per dtype, exp, and how many threads a loop is worth.
+// Shared by all compiled operators: 16 lanes, loads and stores per dtype, exp, and the number of threads for a loop.
 //
-// Bits: a row's arithmetic happens in an order fixed by its width alone, over 16 lanes whatever a register holds. The
-// build uses -ffp-contract=off, and a fused multiply-add appears only where `madd` is written, so vector bodies and tails
-// agree, and so do processors that have one.
+// Bits: a row is computed in an order fixed by its width alone, over 16 lanes whatever the register width. The build
+// uses -ffp-contract=off, and a multiply-add is fused only where `madd` is written, so vector bodies and tails agree,
+// and so do all processors with fused multiply-add.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-// bf16 by the processor's own instructions, where it has them and nobody asked for the bits of one that has none.
+// Use the processor's bf16 instructions, if it has them and bf16_arithmetic="widened" was not asked for.
 #if defined(__AVX512BF16__) && !defined(DP_WIDENED)
 #define DP_DOT 1
 #endif
@@ -20,9 +20,9 @@
 #include <arm_neon.h>
 #endif
 
-// Passing 16 lanes through memory would cost more than most of these functions.
+// Passing 16 lanes through memory would cost more than most of these functions do.
 #define DP_INLINE [[gnu::always_inline]] inline
-// All that a loop over lanes calls becomes part of it, so that constants stay in registers.
+// Inlines everything that a loop over lanes calls, so that constants stay in registers.
 #define DP_FLAT [[gnu::flatten]]
 
 namespace dp {
@@ -30,7 +30,7 @@ namespace dp {
 constexpr int LANES = 16;
 constexpr int64_t MAX_HEAD_DIM = 1024;
 
-// The registers that 16 lanes take, and how many there are.
+// PARTS: registers per 16 lanes. REGISTERS: vector registers of the processor.
 #if defined(__AVX512F__)
 constexpr int PARTS = 1, REGISTERS = 32;
 #elif defined(__AVX__)
@@ -42,7 +42,7 @@ constexpr int PARTS = 4, REGISTERS = 16;
 #endif
 constexpr int PART = LANES / PARTS;  // lanes of one register
 
-// 16 numbers. A number stands for 16 equal ones; comparisons give lanes of all ones or zero; a cast keeps the bits.
+// 16 numbers. A scalar converts to 16 equal ones; comparisons give lanes of all ones or zero; a cast keeps the bits.
 template <class E>
 struct Lanes {
     typedef E part __attribute__((vector_size(PART * sizeof(E))));
@@ -52,7 +52,7 @@ struct Lanes {
     Lanes(E x) {
         for (part& p : parts) p = x - part{};
     }
-    // Register by register: compilers may copy a structure in smaller pieces, which are slow to read back whole.
+    // Copied register by register: compilers may copy a structure in smaller pieces, which are slow to read back whole.
     DP_INLINE Lanes(const Lanes& other) { *this = other; }
     DP_INLINE Lanes& operator=(const Lanes& other) {
         for (int i = 0; i < PARTS; i++) parts[i] = other.parts[i];
@@ -108,13 +108,13 @@ DP_INLINE ivec numbers() {  // 0 to 15
 }
 
 template <class To, class From>
-DP_INLINE To convert(const From& from) {  // numbers of another type
+DP_INLINE To convert(const From& from) {  // converts the values
     To to;
     for (int i = 0; i < PARTS; i++) to.parts[i] = __builtin_convertvector(from.parts[i], typename To::part);
     return to;
 }
 
-// Of one register: choosing, a * b + c (fused wherever the machine can), and fp16 to fp32 and back.
+// Operations on one register: select, a * b + c (fused if the machine can), and fp16 to fp32 and back.
 DP_INLINE vec::part select(ivec::part mask, vec::part a, vec::part b) { return mask ? a : b; }
 
 DP_INLINE vec::part madd(vec::part a, vec::part b, vec::part c) {
@@ -129,7 +129,7 @@ DP_INLINE vec::part madd(vec::part a, vec::part b, vec::part c) {
 #endif
 }
 
-// Exact, subnormal numbers too, whatever the floating-point unit does with its own.
+// Exact, also for subnormal numbers, whether or not the floating-point unit flushes them.
 DP_INLINE vec::part widen(hvec::part h) {
 #if defined(__AVX512F__)
     return (vec::part)_mm512_cvtph_ps((__m256i)h);
@@ -137,10 +137,10 @@ DP_INLINE vec::part widen(hvec::part h) {
     return (vec::part)_mm256_cvtph_ps((__m128i)h);
 #else
     ivec::part bits = __builtin_convertvector(h, ivec::part);
-    ivec::part size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 for what is not finite
+    ivec::part size = (bits & 0x7fff) << 13;  // the exponent is 112 too small for fp32; 224 if not finite
     ivec::part not_finite = size >= 31 << 23;
     vec::part normal = (vec::part)(size + (112 << 23) + (not_finite & (112 << 23)));
-    const float smallest_normal = 6.103515625e-5f;  // 2^-14, to which a subnormal number is added and taken off
+    const float smallest_normal = 6.103515625e-5f;  // 2^-14, added to a subnormal number and subtracted again
     vec::part subnormal = (vec::part)(size + (113 << 23)) - smallest_normal;
     return (vec::part)((ivec::part)select(size < 1 << 23, subnormal, normal) | (bits & 0x8000) << 16);
 #endif
@@ -154,7 +154,7 @@ DP_INLINE hvec::part narrow(vec::part v) {  // rounds to nearest even; from 6552
 #else
     ivec::part bits = (ivec::part)v, size = bits & 0x7fffffff;
     ivec::part normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
-    // beside 0.5 the last bit of fp32 is fp16's smallest number
+    // next to 0.5 the last bit of fp32 is fp16's smallest number
     ivec::part subnormal = (ivec::part)((vec::part)size + 0.5f) - 0x3f000000;
     ivec::part small = size < 0x38800000, large = size >= 0x47800000, nan = size > 0x7f800000;  // 2^-14, 2^16
     ivec::part rounded = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00) | (nan & 0x200);
@@ -166,7 +166,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-struct fp16 {  // kept and loaded only: arithmetic is fp32
+struct fp16 {  // storage only: arithmetic is fp32
     uint16_t bits;
 };
 
@@ -191,7 +191,7 @@ DP_INLINE void write(T* p, V v) {
     for (int i = 0; i < PARTS; i++) std::memcpy(p + i * PART, &v.parts[i], sizeof v.parts[i]);
 }
 
-// 16 bits to 32 and back. Left to itself, GCC takes a wide register by halves, which is four times the work.
+// 16 bits to 32 and back. By default GCC splits a wide register into halves, which is four times the work.
 DP_INLINE uvec extend(const hvec& h) {
 #if defined(__AVX512F__)
     uvec u;
@@ -252,7 +252,7 @@ DP_INLINE void store_n(T* p, vec v, int64_t n) {
     std::memcpy(p, buffer, n * sizeof(T));
 }
 
-// body(offset, load, store) over a row of `width`, 16 elements at a time and then the rest.
+// full(offset) for every 16 elements of a row of `width`, then tail(offset, count) for the rest.
 template <class Full, class Tail>
 DP_INLINE void for_row(int64_t width, Full full, Tail tail) {
     int64_t i = 0;
@@ -267,7 +267,7 @@ DP_INLINE vec madd(vec a, vec b, vec c) {
 
 DP_INLINE vec max(vec a, vec b) { return select(a > b, a, b); }
 
-// Lanes 8 apart together, then 4, 2 and 1 apart.
+// Combines lanes 8 apart, then 4, 2 and 1 apart.
 template <class Both>
 DP_INLINE float tree(vec v, Both both) {
     typedef float eight __attribute__((vector_size(32)));
@@ -316,12 +316,13 @@ DP_INLINE vec exp(vec x) {
 
 DP_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
-// Rows small enough that waking other threads costs more than it saves run on the caller alone.
+// The number of threads for `elements`: small loops, where waking threads costs more than it saves, use the caller
+// alone.
 inline int64_t team(int64_t threads, int64_t elements) { return elements < 16384 ? 1 : threads; }
 
 }  // namespace dp
 
-// Runs the statement with T = float, dp::bf16 or dp::fp16.
+// Executes the statement with T = float, dp::bf16 or dp::fp16.
 #define DP_DISPATCH(code, T, ...)             \
     do {                                      \
         if ((code) == dp::BF16) {             \

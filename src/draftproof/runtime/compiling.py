@@ -1,7 +1,7 @@
-"""How the library is compiled: for this machine, or for one of the kinds of processor that a wheel carries it for.
+"""Compilation of the C++ library, for this machine or for one of the processor variants that a wheel contains.
 
-Imports nothing but the standard library: `hatch_build.py` runs this file where there is no torch, and so does
-`tools/setup.sh`, which compiles the library for this machine while packages are being installed.
+Imports only the standard library: `hatch_build.py` runs this file where torch is not installed, and `tools/setup.sh`
+uses it to compile the library while packages are being installed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
+Progress = Callable[[str, int, int], None]  # task, steps done, total steps
 
 SOURCES = Path(__file__).parents[
     1
-]  # the C++ of each room lies in its folder; what it includes is named from here
+]  # root of the C++ sources, which lie beside the Python code, and of their includes
 COMPILERS = ("c++", "g++", "clang++")
-# -ffp-contract=off: a multiply-add is fused where the source says so and nowhere else, so bits do not depend on how
-# the compiler laid out a loop. The last two flags change no value; they let comparisons and square roots be vectorised.
+# -ffp-contract=off: a multiply-add is fused only where the source says so, so bits do not depend on how the compiler
+# arranged a loop. The last two flags change no value; they allow comparisons and square roots to be vectorised.
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -34,11 +34,11 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-# The first that builds is used: not every compiler knows the machine.
+# The first flags that build are used: not every compiler knows the machine.
 THIS_MACHINE: tuple[tuple[str, ...], ...] = (("-march=native",), ())
-WIDENED = "-DDP_WIDENED"  # leaves the processor's bf16 instructions alone
-# A library that travels asks nothing of a system but its C library: what it uses of C++'s own is part of it and stays
-# hidden in it, and what it does not use is left out, which newer C libraries only could serve.
+WIDENED = "-DDP_WIDENED"  # does not use the processor's bf16 instructions
+# A portable library depends only on the C library: the C++ runtime is linked in and hidden, and unused parts of it,
+# which may need newer C libraries, are removed.
 PORTABLE_LINK = (
     "-static-libstdc++",
     "-Wl,--exclude-libs,ALL",
@@ -51,9 +51,9 @@ PORTABLE_LINK = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kind of processor: the compiler's flags for it, and what it must have, in the words of /proc/cpuinfo.
+    """A processor variant: the compiler's flags, and the required CPU features, as named in /proc/cpuinfo.
 
-    `widened`: without instructions for bf16, so that it computes bf16 as fp32.
+    `widened`: has no bf16 instructions, so bf16 is computed as fp32.
     """
 
     name: str
@@ -66,7 +66,7 @@ _V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 _DOT = _V4 | {"avx512_bf16"}
 _TILES = ("-mamx-tile", "-mamx-bf16")
-# By machine; of those that a processor can run, the last is the fastest.
+# By machine, in ascending order of speed.
 VARIANTS = {
     "x86_64": (
         Variant("x86-64-v3", ("-march=x86-64-v3",), _V3, widened=True),
@@ -84,7 +84,7 @@ VARIANTS = {
 
 
 def runnable() -> list[Variant]:
-    """The variants that this processor can run, the fastest last."""
+    """The variants that this processor can run, fastest last."""
     has = set(processor().split())
     return [variant for variant in VARIANTS.get(platform.machine(), ()) if variant.needs <= has]
 
@@ -96,7 +96,7 @@ def default_cache_dir() -> Path:
 
 
 def file_name(key: str) -> str:
-    """The file in the cache that holds the library with this `build_key`."""
+    """The cache's file name for the library with this `build_key`."""
     return f"ops-{key}.so"
 
 
@@ -121,7 +121,7 @@ def build_key(compiler: str, extra: Sequence[str] = ()) -> str:
 
 
 def processor() -> str:
-    """The processor's name and instruction sets, as far as the system tells."""
+    """The processor's name and instruction sets, as reported by the system."""
     lines = [platform.machine(), platform.processor()]
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -141,9 +141,10 @@ def compile_library(
     sources: Sequence[Path] | None = None,
     link: Sequence[str] = (),
 ) -> Path:
-    """Compile `sources` (left out: ours) with `flags`, a process per file, and link them into a file in `folder`.
+    """Compile `sources` (default: this package's) with `flags`, one process per file, and link them into a file in
+    `folder`.
 
-    Raises CalledProcessError with the compiler's words.
+    Raises CalledProcessError with the compiler's messages.
     """
     if sources is None:
         sources = [path for path in source_files() if path.suffix == ".cpp"]
@@ -174,7 +175,7 @@ def compile_library(
 
 
 def build(compiler: str, path: Path, progress: Progress | None = None, extra: Sequence[str] = ()) -> None:
-    """Compile for this machine and link into `path`. Atomic: two processes may build at once, the later rename wins."""
+    """Compile and link for this machine into `path`. Atomic: if two processes build at once, the later rename wins."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         for number, flags in enumerate(THIS_MACHINE):
             try:
@@ -187,8 +188,9 @@ def build(compiler: str, path: Path, progress: Progress | None = None, extra: Se
 
 
 def main() -> None:
-    """Put this machine's library into the cache, where the first use looks for it. Without a compiler nothing is done:
-    the first use says so."""
+    """Compile this machine's library into the cache, where the first use looks for it. Without a compiler, do nothing:
+    the first use warns about it.
+    """
     compiler = find_compiler()
     if compiler is None:
         return

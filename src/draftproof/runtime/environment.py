@@ -1,4 +1,4 @@
-"""The key of certificates beside the shape: processor or GPU, libraries, settings, threads, and the code itself."""
+"""The environment part of a certificate's key: processor or GPU, libraries, settings, threads, and the code itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from draftproof.runtime import compiling, gpu, native
 
-ROOMS = ("attention", "kernels", "matmul", "runtime")  # folders whose code decides about bits
-# Prefixes of variables that change what libraries compute.
+ROOMS = ("attention", "kernels", "matmul", "runtime")  # folders whose code affects results
+# Prefixes of environment variables that change what libraries compute.
 LIBRARIES = (
     "ATEN",
     "CUBLAS",
@@ -30,7 +30,7 @@ LIBRARIES = (
 
 
 def key(device: torch.device, library: native.Library | None) -> str:
-    """A hash of all that a certificate made now on `device` depends on, at torch's present number of threads."""
+    """A hash of everything that a certificate made on `device` depends on, at torch's current number of threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else compiling.processor()
     settings = sorted(item for item in os.environ.items() if item[0].startswith(LIBRARIES))
     facts = (
@@ -52,7 +52,9 @@ def key(device: torch.device, library: native.Library | None) -> str:
 
 @functools.cache
 def _code(*, with_gpu: bool) -> str:
-    """Hash of the operators, of attention, and of what certifies them; `with_gpu`: of Triton's versions, too."""
+    """Hash of the source of the operators, of attention, and of their certification; `with_gpu`: including Triton's
+    versions.
+    """
     package = compiling.SOURCES
     paths = [path for room in ROOMS for path in sorted((package / room).rglob("*.py"))]
     names = [path.relative_to(package).as_posix() for path in [*paths, *compiling.source_files()]]

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device. Modules called `triton` import triton; ask `available` before."""
+"""Whether Triton kernels can run on a device. Modules named `triton` import triton, so call `available` first."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def available(device: torch.device) -> bool:
 
 
 def version(device: torch.device) -> str:
-    """Triton's version, "" where it is not used."""
+    """Triton's version; "" if Triton is not used on this device."""
     return importlib.metadata.version("triton") if available(device) else ""

@@ -1,8 +1,9 @@
-"""Running a function of fixed buffers again and again for the price of one call.
+"""Recording a function of fixed buffers so that repeating it costs one call.
 
-`Graphs.run(key, function, inputs)` returns `function(*inputs)`. Whoever calls promises that for equal keys the function
-is the same and the inputs have the same shapes. A key is a tuple; what comes back may be overwritten by the next run of
-any key that begins alike, or that runs what this one ran through the service too, and stays as it is while others run.
+`Graphs.run(key, function, inputs)` returns `function(*inputs)`. The caller guarantees that equal keys mean the same
+function and inputs of the same shapes. A key is a tuple. The result may be overwritten by the next run of any key with
+the same first element, or of a function that runs some of the same parts through the service; other runs leave it
+intact.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.runtime.native import Library, Program, Recorder
 
-T = TypeVar("T")  # what a function gives: tensors, or an object that holds them
+T = TypeVar("T")  # what a function returns: tensors, or an object that holds them
 E = TypeVar("E", bound="_Kept")
 Key = tuple[Hashable, ...]
 MOST_PROGRAMS = 256
 MOST_MET = 4096  # keys whose runs are counted
-OFTEN = 3  # runs after which what nobody prepared is recorded: that takes longer than a few runs
-MOST_BYTES = 1 << 30  # a program keeps every tensor of its pass
-# What may stand between recorded operators: making room, and looking at it otherwise.
+OFTEN = 3  # runs until an unprepared function is recorded, which takes longer than a few runs
+MOST_BYTES = 1 << 30  # a recording keeps every tensor of its pass
+# Operators that may occur between recorded ones: allocations and views.
 _HARMLESS = {
     "empty",
     "new_empty",
@@ -43,56 +44,65 @@ _HARMLESS |= {"_unsafe_view", "unsqueeze", "squeeze", "t", "unbind", "as_strided
 
 
 class Graphs(Protocol):
-    """The service that runs a function again. Functions may themselves call `run`.
+    """The service that repeats functions. Functions may themselves call `run`.
 
-    `calls_once`: a function may change memory that it reads. Else only one that was prepared may, since any other first
-    run may call the function twice.
+    `calls_once`: functions may modify memory that they read. If False, only prepared functions may, since the first run
+    of any other may call it twice.
     """
 
     calls_once: bool
 
     @property
     def num_warming(self) -> int:
-        """Runs so far that took longer than such runs will, since what they run may yet be recorded."""
+        """Number of slow runs so far of functions that may still be recorded."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Memory that recordings keep, but for what was prepared on a GPU."""
+        """Memory that recordings keep, except prepared ones on a GPU."""
         ...
 
     def prepare(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> bool:
-        """Record `function` now, which calls it. False if nothing was recorded."""
+        """Record `function` now, which calls it. Returns False if nothing was recorded."""
         ...
 
     def run(
         self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...], *, at_once: bool = False
     ) -> T:
-        """at_once: recording it takes hardly longer than running it, since its parts are recorded: where functions
-        are called once, the first run is recorded."""
+        """The result of `function(*inputs)`, replayed if recorded.
+
+        at_once: recording takes hardly longer than running, because the function's parts are recorded already. Then the
+        first run is recorded, where `calls_once`.
+        """
         ...
 
     def holds(self, key: Key) -> int:
-        """The number of `key`'s recording, never another's, while every run of it gives the same object, its tensors
-        overwritten; 0 where it is not recorded. What is recorded over these tensors goes under a key with this number:
-        once the recording has given way to others, they are nobody's."""
+        """The unique number of `key`'s recording, if every run of it returns the same object with its tensors
+        overwritten; 0 if not recorded.
+
+        Recordings that use these tensors must have this number in their key: once this recording is evicted, the
+        tensors are no longer valid.
+        """
         ...
 
 
 class _Kept(Protocol):
-    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share some."""
+    """An entry of the table. `sizes`: bytes of the memory that it keeps, by address; entries may share memory."""
 
     sizes: Mapping[int, int]
 
 
 class _Table(Generic[E]):
-    """What was recorded, least recently used first, and how often other functions have come. Beyond `MOST_PROGRAMS`
-    entries or `MOST_BYTES` the least recently used one goes. Entries that are pinned stay, and do not count."""
+    """Recordings, least recently used first, and run counts of functions not recorded.
+
+    Beyond `MOST_PROGRAMS` entries or `MOST_BYTES` the least recently used entry is evicted. Pinned entries are never
+    evicted and not counted.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.num_warming = 0
-        self._num_keepers = Counter[int]()  # entries that keep a piece of memory
+        self._num_keepers = Counter[int]()  # number of entries that keep a piece of memory
         self._entries: OrderedDict[Key, E] = OrderedDict()
         self._pinned: dict[Key, E] = {}
         self._num_met: OrderedDict[Key, int] = OrderedDict()
@@ -110,7 +120,7 @@ class _Table(Generic[E]):
         self._pinned[key] = entry
 
     def put(self, key: Key, entry: E) -> None:
-        """Keep an entry that is no larger than all may be together."""
+        """Add an entry, which must itself be no larger than `MOST_BYTES`."""
         self._entries[key] = entry
         for address, size in entry.sizes.items():
             self.num_bytes += size if not self._num_keepers[address] else 0
@@ -119,7 +129,7 @@ class _Table(Generic[E]):
             self._let_go()
 
     def _let_go(self) -> None:
-        """The least recently used entry goes; memory that no other keeps is free."""
+        """Evict the least recently used entry; memory that no other entry keeps is freed."""
         _, gone = self._entries.popitem(last=False)
         self._num_keepers.subtract(gone.sizes.keys())
         for address, size in gone.sizes.items():
@@ -128,8 +138,9 @@ class _Table(Generic[E]):
                 self.num_bytes -= size
 
     def is_due(self, key: Key, often: int = OFTEN) -> bool:
-        """Count a run of what is not recorded; whether it has now come often enough to be. What could not be recorded
-        then is not tried again."""
+        """Count a run of an unrecorded function. Returns whether to record it now; if that fails, it is not tried
+        again.
+        """
         number = self._num_met.pop(key, 0) + 1
         self._num_met[key] = OFTEN if number >= often else number
         self.num_warming += number <= often > 1
@@ -138,12 +149,12 @@ class _Table(Generic[E]):
         return often <= number <= OFTEN
 
     def met_anew(self, key: Key) -> None:
-        """Count from the start: what has been recorded may be again, should it go."""
+        """Reset the count, so that a recorded function can be recorded again after eviction."""
         self._num_met.pop(key, None)
 
 
 class Eager:
-    """The service that records nothing and calls the function."""
+    """The service that records nothing and always calls the function."""
 
     calls_once = True
     num_warming = 0
@@ -174,11 +185,11 @@ class _Entry:
 
 
 class Recorded:
-    """The service of a CPU with the compiled operators: their calls are recorded once, and later run without Python.
+    """The service for CPUs with compiled operators: their calls are recorded once and then replayed without Python.
 
-    A function is recorded when it has come often. One that computes anything by other means than those operators is
-    found out then, and runs as it is from then on. What a function runs through this service becomes part of its
-    program, and is kept for itself, too: other functions' programs take it over as it is.
+    A function is recorded after repeated runs. If it turns out to compute with anything but those operators, it is
+    always called from then on. Functions that it runs through this service become part of its program and are also kept
+    as programs of their own, which other functions' programs include unchanged.
     """
 
     calls_once = True
@@ -219,7 +230,7 @@ class Recorded:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that programs keep: the tensors that their calls write, and copies of what they are given."""
+        """Memory that programs keep: the tensors that their calls write, and copies of their inputs."""
         return self._table.num_bytes
 
     def holds(self, key: Key) -> int:
@@ -227,12 +238,12 @@ class Recorded:
         return 0 if entry is None else entry.number
 
     def program(self, key: Key) -> Program | None:
-        """What was recorded under `key`, for measuring."""
+        """The program recorded under `key`, for measurements."""
         entry = self._table.get((*key, torch.get_num_threads()))
         return None if entry is None else entry.program
 
     def _record(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
-        """Run the function, and keep its program if it is one."""
+        """Run the function, and keep its program if it could be recorded."""
         static = tuple(t.clone() for t in inputs)
         with self._library.record() as recorder, _Watch(recorder):
             return self._recorded(recorder, key, function, static)
@@ -240,7 +251,7 @@ class Recorded:
     def _run_part(
         self, recorder: Recorder, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]
     ) -> T:
-        """Run what a function that is being recorded runs: what is recorded already is taken over."""
+        """Run a function called by one that is being recorded; a recorded program is included as it is."""
         if not all(given.is_contiguous() for given in inputs):
             return function(*inputs)
         entry = self._table.get(key)
@@ -255,7 +266,7 @@ class Recorded:
     def _recorded(
         self, recorder: Recorder, key: Key, function: Callable[..., T], static: tuple[Tensor, ...]
     ) -> T:
-        """What the function gives; what is recorded of it meanwhile is kept, if that is all it does."""
+        """The function's result. Its recorded calls are kept as a program if it did nothing else."""
         num_others, start = recorder.num_others, recorder.mark()
         outputs = function(*static)
         if recorder.num_others > num_others:
@@ -269,13 +280,13 @@ class Recorded:
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes behind the tensors by address, so that what several share counts once."""
+    """Bytes of the tensors' storages, by address, so that shared storages count once."""
     storages = (t.untyped_storage() for t in tensors)
     return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def capture(call: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """(the graph of a call, which ran once as it is before, what it gave). `pool`: the memory pool it may share."""
+    """(the CUDA graph of a call, its result). The call runs once uncaptured before. `pool`: a memory pool to share."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -297,9 +308,11 @@ class _Capture:
 
 
 class Captured:
-    """The service of a GPU: CUDA graphs, for functions that were prepared and for those that come back often. A
-    function runs once as it is before it is captured, which compiles its kernels; what it runs through this service
-    becomes part of its graph. What was prepared is pinned: its first run could not be repeated."""
+    """The service for GPUs: CUDA graphs for prepared functions and for those that repeat.
+
+    A function runs once uncaptured, which compiles its kernels, and is then captured. Functions that it runs through
+    this service become part of its graph. Prepared graphs are pinned: their first run could not be repeated.
+    """
 
     calls_once = False
 
@@ -307,7 +320,7 @@ class Captured:
         self._table: _Table[_Capture] = _Table()
         self._numbers = itertools.count(1)
         self._is_capturing = False
-        # Memory pools by the first part of a key: graphs that share one may overwrite each other's results.
+        # Memory pools by the first element of a key: graphs that share one may overwrite each other's results.
         self._pools: dict[Hashable, Any] = {}
 
     @property
@@ -333,7 +346,7 @@ class Captured:
                 return function(*inputs)
             entry = self._capture(key[0], function, inputs)
             if sum(entry.sizes.values()) <= MOST_BYTES:
-                torch.cuda.synchronize()  # a graph that gives way may still be running
+                torch.cuda.synchronize()  # an evicted graph may still be running
                 self._table.put(key, entry)
                 self._table.met_anew(key)
         for static, given in zip(entry.inputs, inputs, strict=True):
@@ -346,7 +359,7 @@ class Captured:
         return 0 if entry is None else entry.number
 
     def recorded_keys(self) -> list[Key]:
-        """The keys of all graphs: those that were prepared, then the others, least recently used first."""
+        """The keys of all graphs: the prepared ones, then the others, least recently used first."""
         return self._table.recorded_keys()
 
     def _capture(self, kind: Hashable, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Capture:
@@ -358,12 +371,12 @@ class Captured:
             self._is_capturing = False
         self._pools.setdefault(kind, graph.pool())
         sizes, number = _sizes(static), next(self._numbers)
-        sizes[-number] = max(0, torch.cuda.memory_allocated() - before)  # addresses are not negative
+        sizes[-number] = max(0, torch.cuda.memory_allocated() - before)  # negative, so no address
         return _Capture(graph, static, outputs, sizes, number)
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a recorder of torch operators that compute."""
+    """Counts torch operators that compute, in a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -371,7 +384,9 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch's guard against being compiled imports its compiler, two seconds of the first prompt."""
+        """False: torch's guard against compilation imports its compiler, which would delay the first prompt by two
+        seconds.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

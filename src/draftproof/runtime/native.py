@@ -1,7 +1,7 @@
 """The compiled operators: one plain C library, loaded with ctypes.
 
-A wheel brings it for several kinds of processor, and the fastest that this one can run is loaded; from a source tree it
-is compiled for this machine on first use.
+A wheel contains it for several processor variants, and the fastest that this processor can run is loaded. From a source
+tree it is compiled for this machine on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from draftproof.runtime import compiling
 
 Progress = compiling.Progress
 default_cache_dir = compiling.default_cache_dir
-PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so in a wheel; a source tree has none
+PREBUILT = Path(__file__).parent / "prebuilt"  # VARIANT.so files, in wheels only
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # common.h's Dtype
 _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -34,7 +34,7 @@ _CTYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 class Library:
     """The loaded library. Functions release the GIL and take the number of threads as an argument.
 
-    `build_key`: hash of sources, compiler and processor, or the variant and the hash of the file that a wheel brought.
+    `build_key`: hash of sources, compiler and processor; for a wheel's library its variant and the hash of the file.
     """
 
     def __init__(self, path: Path, build_key: str, origin: str = "compiled here") -> None:
@@ -46,16 +46,19 @@ class Library:
 
     @property
     def bf16_arithmetic(self) -> str:
-        """What a bf16 result's bits depend on: "widened" to fp32, "dot product" of pairs, or "AMX" tiles. fp32 has one
-        arithmetic on every processor with fused multiply-adds."""
+        """The arithmetic that determines the bits of bf16 results: "widened" to fp32, "dot product" of pairs, or "AMX"
+        tiles.
+
+        fp32 has one arithmetic on every processor with fused multiply-adds.
+        """
         name = self._dll.dp_bf16_arithmetic
         name.restype = ctypes.c_char_p
         return bytes(name()).decode()
 
     def function(self, name: str, arguments: str, returns: str = "") -> Callable[..., int]:
-        """The C function `name`; one letter an argument: p address (int or None), i int64, f float.
+        """The C function `name`. `arguments` has one letter per argument: p address (int or None), i int64, f float.
 
-        Such calls cannot be recorded.
+        Calls of it cannot be recorded.
         """
         function = getattr(self._dll, name)
         function.argtypes = [_CTYPES[letter] for letter in arguments]
@@ -71,9 +74,9 @@ class Library:
     def packed(self, name: str, fields: str) -> tuple[Callable[..., None], Callable[..., bytes]]:
         """(run, pack) of the C function `name`, whose one argument is a struct: run(pack(*values), *outputs).
 
-        One letter a field: P address (int, 0 = null), q int64, d double. Four times quicker than many arguments,
-        which counts where a pass makes forty calls. `outputs` are the tensors that the call writes and a recording
-        must keep alive.
+        `fields` has one letter per field: P address (int, 0 = null), q int64, d double. Four times faster than many
+        arguments, which matters where a pass makes forty calls. `outputs` are the tensors that the call writes; a
+        recording keeps them alive.
         """
         function = getattr(self._dll, name)
         function.argtypes = [ctypes.c_char_p]
@@ -89,7 +92,7 @@ class Library:
         return run, struct.Struct(fields).pack
 
     def copy(self, to: Tensor, given: Tensor) -> None:
-        """`to.copy_(given)` of two contiguous tensors alike, which can be recorded."""
+        """A recordable `to.copy_(given)`, for contiguous tensors of equal shape and dtype."""
         size = given.nbytes
         run, pack = self._place
         run(pack(given.data_ptr(), to.data_ptr(), 1, size, size), to)
@@ -100,7 +103,7 @@ class Library:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recorder]:
-        """Write down the packed calls made meanwhile. Recordings do not nest."""
+        """Record the packed calls made in this context. Recordings do not nest."""
         assert self.recorder is None
         self.recorder = recorder = Recorder(self._dll)
         try:
@@ -110,8 +113,7 @@ class Library:
 
 
 class Recorder:
-    """Packed calls, written down as they are made. `num_others`: calls of another kind that were made meanwhile, which
-    no program repeats."""
+    """A recording of packed calls. `num_others`: calls of other kinds meanwhile, which a program cannot repeat."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self.calls: list[tuple[str, int, bytes]] = []
@@ -120,26 +122,26 @@ class Recorder:
         self._dll = dll
 
     def mark(self) -> tuple[int, int]:
-        """Where a program may begin, for `program`."""
+        """The current place in the recording, for `program`."""
         return len(self.calls), len(self.outputs)
 
     def program(self, start: tuple[int, int] = (0, 0)) -> Program:
-        """What was written down since."""
+        """The program of the calls recorded since `start`."""
         return Program(self._dll, self.calls[start[0] :], self.outputs[start[1] :])
 
     def take_over(self, program: Program) -> None:
-        """Run a program, and write its calls down."""
+        """Run a program and append its calls to the recording."""
         program()
         self.calls += program.calls
         self.outputs += program.outputs
 
 
 class Program:
-    """A recorded list of calls on buffers that stay where they are; calling it runs them all."""
+    """A recorded list of calls on fixed buffers; calling it runs them all."""
 
     def __init__(self, dll: ctypes.CDLL, calls: list[tuple[str, int, bytes]], outputs: list[Any]) -> None:
         self.calls = calls
-        self.outputs = outputs  # kept alive: calls write there
+        self.outputs = outputs  # kept alive, since calls write to them
         self._dll = dll
         self._replay = dll.dp_replay
         self._replay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -153,16 +155,16 @@ class Program:
         self._replay(self._table, len(self.calls))
 
     def part(self, names: Sequence[str]) -> Program:
-        """Only the calls of some C functions, for measuring."""
+        """A program of only the calls of the named C functions, for measurements."""
         return Program(self._dll, [call for call in self.calls if call[0] in names], self.outputs)
 
 
 def load(
     progress: Progress | None = None, cache_dir: Path | None = None, *, widened: bool = False
 ) -> Library | None:
-    """The library, compiled first if need be; None (with one warning) where it cannot be built, or DRAFTPROOF_NATIVE=0.
+    """The library, compiled if necessary; None (with one warning) if it cannot be built, or if DRAFTPROOF_NATIVE=0.
 
-    `widened`: the one that computes bf16 as fp32, whatever instructions there are.
+    `widened`: the library that computes bf16 as fp32, whatever instructions the processor has.
     """
     if os.environ.get("DRAFTPROOF_NATIVE") == "0":
         return None
@@ -182,7 +184,7 @@ def load(
         key = compiling.build_key(compiler, extra)
         path = _folder(cache_dir or default_cache_dir()) / compiling.file_name(key)
         if path.exists():
-            with contextlib.suppress(OSError):  # spoilt: build it anew
+            with contextlib.suppress(OSError):  # damaged: rebuild it
                 return Library(path, key)
         compiling.build(compiler, path, progress, extra)
         return Library(path, key)
@@ -196,7 +198,7 @@ def load(
 
 
 def load_prebuilt(*, widened: bool = False) -> Library | None:
-    """The fastest library of a wheel that this processor can run, and this system load."""
+    """The fastest library of a wheel that this processor can run and this system can load."""
     for variant in reversed(compiling.runnable()):
         path = PREBUILT / f"{variant.name}.so"
         if path.exists() and (variant.widened or not widened):
@@ -210,7 +212,7 @@ def _hash(path: Path) -> str:
 
 
 def _folder(path: Path) -> Path:
-    """`path`, created; a temporary folder where that may not be written."""
+    """`path`, created; a temporary folder if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK):

@@ -1,9 +1,9 @@
-// The threads behind pool.h.
+// The thread pool behind pool.h.
 //
-// A loop is published as one word, `claims`: how many blocks are left in its low half, how many threads may take part in
-// its high half. Taking a block is one compare-and-swap that lowers the low half; it can only succeed while blocks are
-// left, and whoever holds a block keeps the loop alive, because the caller returns when all blocks are finished. So the
-// other fields are read after a block was taken, and never change under a reader.
+// A loop is published as one word, `claims`: the low half is the number of blocks left, the high half the number of
+// threads that may take part. A thread takes a block by a compare-and-swap that decrements the low half, which can only
+// succeed while blocks are left. A thread that has a block keeps the loop alive, because the caller returns only when
+// all blocks are finished. So the other fields are read after taking a block, and never change under a reader.
 //
 // Example: 16 blocks for 2 threads: claims = 2 << 32 | 16. The thread that swaps in 2 << 32 | 15 computes block 0.
 #include "runtime/pool.h"
@@ -28,13 +28,13 @@ namespace dp {
 namespace {
 
 constexpr int64_t MOST_WORKERS = 255;
-// An idle worker looks for work so long before it sleeps: the operators of a pass follow each other by some microseconds.
-// One that no loop has a place for is idle too. (Certificates are made at more threads than an engine has; were their
-// workers to look on, they would take a core from the others.)
+// How long an idle worker polls before it sleeps: the operators of a pass follow each other by some microseconds. A
+// worker that the current loop has no place for counts as idle. (Certification uses more threads than an engine; if the
+// extra workers kept polling, they would take a core from the others.)
 constexpr std::chrono::microseconds AWAKE(200);
-// A caller waits awake for the blocks that others hold, then sleeps: who took longer is most likely off its core.
+// How long a caller polls for blocks that others hold before it sleeps: a slower worker is most likely descheduled.
 constexpr std::chrono::microseconds PATIENCE(50);
-constexpr int LOOKS = 64;  // between two readings of the clock
+constexpr int LOOKS = 64;  // polls between two readings of the clock
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -44,7 +44,7 @@ inline void pause() {
 #endif
 }
 
-// How numbers are rounded and whether subnormal ones are flushed: a worker's must be the caller's.
+// Rounding mode and flushing of subnormal numbers: a worker must use the caller's.
 inline uint32_t rounding() {
 #if defined(__x86_64__)
     return _mm_getcsr();
@@ -89,7 +89,7 @@ class Pool {
             try {
                 std::thread(&Pool::serve, this, workers_ + 1).detach();
             } catch (const std::system_error&) {
-                return;  // no more threads to be had: fewer do the work
+                return;  // no more threads available: fewer do the work
             }
         }
     }
@@ -131,7 +131,7 @@ class Pool {
         }
     }
 
-    // Whether the loop of now has a place for thread `number`.
+    // Whether the current loop has a place for thread `number`.
     bool invited(int64_t number) const { return (int64_t)(claims_.load() >> 32) > number; }
 
     void serve(int64_t number) {
@@ -163,25 +163,25 @@ class Pool {
     }
 
     std::mutex used_, sleep_;
-    std::condition_variable wake_[MOST_WORKERS + 1], done_;  // of each worker, by number; of the caller
+    std::condition_variable wake_[MOST_WORKERS + 1], done_;  // one per worker, by number; the caller's
     int64_t workers_ = 0;
     bool asleep_[MOST_WORKERS + 1] = {};  // by number
     Block block_ = nullptr;
     void* body_ = nullptr;
     int64_t count_ = 0;
     uint32_t rounding_ = 0;
-    // apart, since they are written by different threads all the time
+    // on separate cache lines, since different threads write them all the time
     alignas(64) std::atomic<uint64_t> claims_{0};
     alignas(64) std::atomic<int64_t> finished_{0};
     alignas(64) std::atomic<uint64_t> loops_{0};
-    std::atomic<int64_t> first_asleep_{MOST_WORKERS + 1};  // the lowest number of a worker that sleeps
+    std::atomic<int64_t> first_asleep_{MOST_WORKERS + 1};  // the lowest number of a sleeping worker
     std::atomic<bool> waiting_{false};
 };
 
 // Never destroyed: workers outlive main's end.
 std::atomic<Pool*> pool{nullptr};
 
-void forget() { pool.store(new Pool); }  // in a child: the workers and whoever held a lock are not there
+void forget() { pool.store(new Pool); }  // in a child process: workers and lock holders do not exist there
 
 Pool& the_pool() {
     Pool* found = pool.load();

@@ -1,9 +1,11 @@
-// One pool of threads for every operator: loops are cut into blocks, and whoever is awake takes the next block.
+// One thread pool for all operators: loops are divided into blocks, and any running thread takes the next block.
 //
-// Bits: a block is computed by one thread in a fixed order, so the number of threads that take part changes none.
-// Waiting: the caller takes blocks itself, so a worker that the system has not scheduled is never waited for, only one
-// that is in the middle of a block. A caller that finds the pool in use by another thread computes all its blocks alone.
-// After fork() a child has a pool of its own, without workers until they are needed.
+// Bits: a block is computed by one thread in a fixed order, so the number of threads has no effect on results.
+//
+// Waiting: the caller takes blocks itself, so it never waits for a worker that is not scheduled, only for one that is
+// in the middle of a block. A caller that finds the pool in use by another thread computes all its blocks alone.
+//
+// After fork() a child has its own pool, whose workers start when needed.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +19,7 @@ typedef void (*Block)(void* body, int64_t index);
 // Calls block(body, i) for each i in [0, count), on at most `members` threads, the caller among them.
 void run_blocks(int64_t members, int64_t count, Block block, void* body);
 
-// body(i) for each i in [0, count); each is a block, so it should be some microseconds of work.
+// body(i) for each i in [0, count); each is a block, so it should take some microseconds.
 template <class Body>
 inline void parallel(int64_t members, int64_t count, Body&& body) {
     if (members <= 1 || count <= 1) {
@@ -28,11 +30,11 @@ inline void parallel(int64_t members, int64_t count, Body&& body) {
     run_blocks(members, count, [](void* b, int64_t i) { (*(Kept*)b)(i); }, (void*)&body);
 }
 
-// Most blocks a thread, so that one that comes late leaves its share to others.
+// Maximum number of blocks per thread; several, so that other threads take over the share of a late one.
 constexpr int64_t BLOCKS_EACH = 32;
 
-// body(from, to) over ranges of [0, count), of at least `least` indices where that leaves one for each member. Example:
-// 100 over 2 members -> 64 ranges of 1 or 2; with least = 30 -> 3 of 33 or 34; with least = 80 -> 2 of 50.
+// body(from, to) over ranges of [0, count), of at least `least` indices unless that leaves fewer ranges than members.
+// Example: 100 over 2 members -> 64 ranges of 1 or 2; with least = 30 -> 3 of 33 or 34; with least = 80 -> 2 of 50.
 template <class Body>
 inline void parallel_ranges(int64_t members, int64_t count, int64_t least, Body&& body) {
     if (members <= 1) {
@@ -44,7 +46,7 @@ inline void parallel_ranges(int64_t members, int64_t count, int64_t least, Body&
     parallel(members, blocks, [&](int64_t b) { body(count * b / blocks, count * (b + 1) / blocks); });
 }
 
-// body(i) for each i in [0, count), a range for each member: for items that are little work each.
+// body(i) for each i in [0, count), one range per member: for items with little work each.
 template <class Body>
 inline void parallel_items(int64_t members, int64_t count, Body&& body) {
     parallel_ranges(members, count, count, [&](int64_t from, int64_t to) {

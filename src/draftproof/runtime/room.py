@@ -1,4 +1,4 @@
-"""How much memory a device has left, what becomes of memory that was freed, and large pages for what stays."""
+"""Free memory of a device, the allocator's handling of freed memory, and large pages for long-lived tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free: of the GPU's memory, or on a CPU what can be had without swapping."""
+    """Free bytes: of the GPU's memory, or on a CPU what can be allocated without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")
@@ -26,22 +26,25 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-# glibc's names and numbers (malloc.h). Half of its largest heap is the most that some versions take for the second.
+# glibc's names and numbers (malloc.h). Half of its largest heap is the largest M_MMAP_THRESHOLD in some versions.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES, LARGEST_BYTES = 1 << 28, 1 << 25
 
 
 def give_back_freed_memory() -> bool:
-    """Give the system what was freed and lies between what stays, such as weights as they were read; whether it can."""
+    """Return freed memory between live allocations to the system, such as weights as they were read; returns whether it
+    could.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep up to `KEPT_BYTES` that were freed, in blocks of up to `LARGEST_BYTES`; whether it can.
+    """Let this process keep up to `KEPT_BYTES` of freed memory, in blocks of up to `LARGEST_BYTES`; returns whether it
+    could.
 
-    glibc gives memory back as soon as a prompt's largest tensors are freed, and the system hands it out anew page by
-    page, filled with zeros: a fifth of the time that a small model took for eight prompts of 200 tokens.
+    By default glibc returns memory as soon as a prompt's largest tensors are freed, and the system hands it out again
+    page by page, zeroed: a fifth of the time that a small model took for eight prompts of 200 tokens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
@@ -50,14 +53,14 @@ def keep_freed_memory() -> bool:
 
 
 def untouched_zeros(size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU of which each page costs nothing before it is written to.
+    """Zeros on the CPU, whose pages cost nothing until they are written.
 
-    Memory fresh from the system is zero; what a C library has left from before it would have to clear, page by page.
+    Memory fresh from the system is zero; memory reused by the C library would have to be cleared page by page.
     """
     num_bytes = math.prod(size) * dtype.itemsize
     if not num_bytes:
         return torch.zeros(*size, dtype=dtype)
-    mapped = mmap.mmap(-1, num_bytes)  # given back when the tensor is gone
+    mapped = mmap.mmap(-1, num_bytes)  # returned when the tensor is freed
     return torch.frombuffer(mapped, dtype=dtype).view(*size)
 
 
@@ -65,10 +68,10 @@ ARENA_BYTES, LARGE_PAGE, CACHE_LINE = 1 << 26, 1 << 21, 64
 
 
 class Arena:
-    """Memory in large pages, where the system has them, for tensors that stay: weights lie there one after the other.
+    """Memory in large pages, where the system has them, for long-lived tensors such as weights, one after the other.
 
-    What is read in whole at every step meets a new page every few hundred nanoseconds, each of which has to be looked
-    up, in a virtual machine twice. Memory is given back when the last tensor of a stretch is gone.
+    Weights are read completely in every step, which enters a new small page every few hundred nanoseconds; each costs
+    an address translation, in a virtual machine two. A stretch is returned when its last tensor is freed.
     """
 
     def __init__(self) -> None:
@@ -76,7 +79,7 @@ class Arena:
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of a contiguous tensor there; the tensor itself where the system has no large pages."""
+        """A copy of a contiguous tensor in the arena; the tensor itself if the system has no large pages."""
         if not hasattr(mmap, "MADV_HUGEPAGE") or not tensor.numel():
             return tensor
         if self._stretch is None or self._used + tensor.nbytes > len(self._stretch):
@@ -90,9 +93,9 @@ class Arena:
 
 
 def _large_pages(num_bytes: int) -> Tensor:
-    """Untouched memory from the beginning of a large page on, for which such pages are asked."""
+    """Untouched memory, aligned to large pages, for which the system is asked to use them."""
     mapped = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them: as good as what is left
+    with contextlib.suppress(OSError):  # a system without large pages uses small ones
         mapped.madvise(mmap.MADV_HUGEPAGE)
     found = torch.frombuffer(mapped, dtype=torch.uint8)
     first = -found.data_ptr() % LARGE_PAGE

@@ -1,4 +1,4 @@
-"""What processes remember on disk: certificates, choices, costs."""
+"""The on-disk store shared by processes: certificates, choices, costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Store:
-    """A JSON object on disk that processes add to. Anything unreadable in it counts as absent."""
+    """A JSON object on disk that processes add to. Unreadable contents count as absent."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class Store:
         return raw if isinstance(raw, dict) else {}
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Atomic; a folder that cannot be written only costs the next start its time, which one warning says."""
+        """Add entries atomically. If the folder is not writable, warn once: the next start then repeats the work."""
         temporary = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What torch is set to while it computes for us: the number of threads, and the precision of sums."""
+"""torch's settings during our computations: the number of threads, and the precision of sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ C = TypeVar("C", bound=Certified)
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch and the library on `count` threads; afterwards on as many as before, whatever was set meanwhile."""
+    """Run torch and the library on `count` threads, then restore the previous number."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)
@@ -36,7 +36,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def is_undisturbed(num_threads: int) -> bool:
-    """Whether torch is set as `threads` and `own_precision` would set it, and tensors outlive their call."""
+    """Whether torch's settings are those that `threads` and `own_precision` would set, and inference mode is off."""
     return (
         torch.get_num_threads() == num_threads
         and not torch.is_inference_mode_enabled()
@@ -48,9 +48,9 @@ def is_undisturbed(num_threads: int) -> bool:
 
 @contextlib.contextmanager
 def own_precision() -> Iterator[None]:
-    """The model's dtypes and fp32 sums, whatever a caller set: autocast and matmul precision would choose others.
+    """The model's dtypes and fp32 sums, whatever the caller set: autocast and matmul precision would choose others.
 
-    Asking costs less than setting, and is all that most steps do.
+    Settings are changed only if they differ, since reading them is cheaper than setting them.
     """
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":

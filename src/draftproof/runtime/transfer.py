@@ -1,4 +1,4 @@
-"""Copies between host and device that neither waits for. On a CPU both are the same memory."""
+"""Asynchronous copies between host and device. On a CPU both are the same memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers as int64 on `device`, in the order of its work: through pinned memory, so the host goes on."""
+    """The numbers as int64 on `device`, in the order of its work; copied from pinned memory, so the host does not
+    wait.
+    """
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def device_seconds(run: Callable[[], object]) -> float:
-    """What `run` takes on the GPU, by its own clock."""
+    """The time of `run` on the GPU, by the GPU's clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -29,8 +31,11 @@ def device_seconds(run: Callable[[], object]) -> float:
 
 
 class Integers:
-    """A CPU's int64 or int32 numbers at a fixed place, which Python reads and writes without torch: a call of torch
-    costs more than many numbers, most of all after a pass, which leaves nothing in the caches."""
+    """Direct access from Python to the int64 or int32 numbers of a CPU tensor, without torch.
+
+    A torch call costs more than accessing many numbers, most of all after a pass, which evicts everything from the
+    caches.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -41,20 +46,20 @@ class Integers:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Tensors on their way to the host."""
+    """Tensors being copied to the host."""
 
     _tensors: list[Tensor]
     _copied: torch.cuda.Event | None
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are there."""
+        """The tensors, once copied."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensors
 
 
 def download(tensors: Sequence[Tensor]) -> Arrivals:
-    """Copies of what the tensors hold when the device comes to this point. All are on one device."""
+    """Copies of the tensors as of this point in the device's work. All must be on one device."""
     if tensors[0].device.type == "cpu":
         return Arrivals([t.clone() for t in tensors], None)
     copies = [t.to("cpu", non_blocking=True) for t in tensors]  # into pinned memory
@@ -64,7 +69,7 @@ def download(tensors: Sequence[Tensor]) -> Arrivals:
 
 
 class IntegerRows:
-    """An int64 matrix on a device, to be read again and again as what is there changes."""
+    """An int64 matrix on a device whose current contents are read repeatedly."""
 
     def __init__(self, table_RX: Tensor) -> None:
         self.tensor = table_RX
@@ -72,7 +77,7 @@ class IntegerRows:
         self._on_host = Integers(table_RX) if table_RX.device.type == "cpu" else None
 
     def download(self) -> ArrivingRows:
-        """A copy of what it holds when the device comes to this point."""
+        """A copy of its contents as of this point in the device's work."""
         if self._on_host is None:
             return ArrivingRows([], download([self.tensor]))
         flat, width = self._on_host.items[:], self._width
@@ -81,13 +86,13 @@ class IntegerRows:
 
 @dataclass(slots=True)
 class ArrivingRows:
-    """A matrix of integers on its way to the host."""
+    """A matrix of integers being copied to the host."""
 
     _rows: list[list[int]]
     _arrivals: Arrivals | None = None
 
     def wait(self) -> list[list[int]]:
-        """Its rows, once they are there."""
+        """Its rows, once copied."""
         if self._arrivals is not None:
             self._rows = self._arrivals.wait()[0].tolist()
             self._arrivals = None

@@ -1,9 +1,9 @@
 """Verification that is lossless in distribution only: rejection sampling, and block verification.
 
-Both accept more drafts than the exact rule at high temperature, and give other tokens than plain decoding would,
-from the same distribution (block: Sun et al., arXiv 2403.10444). They need q, what the drafts were drawn from. Noise
-for drafts, acceptance and residual comes from separate domains, keyed by the round: a round is named by the number of
-tokens known before it, which no two rounds of a request share.
+Both accept more drafts than the exact rule at high temperature. They give other tokens than plain decoding would, from
+the same distribution (block: Sun et al., arXiv 2403.10444). They need q, the distribution that drafts were drawn from.
+Noise for drafts, acceptance and residual comes from separate domains, keyed by the round: the number of tokens known
+before it, which is unique among a request's rounds.
 Shapes: M rows, R requests, K draft slots, W = K + 1, V vocabulary, S slots, L positions.
 """
 
@@ -24,7 +24,7 @@ from draftproof.sampling.verifier import VerifyResult, VerifyRows, drafts_of, ro
 
 @dataclass(frozen=True, slots=True)
 class Domains:
-    """The streams that each kind of noise comes from. Any two that are equal bias the output."""
+    """The noise stream for each purpose. Equal streams would bias the output."""
 
     draft: int = Domain.DRAFT
     accept: int = Domain.ACCEPT
@@ -32,12 +32,11 @@ class Domains:
 
 
 class DraftDistribution:
-    """The distributions that each slot's latest drafts were drawn from, kept until they are verified: fp32
-    [S, K + 1, V].
+    """The distributions that each slot's latest drafts were drawn from, kept until verification: fp32 [S, K + 1, V].
 
-    Keyed by slot, so rounds may order their requests as they like. A record counts only for the same round of the
-    same request and only where the proposed token is the one that was drawn; any other draft counts as one-hot,
-    which is right for every token however it was found.
+    Keyed by slot, so rounds may list their requests in any order. A record is used only for the same round of the same
+    request and only if the proposed token is the one that was drawn. Any other draft counts as one-hot, which is
+    correct however the token was found.
     """
 
     def __init__(self, num_slots: int, num_drafts: int, vocab_size: int, device: torch.device | str) -> None:
@@ -58,7 +57,7 @@ class DraftDistribution:
         q_MV: Tensor,
         ids_V: Tensor | None,
     ) -> None:
-        """Note that `tokens_M[m]` was drawn from `q_MV[m]` in the round that knows `lengths_M[m]` tokens."""
+        """Record that `tokens_M[m]` was drawn from `q_MV[m]` in the round that knows `lengths_M[m]` tokens."""
         at_M = positions_M - lengths_M
         at_M = torch.where((at_M >= 0) & (at_M < self.num_drafts), at_M, self.num_drafts)
         if ids_V is not None:
@@ -70,7 +69,7 @@ class DraftDistribution:
         self._seed_SX[slots_M, at_M] = seeds_M
 
     def of(self, rows: VerifyRows, seeds_R: Tensor, drafts_RK: Tensor) -> Tensor:
-        """q of each draft to verify, fp32 [R, K, V]; one-hot where there is no record of it."""
+        """q of each draft to verify, fp32 [R, K, V]; one-hot if it has no record."""
         K = drafts_RK.shape[1]
         slots_R = rows.slots_R
         known_RK = (
@@ -150,7 +149,7 @@ class LossyVerifier:
 
 @dataclass(frozen=True, slots=True)
 class RecordingDraw:
-    """A drafter's `draw` in the lossy modes: draws from q with the draft domain's noise and records q."""
+    """A `Draw` for the lossy modes: draws from q with the draft domain's noise and records q."""
 
     sampler: Sampler
     distribution: DraftDistribution
@@ -160,7 +159,7 @@ class RecordingDraw:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Empty: no tensors stand for all that this draw depends on."""
+        """Empty: the draw depends on more than tensors, so it cannot be replayed."""
         return ()
 
     def over(self, inputs: tuple[Tensor, ...]) -> RecordingDraw:
@@ -186,9 +185,9 @@ class RecordingDraw:
 def accept_rejection(
     p_RWV: Tensor, q_RKV: Tensor, drafts_RK: Tensor, live_RK: Tensor, u_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Acceptance draft by draft: with probability min(1, p/q), up to the first refusal.
+    """Draft-by-draft acceptance with probability min(1, p/q), up to the first rejection.
 
-    Returns (accepted_R, weights_RV the next token is drawn from: (p - q)+ after a refusal, else p).
+    Returns (accepted_R, weights_RV from which the next token is drawn: (p - q)+ after a rejection, else p).
     """
     p_RK, q_RK = _chosen(p_RWV, q_RKV, drafts_RK)
     accepted_R = ((u_RK * q_RK < p_RK) & live_RK).cumprod(1).sum(1)
@@ -198,10 +197,10 @@ def accept_rejection(
 def accept_block(
     p_RWV: Tensor, q_RKV: Tensor, drafts_RK: Tensor, live_RK: Tensor, u_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Acceptance of all drafts together: the longest prefix that passes its own test is accepted.
+    """Joint acceptance of all drafts: the longest prefix that passes its own test is accepted.
 
-    The prefix of i drafts carries weight w_i = min(1, w_{i-1} p/q). With s_i the mass of (w_i p - q)+ at the row
-    after it, it passes with probability s_i / (s_i + 1 - w_i); the last row has q = 0, hence w_i. Returns as
+    The prefix of i drafts has weight w_i = min(1, w_{i-1} p/q). With s_i the mass of (w_i p - q)+ at the row after it,
+    the prefix passes with probability s_i / (s_i + 1 - w_i); the last row has q = 0, hence w_i. Returns as
     `accept_rejection`, with (w p - q)+.
     """
     p_RK, q_RK = _chosen(p_RWV, q_RKV, drafts_RK)
@@ -213,7 +212,7 @@ def accept_block(
         weights.append(w_R)
         q_next_RV = q_RKV[:, i + 1] if i + 1 < q_RKV.shape[1] else 0.0
         s_R = _mass((w_R[:, None] * p_RWV[:, i + 1] - q_next_RV).clamp_(min=0))
-        # w_i = 1 with s_i = 0 is p = q: whatever comes next keeps w = 1, so this prefix is never where it ends.
+        # w_i = 1 with s_i = 0 means p = q: any next draft keeps w = 1, so acceptance never ends at this prefix.
         passes_R = (u_RK[:, i] * (s_R + 1 - w_R) < s_R) & live_RK[:, i]
         accepted_R = torch.where(passes_R, i + 1, accepted_R)
     w_R = torch.stack(weights, 1).gather(1, accepted_R[:, None])[:, 0]
@@ -227,7 +226,7 @@ def _chosen(p_RWV: Tensor, q_RKV: Tensor, drafts_RK: Tensor) -> tuple[Tensor, Te
 
 
 def _residual(p_RWV: Tensor, q_RKV: Tensor, accepted_R: Tensor, w_R: Tensor) -> Tensor:
-    """(w p - q)+ of the row after the accepted drafts, [R, V]; p where rounding leaves nothing of it."""
+    """(w p - q)+ of the row after the accepted drafts, [R, V]; p where rounding leaves no mass."""
     each_R = torch.arange(len(accepted_R), device=accepted_R.device)
     p_RV = p_RWV[each_R, accepted_R]
     q_RV = torch.nn.functional.pad(q_RKV, (0, 0, 0, 1))[each_R, accepted_R]
@@ -236,7 +235,7 @@ def _residual(p_RWV: Tensor, q_RKV: Tensor, accepted_R: Tensor, w_R: Tensor) -> 
 
 
 def _mass(weight_RV: Tensor) -> Tensor:
-    """Sum over V in column order, whatever the number of rows."""
+    """Sum over V in column order, independent of the number of rows."""
     return weight_RV.cumsum(1)[:, -1]
 
 
@@ -252,7 +251,7 @@ def _uniforms(seeds_R: Tensor, lengths_R: Tensor, at_K: Tensor) -> Tensor:
 
 
 def _race(weight_MV: Tensor, seeds_M: Tensor, positions_M: Tensor, ids_V: Tensor | None) -> Tensor:
-    """A draw from weight_MV, not normalised: target ids, int64 [M]; `NO_NUMBER` where a row has none."""
+    """A draw from unnormalised weights: target ids, int64 [M]; `NO_NUMBER` for rows without a positive weight."""
     columns_V = torch.arange(weight_MV.shape[1], device=weight_MV.device) if ids_V is None else ids_V
     best_M = (exponential(seeds_M, positions_M, columns_V) / weight_MV).argmin(-1)
     tokens_M = columns_V[best_M]

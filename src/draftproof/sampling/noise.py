@@ -1,6 +1,6 @@
-"""Seeds of noise: a row's, and those of independent streams for the lossy verification modes.
+"""Noise seeds: a row's seed, and those of independent streams for the lossy verification modes.
 
-The hash itself and the Gumbel transform are kernels/sample/noise.py's, because the compiled operators share them.
+The hash and the Gumbel transform are in kernels/sample/noise.py, because the compiled operators share them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Domain", "derive", "exponential", "gumbel", "row_seed", "token_bits"
 
 
 class Domain(IntEnum):
-    """Streams of noise that must not share a number with each other, nor with the shared noise of `sample`."""
+    """Noise streams that must share no numbers with each other, nor with the shared noise of `sample`."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -24,8 +24,8 @@ class Domain(IntEnum):
 def row_seed(request_seed: int | None, engine_seed: int, arrival: int, choice: int = 0) -> int:
     """The int64 seed of one choice of one request.
 
-    With `request_seed` given the arrival number plays no part, so the request gives the same tokens at any time.
-    Choice 1 of seed s is not choice 0 of seed s + 1: all parts go through one hash.
+    If `request_seed` is given, the arrival number is ignored, so the request gives the same tokens at any time. Choice
+    1 of seed s is not choice 0 of seed s + 1: all parts are hashed together.
     """
     if request_seed is None:
         source = f"engine {engine_seed} arrival {arrival} choice {choice}"

@@ -1,6 +1,6 @@
-"""The sampling parameters of every slot, on the device, and the host's knowledge of which slots need processing.
+"""The sampling parameters of every slot, on the device, and the host's record of which slots need processing.
 
-Shapes: S slots, V vocabulary, N numbers of the longest list, M rows of a pass, W words of 32 bits.
+Shapes: S slots, V vocabulary, N entries of the longest list, M rows of a pass, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from draftproof.types import SamplingParams
 
 
 class SamplingTable:
-    """Parameters per slot. A free slot is greedy and unconstrained, so padding rows that name it are harmless.
+    """Sampling parameters per slot. A free slot is greedy and unconstrained, so padding rows may safely name it.
 
-    `lists_SN`: what each slot rules out and weighs, as `kernels.process` reads it. A longer list than any before moves
-    all to a larger table, and `generation`, from 1, counts these: what was recorded with an earlier one is stale.
-    `masks_MW`: which ids each row of the pass may have, where the host decides it; made when that is first asked for.
+    `lists_SN`: each slot's bans, biases and allowed ids, in the format of `kernels.process`. A list longer than any
+    before moves all to a larger table and increments `generation` (from 1); recordings made with an earlier generation
+    are stale. `masks_MW`: the allowed ids of each row of the pass, set by the host; allocated when first needed.
     """
 
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu", *, max_rows: int = 1
     ) -> None:
-        """max_rows: the most that a pass samples."""
+        """max_rows: the most rows that a pass samples."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.max_rows = max_rows
@@ -38,7 +38,7 @@ class SamplingTable:
         self.lists_SN = torch.zeros((num_slots, 16 * HEADER), dtype=torch.int32, device=self.device)
         self.generation = 1
         self._free = free
-        self._processed: set[int] = set()  # slots whose requests ask for more than temperature and filters
+        self._processed: set[int] = set()  # slots whose requests need more than temperature and filters
 
     @property
     def num_slots(self) -> int:
@@ -55,9 +55,11 @@ class SamplingTable:
         *,
         is_masked: bool = False,
     ) -> None:
-        """Fill `slot`. `prompt_len`: tokens of the user's prompt, also after a preemption; `stop_ids`: EOS and stop
-        ids that `min_tokens` holds back; `bad_words_ids`: token sequences of `params.bad_words`; `is_masked`: the
-        host gives each of its rows a mask. All ids have been checked against the vocabulary.
+        """Fill `slot`.
+
+        `prompt_len`: tokens of the user's prompt, also after a preemption. `stop_ids`: EOS and stop ids that
+        `min_tokens` suppresses. `bad_words_ids`: token sequences of `params.bad_words`. `is_masked`: the host sets a
+        mask for each of its rows. All ids have been checked against the vocabulary.
         """
         self.release(slot)
         held_back = [i for i in sorted(stop_ids) if 0 <= i < self.vocab_size] if params.min_tokens else []
@@ -90,17 +92,19 @@ class SamplingTable:
         self.params_S.packed_MC[slot] = upload(row, self.device)
 
     def release(self, slot: int) -> None:
-        """Give `slot` a free slot's values again."""
+        """Reset `slot` to the values of a free slot."""
         self._processed.discard(slot)
         self.params_S.packed_MC[slot] = self._free
 
     def has_processing(self, slots: Iterable[int]) -> bool:
-        """Whether any of these slots' requests asks for more than temperature and filters."""
+        """Whether any of these slots' requests needs more than temperature and filters."""
         return bool(self._processed) and not self._processed.isdisjoint(slots)
 
     def load_masks(self, masks: Sequence[tuple[int, bytes]]) -> None:
-        """Masks of the next pass: (the first row, a mask for it and for each of those after it). What they were in an
-        earlier pass has been read."""
+        """Set the masks of the next pass, each entry (first row, masks of that row and the rows after it).
+
+        The device must have finished reading the masks of an earlier pass.
+        """
         host_MW = self._masks_on_host
         max_rows, num_words = host_MW.shape
         first_byte, row_bytes = host_MW.data_ptr(), 4 * num_words

@@ -1,4 +1,4 @@
-"""The sampler: logits of a pass to tokens and logprobs, under each slot's parameters.
+"""The sampler: turns logits of a pass into tokens and logprobs, using each slot's parameters.
 
 Shapes: M rows, V vocabulary, S slots, L positions, R requests of a round, N alternatives.
 """
@@ -18,7 +18,7 @@ from draftproof.sampling.params import SamplingTable
 
 
 class Sampler:
-    """Sampling by law 1, over a table of slots. Holds no state of its own."""
+    """Sampling by law 1 with a table of per-slot parameters. Stateless."""
 
     def __init__(self, table: SamplingTable, ops: Ops) -> None:
         self.table = table
@@ -44,11 +44,11 @@ class Sampler:
         *,
         has_processing: bool,
     ) -> Tensor:
-        """The token of each target row: int64 [M], `NO_NUMBER` or `NONE_LEFT` where no token is possible.
+        """The token of each target row: int64 [M], `NO_NUMBER` or `NONE_LEFT` if no token is possible.
 
-        logits_MV fp32, left as it is; slots_M, positions_M int64: the slot and the position that is sampled;
-        tokens_SL int32: known tokens, then the drafts being verified; has_processing: some row's request asks for more
-        than temperature and filters.
+        logits_MV fp32, not modified; slots_M, positions_M int64: the slot and the position to sample; tokens_SL int32:
+        known tokens, then the drafts being verified; has_processing: some row's request needs more than temperature and
+        filters.
         """
         params, failures_M = self.rows(slots_M), None
         if has_processing:
@@ -58,15 +58,15 @@ class Sampler:
     def draw(
         self, logits_MV: Tensor, slots_M: Tensor, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
-        """The token of each draft row: the request's temperature and filters with the noise of `sample`.
+        """The token of each draft row: the request's temperature and filters, with the noise of `sample`.
 
-        The filters cost nothing where a request sets none and raise acceptance where it does. ids_V int64: target id
-        of each column of a reduced vocabulary. Returns int64 [M] target ids.
+        Filters raise acceptance; unset filters cost nothing. ids_V int64: target id of each column of a reduced
+        vocabulary. Returns int64 [M] target ids.
         """
         return self.ops.sample(logits_MV, self.rows(slots_M), positions_M, ids_V)
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor | None = None) -> RoundDraw:
-        """`draw` for the requests of one round, as a drafter calls it: rows name requests, not slots."""
+        """`draw` for the requests of one round, as drafters call it: rows are indexed by request, not by slot."""
         return RoundDraw(self.ops, self.rows(slots_R))
 
     def logprobs(
@@ -74,7 +74,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(logprob_M of each token, rank_M from 1, the `num` likeliest ids_MN, their logprobs_MN).
 
-        From raw logits, fp32 and int64. Equal logits are ordered by id, in ranks as in the list.
+        Computed from raw logits; fp32 and int64. Equal logits are ordered by id, in ranks and in the list.
         """
         norm_M1 = self.ops.log_normalizer(logits_MV)[:, None]
         tokens_M1 = tokens_M.long()[:, None]
@@ -87,7 +87,9 @@ class Sampler:
 
 
 class Draw(Protocol):
-    """A drafter's sampling. `over(inputs)` draws from other `inputs`, so that a recorded draft pass can run again."""
+    """A drafter's sampling function. `over(inputs)` draws from other `inputs`, so that a recorded draft pass can be
+    replayed.
+    """
 
     @property
     def inputs(self) -> tuple[Tensor, ...]: ...
@@ -97,17 +99,17 @@ class Draw(Protocol):
     def __call__(
         self, logits_MV: Tensor, rows_M: Tensor | None, positions_M: Tensor, ids_V: Tensor | None = None
     ) -> Tensor:
-        """Token for each row of draft logits, under the request's temperature and the engine's shared noise.
+        """A token for each row of draft logits, at the request's temperature and with the engine's shared noise.
 
-        rows_M: int64 index of the request in this round (0..R-1), None = each request once, in order.
-        positions_M: int64 position of the drafted token;
-        ids_V: int64 target id of each column where the draft vocabulary is reduced. Returns int64 target ids.
+        rows_M: int64 index of the request in this round (0..R-1); None: each request once, in order.
+        positions_M: int64 position of the drafted token.
+        ids_V: int64 target id of each column if the draft vocabulary is reduced. Returns int64 target ids.
         """
         ...
 
 
 class RoundDraw:
-    """A drafter's `draw` for one round in exact mode: a pure function of its `inputs`."""
+    """A `Draw` for one round in exact mode: a pure function of its `inputs`."""
 
     def __init__(self, ops: Ops, params: RowParams) -> None:
         self._ops = ops
@@ -118,7 +120,7 @@ class RoundDraw:
         return (self._params.packed_MC,)
 
     def over(self, inputs: tuple[Tensor, ...]) -> RoundDraw:
-        """A draw like this one, from other inputs."""
+        """This draw with other inputs."""
         return RoundDraw(self._ops, RowParams(*inputs))
 
     def __call__(
@@ -130,10 +132,10 @@ class RoundDraw:
 
 
 def top_ids(logits_MV: Tensor, num: int) -> Tensor:
-    """Ids of the `num` largest logits in order, int64 [M, N]; of equal ones the lowest id first."""
+    """Ids of the `num` largest logits in descending order, int64 [M, N]; ties in order of ascending id."""
     V = logits_MV.shape[1]
     bits_MV = (logits_MV + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered_MV = (bits_MV ^ ((bits_MV >> 31) & 0x7FFFFFFF)).long()
-    # Keys are unique, so the answer does not depend on how topk breaks ties.
+    # Keys are unique, so the result does not depend on how topk breaks ties.
     keys_MV = (ordered_MV << 32) + torch.arange(V - 1, -1, -1, device=logits_MV.device)
     return V - 1 - (keys_MV.topk(min(num, V), dim=-1).values & 0xFFFFFFFF)

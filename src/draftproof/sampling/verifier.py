@@ -21,19 +21,19 @@ from draftproof.sampling.sampler import Draw, Sampler
 class VerifyRows:
     """The sampled rows of each request. Row j of request r samples position lengths_R[r] + j."""
 
-    first_R: Tensor  # int64: index into M of the request's first row; any value where num_R is 0
+    first_R: Tensor  # int64: index into M of the request's first row; arbitrary where num_R is 0
     num_R: Tensor  # int64: 0 in mid-prefill, else at least 1 + draft_count
     slots_R: Tensor  # int64
     lengths_R: Tensor  # int64: known tokens before this pass
     draft_count_R: Tensor  # int64: drafts to verify, at tokens_SL[slot, length:]
-    width: int  # W, a bound the host knows; 1 = no request has drafts
+    width: int  # W, an upper bound known to the host; 1 = no request has drafts
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
     """The tokens that a pass emitted: request r's are tokens_RW[r, :num_emitted_R[r]].
 
-    A token below 0 among the emitted ones means that the row held no possible one: `NO_NUMBER` or `NONE_LEFT`.
+    A negative emitted token means that no token was possible for the row: `NO_NUMBER` or `NONE_LEFT`.
     """
 
     tokens_RW: Tensor  # int64, -1 beyond the emitted ones
@@ -53,11 +53,11 @@ class Verifier(Protocol):
         *,
         has_processing: bool,
     ) -> VerifyResult:
-        """The emitted tokens, from raw logits of the sampled rows, which are left as they are."""
+        """The emitted tokens, from raw logits of the sampled rows; logits_MV is not modified."""
         ...
 
     def drawer(self, slots_R: Tensor, lengths_R: Tensor) -> Draw:
-        """The `draw` (see `sampler.Draw`) of the round after; lengths_R: known tokens, the newest included."""
+        """The next round's `draw` (see `sampler.Draw`); lengths_R: known tokens, the newest included."""
         ...
 
 
@@ -107,18 +107,18 @@ def accept_exact(
 
 
 def row_index(rows: VerifyRows, at_W: Tensor, num_rows: int) -> Tensor:
-    """Index into M of each request's W rows, int64 [R, W]; rows a request does not have name some valid row."""
+    """Index into M of each request's W rows, int64 [R, W]; entries beyond a request's rows point at some valid row."""
     return (rows.first_R[:, None] + at_W).clamp_(0, num_rows - 1)
 
 
 def drafts_of(rows: VerifyRows, at_K: Tensor, tokens_SL: Tensor) -> Tensor:
-    """The drafts of each request, [R, K]; past its draft count, some other token."""
+    """The drafts of each request, [R, K]; arbitrary tokens past its draft count."""
     length = tokens_SL.shape[1]
     at_RK = (rows.lengths_R[:, None] + at_K).clamp_(max=length - 1)
     return tokens_SL.take(at_RK + (rows.slots_R * length)[:, None])
 
 
 def verify_result(tokens_RW: Tensor, accepted_R: Tensor, rows: VerifyRows, at_W: Tensor) -> VerifyResult:
-    """The result of emitting `accepted` tokens and the one after; nothing in mid-prefill."""
+    """The result of emitting `accepted` drafts and the token after them; nothing in mid-prefill."""
     emitted_R = (accepted_R + 1) * (rows.num_R > 0)
     return VerifyResult(torch.where(at_W < emitted_R[:, None], tokens_RW, -1), emitted_R)

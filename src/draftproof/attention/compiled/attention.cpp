@@ -1,8 +1,8 @@
 // Attention over the paged cache.
 //
-// A work item is one kv head and a few neighbouring rows of one slot: they share the loads of K and V, but every query
-// has accumulators of its own that see the same operations in the same order as if it were alone. Keys are taken in
-// chunks of 64 from absolute position 0; a key that a row must not see never reaches that row's arithmetic.
+// A work item is one kv head and a few consecutive rows of one slot. They share the loads of K and V, but every query
+// has its own accumulators, with the same operations in the same order as if it were alone. Keys are processed in
+// chunks of 64 from absolute position 0; a key that a row does not see never enters that row's arithmetic.
 #include <algorithm>
 #include <vector>
 
@@ -17,11 +17,11 @@ using namespace dp;
 
 constexpr int CHUNK = 64;
 constexpr int GROUPS = CHUNK / LANES;
-constexpr int MAX_QUERIES = 32;  // of one work item, unless one row has more
-constexpr int64_t NEIGHBOURS = 4;  // work items that a thread takes at once, where there are many
-constexpr int64_t LINES_AT_ONCE = 8;  // of keys, and as many of values, that memory is asked for between other work
+constexpr int MAX_QUERIES = 32;  // per work item, unless one row has more
+constexpr int64_t NEIGHBOURS = 4;  // work items that a thread takes at once, if there are many
+constexpr int64_t LINES_AT_ONCE = 8;  // of keys, and as many of values, prefetched between other work
 
-// How queries and keys meet: bf16 pairs through the dot-product instruction where there is one, fp32 elsewhere.
+// Products of queries and keys: bf16 pairs with the dot-product instruction if available, fp32 otherwise.
 template <class T>
 struct Dot {
     static constexpr int PER_WORD = 1;
@@ -48,7 +48,7 @@ struct Dot<bf16> {
 };
 #endif
 
-// keys[0..64) -> k_words[word][64]: one vector holds the same word of 16 keys.
+// keys[0..64) -> k_words[word][64]: a vector holds the same word of 16 keys.
 template <class T>
 void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words, Lookahead<T>& ahead) {
     constexpr int64_t TILE = LANES * Dot<T>::PER_WORD;
@@ -66,14 +66,14 @@ void transpose_keys(const T* const* keys, int64_t head_dim, uvec* k_words, Looka
         }
 }
 
-// How many registers of keys or values N queries are taken against at a time.
+// Number of registers of keys or values that N queries are multiplied by at a time.
 constexpr int together(int n) {
     int count = 4 * PARTS;
     while (count > 1 && n * count > REGISTERS / 2) count /= 2;
     return count;
 }
 
-// Scores of N queries against 64 keys.
+// Scores of N queries with 64 keys.
 template <class T, int N>
 void score(const uint32_t* const* q, const uvec* k_words, int64_t words, vec* const* out) {
     constexpr int P = together(N);
@@ -88,7 +88,7 @@ void score(const uint32_t* const* q, const uvec* k_words, int64_t words, vec* co
     }
 }
 
-// acc += sum over keys from..to of weight * value, for N queries and P registers of the head from the first on.
+// acc += sum over keys from..to of weight * value, for N queries and P registers of the head, starting at `first`.
 template <int N, int P>
 void weigh_parts(vec* const* acc, const float* const* weights, const vec* values, int64_t vectors, int64_t first,
                  int64_t from, int64_t to) {
@@ -137,7 +137,7 @@ class Worker {
         soft_.vectors = vectors_;
     }
 
-    // `next`: the item that this thread does after this one, if any.
+    // `next`: this thread's next item, if any.
     void run(const T* q, const Queries* next, T* out) {
         read_queries(q);
         soft_.begin(q_.count);
@@ -146,7 +146,7 @@ class Worker {
             Range keys = {std::max<int64_t>(span.from - base, 0), std::min<int64_t>(span.to - base, CHUNK)};
             aim_ahead<CHUNK>(ahead_, q_, span, base, next);
             load_chunk(base, keys.from, keys.to);
-            ahead_.lines(INT64_MAX);  // the rest, while the scores are computed
+            ahead_.lines(INT64_MAX);  // the rest loads while the scores are computed
             for (int64_t n = 0; n < q_.count; n += 4) scores(n, std::min<int64_t>(q_.count - n, 4));
             soft_.chunk(q_, base, keys);
             for (int64_t n = 0; n < q_.count; n += 4) accumulate(base, n, std::min<int64_t>(q_.count - n, 4));
@@ -168,7 +168,7 @@ class Worker {
     void load_chunk(int64_t base, int64_t from, int64_t to) {
         const T* keys[CHUNK];
         const int64_t D = s_.head_dim;
-        for (int64_t i = from; i < to;) {  // the part of a block at a time
+        for (int64_t i = from; i < to;) {  // one block's part at a time
             int64_t offset = (base + i) % s_.block_size, at = cache_.at(q_.item, base + i);
             ahead_.lines(LINES_AT_ONCE);
             for (; i < to && offset < s_.block_size; i++, offset++, at += D) {
@@ -179,7 +179,7 @@ class Worker {
                     [&](int64_t d, int64_t n) { to_value[d / LANES] = load_n(cache_.v + at + d, n); });
             }
         }
-        // Places nobody sees hold any readable key: their scores are thrown away.
+        // Places that no query sees hold some readable key; their scores are discarded.
         for (int64_t i = 0; i < from; i++) keys[i] = keys[from];
         for (int64_t i = to; i < CHUNK; i++) keys[i] = keys[from];
         transpose_keys(keys, D, k_words_, ahead_);
@@ -198,7 +198,8 @@ class Worker {
         if (count == 1) score<T, 1>(q, k_words_, words_, out);
     }
 
-    // Keys that all queries see are done together; what only some see, before and after, one query at a time.
+    // Keys that all queries see are processed together; those before and after, which only some see, one query at a
+    // time.
     void accumulate(int64_t base, int64_t n, int64_t count) {
         Range own[4], common = {0, CHUNK};
         vec* acc[4];
@@ -275,7 +276,7 @@ void run(const T* q, const Cache<T>& cache, const int64_t* ends, T* out, int64_t
     }
     int64_t each = groups.size(), count = each * s.kv_heads;
     int64_t members = work * s.heads * s.head_dim < 65536 ? 1 : std::min(threads, count);
-    // Neighbours are of unlike requests, so that the heads of a long one are shared out.
+    // Consecutive items belong to different requests, so that the heads of a long one are distributed over threads.
     auto item_at = [&](int64_t i) { return Item{groups[i % each].first_row, groups[i % each].num_rows, i / each}; };
     parallel_ranges(members, count, std::min(NEIGHBOURS, count / (4 * members)), [&](int64_t from, int64_t to) {
         static thread_local Scratch scratch;

@@ -1,4 +1,4 @@
-// What both forms of attention share: the shape, the work item, scratch memory, and the running softmax.
+// Shared by both versions of attention: the shape, the work item, scratch memory, and the running softmax.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ struct Shape {
     float scale;
 };
 
-struct Item {  // neighbouring rows of one slot, one kv head
+struct Item {  // consecutive rows of one slot, one kv head
     int64_t first_row, num_rows, kv_head;
 };
 
@@ -31,7 +31,7 @@ struct Scratch {
     }
 };
 
-// The queries of an item, row by row, the heads of a row together, and what each sees.
+// The queries of an item, row by row, with the heads of a row together, and the keys that each sees.
 struct Queries {
     const Shape& shape;
     const Item& item;
@@ -43,7 +43,7 @@ struct Queries {
 
     int64_t start(int64_t end) const { return shape.window > 0 && end > shape.window ? end - shape.window : 0; }
 
-    Range seen(int64_t query, int64_t base, int64_t chunk) const {  // keys of the chunk at `base` that a query sees
+    Range seen(int64_t query, int64_t base, int64_t chunk) const {  // the keys of the chunk at `base` that a query sees
         int64_t end = ends[query / group];
         return {std::max<int64_t>(start(end) - base, 0), std::min<int64_t>(end - base, chunk)};
     }
@@ -69,7 +69,7 @@ struct Cache {
     const int32_t* table;
     const int64_t* slots;
 
-    // Where a position of an item lies in k and v. Example: blocks of 16, position 35 -> offset 3 of the slot's third
+    // Offset of an item's position in k and v. Example: blocks of 16, position 35 -> offset 3 of the slot's third
     // block.
     int64_t at(const Item& item, int64_t position) const {
         int64_t block = table[slots[item.first_row] * shape.table_width + position / shape.block_size];
@@ -78,21 +78,21 @@ struct Cache {
     }
 };
 
-// Asks memory for keys and values before their turn, a few lines at a time between other work. Blocks lie anywhere, so
-// no processor foresees them; asked for all at once, they would stall the work that is to hide them.
+// Prefetches keys and values, a few cache lines at a time between other work. Blocks are scattered, so the processor
+// does not prefetch them itself; prefetching all at once would stall the work that is to hide the latency.
 template <class T>
 class Lookahead {
   public:
     explicit Lookahead(const Cache<T>& cache) : cache_(cache) {}
 
-    // From now on ask for these positions of an item.
+    // Sets the positions of an item to prefetch.
     void aim(const Item& item, Range positions) {
         item_ = item;
         positions_ = positions;
         left_ = 0;
     }
 
-    // Ask for so many lines of keys, and as many of values.
+    // Prefetches `count` lines of keys and as many of values.
     void lines(int64_t count) {
         while (count > 0 && (left_ > 0 || next_block())) {
             int64_t now = std::min(count, left_);
@@ -125,12 +125,11 @@ class Lookahead {
     const Cache<T>& cache_;
     Item item_ = {0, 0, 0};
     Range positions_ = {0, 0};
-    int64_t left_ = 0;  // lines of the block at hand
+    int64_t left_ = 0;  // lines left of the current block
     const char *k_ = nullptr, *v_ = nullptr;
 };
 
-// Aim at what comes after the chunk at `base`: the item's next chunk, or the first of the item that the thread does
-// next.
+// Prefetch what follows the chunk at `base`: the item's next chunk, or the first chunk of the thread's next item.
 template <int CHUNK, class T>
 void aim_ahead(Lookahead<T>& ahead, const Queries& q, Range span, int64_t base, const Queries* next) {
     if (base + CHUNK < span.to) {
@@ -146,12 +145,12 @@ DP_INLINE ivec lanes_in(int g, Range seen) {
     return (key >= (int32_t)seen.from) & (key < (int32_t)seen.to);
 }
 
-// Running softmax of some queries over chunks of CHUNK keys, taken from absolute position 0. All arrays are per query;
+// Running softmax of several queries over chunks of CHUNK keys, from absolute position 0. All arrays are per query;
 // `decay` has room for a multiple of 16.
 template <int CHUNK>
 struct Softmax {
     static constexpr int GROUPS = CHUNK / LANES;
-    vec *weights, *totals, *acc;  // GROUPS vectors; 1; `vectors`
+    vec *weights, *totals, *acc;  // GROUPS vectors; 1; `vectors` vectors
     float *tops, *decay;
     int64_t vectors;
 
@@ -163,8 +162,8 @@ struct Softmax {
         }
     }
 
-    // Scores of a chunk -> weights exp(score - top); totals and sums so far shrink to the new top. `keys`: those that any
-    // query sees. A query that sees nothing of the chunk is left as it is, with weights 0.
+    // Turns a chunk's scores into weights exp(score - top) and rescales the sums so far to the new top. `keys`: those
+    // that any query sees. A query that sees none of the chunk is unchanged, with weights 0.
     void chunk(const Queries& q, int64_t base, Range keys) {
         const int first = (int)(keys.from / LANES), last = (int)((keys.to + LANES - 1) / LANES);
         for (int64_t n = 0; n < q.count; n++) {
@@ -196,7 +195,7 @@ struct Softmax {
     }
 };
 
-// 16 x 16 words.
+// Transposition of 16 x 16 words.
 template <int SPAN>
 DP_INLINE void exchange(uvec& a, uvec& b) {  // swaps the off-diagonal SPAN x SPAN blocks of two rows
     if (SPAN >= PART) {

@@ -1,5 +1,5 @@
-// Attention on AMX tiles, bf16: scores as keys x queries straight from the cache, values in pairs of keys. A weight is
-// split in two bf16 numbers, so no accuracy is lost to the tiles' input type.
+// Attention with AMX tiles, in bf16: scores as keys x queries straight from the cache, values in pairs of keys. A
+// weight is split into two bf16 numbers, so the tiles' input type costs no accuracy.
 #pragma once
 
 #include "runtime/amx.h"
@@ -13,17 +13,18 @@ class AmxWorker {
     static constexpr int CHUNK = 256, GROUPS = CHUNK / LANES;
 
   public:
-    // The same answer for every row of a model, so all rows take one path.
+    // Depends on the model's shape only, so all rows take the same path.
     static bool fits(const Shape& s) { return s.head_dim % 32 == 0 && s.block_size % LANES == 0 && amx_allowed(); }
 
     static void run(const Queries& queries, Scratch& scratch, const bf16* q, const Cache<bf16>& cache,
                     Lookahead<bf16>& ahead, const Queries* next, bf16* out) {
-        // Tiles take and give no subnormal numbers. Nothing else here may either, or adding 0, which a row meets where
-        // its neighbours see more keys, would not leave a sum as it was.
+        // Tiles flush subnormal numbers to zero. All other code here must do so too: otherwise adding 0, which happens
+        // where a row's neighbours see more keys, could change a sum.
         unsigned before = _mm_getcsr();
         _mm_setcsr(before | 0x8040);
         if (!AmxWorker(queries, scratch, cache, ahead).all(q, next, out))
-            // A value that only some rows see is not finite, and 0 * NaN would reach the others: each row on its own.
+            // A value that only some rows see is not finite, and 0 * NaN would reach the others: compute each row
+            // alone.
             for (int64_t r = 0; r < queries.item.num_rows; r++) {
                 Item one = {queries.item.first_row + r, 1, queries.item.kv_head};
                 Queries alone(queries.shape, one, queries.ends + r);
@@ -54,9 +55,9 @@ class AmxWorker {
         soft_.vectors = vectors_;
     }
 
-    // False, and nothing written, where the rows must be done one by one.
+    // Returns false, with nothing written, if the rows must be computed one by one.
     bool all(const bf16* q, const Queries* next, bf16* out) {
-        // Tiles 0-3 sums, 4 weights; 5 values or queries; 6 keys, 7 scores.
+        // Tiles 0-3: sums, 4: weights, 5: values or queries, 6: keys or values, 7: scores.
         amx_configure({tile_rows_, tile_rows_, tile_rows_, tile_rows_, tile_rows_, 16, 16, 16});
         read_queries(q);
         soft_.begin(tiles_ * LANES);
@@ -84,7 +85,7 @@ class AmxWorker {
         }
     }
 
-    // Groups are of 16 neighbouring keys, of which a block holds whole ones.
+    // A group is 16 consecutive keys; blocks contain whole groups.
     void scores(int64_t base, Range keys) {
         for (int g = (int)(keys.from / LANES); g * LANES < keys.to; g++) {
             const bf16* k = cache_.k + cache_.at(q_.item, base + g * LANES);
@@ -104,8 +105,8 @@ class AmxWorker {
         }
     }
 
-    // Pairs of neighbouring keys: word d of row j holds dimension d of keys 2j and 2j + 1, in the order that the
-    // unpack instructions leave (`finish` undoes it). False if a value that not every query sees is not finite.
+    // Pairs consecutive keys: word d of row j holds dimension d of keys 2j and 2j + 1, in the order of the unpack
+    // instructions (`finish` undoes it). Returns false if a value that not every query sees is not finite.
     bool pair_values(int64_t base, Range keys) {
         Range common = {0, CHUNK};
         for (int64_t n = 0; n < q_.count; n += q_.group) {
@@ -163,7 +164,7 @@ class AmxWorker {
             }
     }
 
-    // Tiles take 32 keys, the softmax 16: a half that it did not touch has weights 0.
+    // Tiles take 32 keys, the softmax 16: zero the weights of the other half if the softmax did not write them.
     void zero_outside(Range keys) {
         int64_t before = keys.from / LANES - 1, after = (keys.to + LANES - 1) / LANES;
         for (int64_t n = 0; n < q_.count; n++) {
@@ -221,7 +222,7 @@ class AmxWorker {
             bf16* to = out + q_.offset(n);
             const vec* acc = soft_.acc + n * vectors_;
             for (int64_t d = 0; d < dims_; d += 32, acc += 2) {
-                // Adding 0 makes -0 into 0: which of the two a sum of zeros is may depend on keys that others see.
+                // Adding 0 turns -0 into 0: the sign of a zero sum may depend on keys that only neighbours see.
                 vec low = acc[0] / total + 0.0f, high = acc[1] / total + 0.0f;
                 __m512 a = (__m512)low.parts[0], b = (__m512)high.parts[0];
                 low.parts[0] = (vec::part)_mm512_permutex2var_ps(a, first, b);

@@ -1,4 +1,4 @@
-"""Attention in C++, the fastest exact one on a CPU. See attention.cpp for how rows share work.
+"""Attention in C++, the fastest exact backend on a CPU. See attention.cpp for how rows share work.
 
 Shapes: T rows, S slots, B blocks per slot, D head size.
 """
@@ -14,7 +14,7 @@ from draftproof.runtime.native import DTYPE_CODES, Library
 
 
 class CompiledAttention(RowBackend):
-    """A backend; dtypes the library does not know go to torch."""
+    """The backend in C++; unsupported dtypes use torch."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_attention", "7P9qd")

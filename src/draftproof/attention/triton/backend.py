@@ -1,4 +1,4 @@
-"""The backend of a GPU: the Triton kernels of `paged.py`, which cut a pass's rows into tiles once."""
+"""The backend for GPUs: the Triton kernels of `paged.py`, which divide a pass's rows into tiles once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The Triton kernels of paged attention; `paged.py` tells how they work together.
+"""The Triton kernels of paged attention; `paged.py` explains how they work together.
 
-The maximum that a softmax is shifted by is rounded up to an integer (scores are in units of log 2): then every
-rescaling is by a power of two and exact, so a row's sum over chunks rounds alike in whatever kernel it is formed.
-Row sums come from a matrix product as the values do, since a reduction's order depends on the tile.
+The maximum by which a softmax is shifted is rounded up to an integer (scores are in units of log 2). Every rescaling is
+then by a power of two and exact, so a row's sum over chunks rounds alike in every kernel. Row sums come from a matrix
+product, as the values do, since the order of a reduction depends on the tile.
 Shapes: M tile rows (rows x heads of a group), N keys of a step, D head size, T rows, C chunks.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -14,25 +14,25 @@ import triton.language as tl
 
 from draftproof.runtime.triton.pdl import begin
 
-FAR = tl.constexpr(1 << 30)  # past every position
-ONES = tl.constexpr(16)  # columns of the product that sums rows: the fewest a matrix unit takes
-# chunks that the combine kernel loads at once
+FAR = tl.constexpr(1 << 30)  # greater than every position
+ONES = tl.constexpr(16)  # columns of the product that sums rows: the minimum of a matrix unit
+# chunks that the combine kernel loads at once: in its main loop, in its last steps
 MANY_CHUNKS = tl.constexpr(16)
 FEW_CHUNKS = tl.constexpr(8)
 
 
 @triton.jit
 def _power(x):
-    """2 to the integer `x` <= 0, exactly; 0 below the normal numbers."""
+    """2 to the integer `x` <= 0, exactly; 0 below the normal range."""
     return ((tl.maximum(x, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _shifted(m, m_C):
-    """The maximum with one more chunk, what the sums so far are scaled by, and what the chunk's are.
+    """(the maximum including one more chunk, the scale of the sums so far, the scale of the chunk's).
 
-    Maxima are integers, so that scaling rounds nothing but what falls below the normal numbers. That depends on the
-    order of steps too: every kernel adds chunks one by one, by `_added`.
+    Maxima are integers, so scaling rounds only results below the normal range. That depends on the order of steps too,
+    so all kernels add chunks one by one, by `_added`.
     """
     m_new = tl.maximum(m, m_C)
     return m_new, _power(m - m_new), _power(m_C - m_new)
@@ -40,14 +40,16 @@ def _shifted(m, m_C):
 
 @triton.jit
 def _added(x, old, x_C, new):
-    """x * old + x_C * new, where the second product is not rounded."""
+    """x * old + x_C * new; the second product is not rounded."""
     return tl.fma(x_C, new, x * old)
 
 
 @triton.jit
 def _divided(acc, total, is_live):
-    """The values' mean by weight; zero where nothing is seen. What is no number or infinite becomes NaN: which of them
-    it was would tell how keys were grouped."""
+    """The weighted mean of the values; zero if no key is seen.
+
+    NaN and infinite results become NaN: which of the two it was could depend on how keys were grouped.
+    """
     y = tl.math.div_rn(acc, tl.where(is_live, total, 1.0))
     y = tl.where(tl.abs(y) < float("inf"), y, float("nan"))
     return tl.where(is_live, y, 0.0)
@@ -55,7 +57,7 @@ def _divided(acc, total, is_live):
 
 @triton.jit
 def _num_chunks(end, window, CHUNK: tl.constexpr, WINDOWED: tl.constexpr):
-    """Number of chunks of which a row sees some key."""
+    """Number of chunks in which a row sees some key."""
     first = 0
     if WINDOWED:
         first = tl.maximum(end - window, 0) // CHUNK
@@ -73,10 +75,10 @@ def tiles_kernel(
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RUNS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Cut the pass into tiles of up to ROWS neighbouring rows of one slot, and their chunks into runs; one program.
+    """Divide the pass into tiles of up to ROWS consecutive rows of one slot, and their chunks into runs; one program.
 
-    plan: [tiles, runs of all tiles, chunks of a run, first row of each tile and `rows`, runs of all tiles before each,
-    slots]. Runs are as long as leaves RUNS of them: 17 chunks in all and RUNS 4 make runs of 5 chunks.
+    plan: [tiles, runs of all tiles, chunks per run, first row of each tile and `rows`, number of runs before each tile,
+    slots]. The length of runs is chosen to give about RUNS of them: 17 chunks in all and RUNS 4 give runs of 5 chunks.
     """
     begin(PDL)
     carried, tiles = 0, 0
@@ -98,7 +100,7 @@ def tiles_kernel(
     tl.store(plan + 3 + tiles, rows)
     tl.store(plan, tiles)
     if SPLIT:
-        tl.debug_barrier()  # what was stored above is read below by other threads
+        tl.debug_barrier()  # other threads read below what was stored above
         i = tl.arange(0, BLOCK)
         first = tl.load(plan + 3 + i, mask=i < tiles, other=0)
         after = tl.load(plan + 4 + i, mask=i < tiles, other=0)
@@ -123,8 +125,9 @@ def _load_tile(
     q, ends, first, count, head, window, M: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP2: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The tile of `count` rows from `first` on: (q_MD, row of each tile row, head of each, whether it is one, its end,
-    its first key)."""
+    """The tile of `count` rows starting at `first`: (q_MD, row of each tile row, its head, whether it is valid, its
+    end, its first key).
+    """
     m = tl.arange(0, M)
     r = m // GROUP2
     g = m % GROUP2
@@ -143,14 +146,14 @@ def _load_tile(
 
 @triton.jit
 def _keys(row_table, positions_N, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr):
-    """Offsets of the cached vectors of these positions."""
+    """Offsets of the cached vectors at these positions."""
     block_N = tl.load(row_table + positions_N // BLOCK_SIZE).to(tl.int64)
     return ((block_N * KV_HEADS + head) * BLOCK_SIZE + positions_N % BLOCK_SIZE) * D
 
 
 @triton.jit
 def _softmax(s_MN, m_M, l_MO, acc_MD):
-    """Shift to the new maximum: (weights, maximum, and the sums so far rescaled)."""
+    """Shift to the new maximum: (weights, maximum, rescaled sums so far)."""
     m_new = tl.maximum(m_M, tl.ceil(tl.max(s_MN, axis=1)))
     p_MN = tl.exp2(s_MN - tl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
     a_M = _power(m_M - m_new)
@@ -159,7 +162,7 @@ def _softmax(s_MN, m_M, l_MO, acc_MD):
 
 @triton.jit
 def _nothing(M: tl.constexpr, DP: tl.constexpr):
-    """The state of a sum over no keys: (maximum_M, sum [M, ONES], weighted values_MD)."""
+    """The state before any keys: (maximum_M, sum [M, ONES], weighted values_MD)."""
     return (
         tl.full((M,), -float("inf"), tl.float32),
         tl.zeros((M, ONES), tl.float32),
@@ -169,7 +172,7 @@ def _nothing(M: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _is_broken(x):
-    """Whether x is no number, or infinite."""
+    """Whether x is NaN or infinite."""
     return ~(tl.abs(x.to(tl.float32)) < float("inf"))
 
 
@@ -181,12 +184,12 @@ def _step(
 ):  # fmt: skip
     """One step of attention, over keys j*N..j*N+N-1; `is_partial`: some row does not see all of them.
 
-    The last result tells whether a value that some row does not see may be broken: its weight of 0 would not silence
-    it. CAREFUL: such a value is taken out, and makes those who see it no number.
+    The last result says whether a value that some row does not see may be NaN or infinite, which its weight of 0 would
+    not remove. CAREFUL: such values are zeroed, and the rows that see them become NaN.
     """
     n = j * N + tl.arange(0, N)
     d = tl.arange(0, DP)
-    # Keys that no row sees are read as the nearest that one does, which costs less than a mask, and get a weight of 0.
+    # For keys that no row sees, the nearest visible one is read, which is cheaper than a mask; their weight is 0.
     read_N = tl.maximum(tl.minimum(n, limit - 1), bottom)
     at_ND = _keys(row_table, read_N, head, KV_HEADS, BLOCK_SIZE, D)[:, None] + d[None, :]
     if D == DP:
@@ -225,9 +228,9 @@ def _close(
     chunk, m_C, l_C, acc_C, m_M, l_MO, acc_MD, end_M, low_M, acc_out, ml_out, at_M, valid_M,
     CHUNK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Close a chunk: its sums go to memory (STORE), or are added to those of the chunks before it.
+    """Finish a chunk: store its sums (STORE), or add them to those of the chunks before it.
 
-    A row that met a broken value becomes NaN as a whole, through its sum of weights.
+    A row that saw a NaN or infinite value becomes NaN as a whole, through its sum of weights.
     """
     start = chunk * CHUNK
     d = tl.arange(0, DP)
@@ -254,10 +257,11 @@ def _advance(
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     N: tl.constexpr, ALIKE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """`_step`, then the chunk is added to those before it if this was its last. met_M: rows that met a broken value.
+    """`_step`, then add the chunk to those before it if this was its last step. met_M: rows that saw a NaN or infinite
+    value.
 
     Writing an accumulator under a branch serialises the matrix products, so the merge is branch-free: an unfinished
-    chunk is added with weight 0, and a new chunk's first step multiplies what is left of the last by 0.
+    chunk is added with weight 0, and a new chunk's first step multiplies the remains of the last by 0.
     """
     m_C, l_C, acc_C, broken = _step(
         q_MD, k, v, row_table, head, j, is_partial, end_M, low_M, bottom, limit, scale,
@@ -283,9 +287,9 @@ def _stream(
     WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """The results of `_run`, and whether it must be done again with CAREFUL.
+    """The results of `_run`, and whether it must be repeated with CAREFUL.
 
-    One loop goes through all chunks, so that keys are on their way while a chunk is closed.
+    One loop goes through all chunks, so that keys are being loaded while a chunk is finished.
     """
     STEPS: tl.constexpr = CHUNK // N
     STAGES: tl.constexpr = 1 if CAREFUL else None
@@ -295,7 +299,7 @@ def _stream(
     bottom = 0
     is_broken = 0
     after = tl.minimum(last * STEPS, (limit + N - 1) // N)
-    # steps from j1 to j2 are seen whole by every row
+    # every row sees all keys of steps j1 to j2
     j0 = first * STEPS
     j1 = 0
     j2 = tl.min(tl.where(valid_M, end_M, FAR), axis=0) // N
@@ -303,7 +307,7 @@ def _stream(
         bottom = tl.min(tl.where(valid_M, low_M, FAR), axis=0)
         j0 = tl.maximum(j0, bottom // N)
         j1 = (tl.max(tl.where(valid_M, low_M, 0), axis=0) + N - 1) // N
-    if (M >= 64) and not STORE:  # a prompt's tile: steps that need no mask have a loop of their own
+    if (M >= 64) and not STORE:  # a prompt's tile: steps without a mask have a separate loop
         met_M = tl.zeros((M,), tl.int32)
         j1 = tl.minimum(tl.maximum(j1, j0), after)
         bounds = (j0, j1, tl.minimum(tl.maximum(j2, j1), after), after)
@@ -337,9 +341,10 @@ def _run(
     M: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, ALIKE: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile over chunks first..last-1, each from nothing: their sum, or (STORE) each to memory.
+    """Attention of a tile over chunks first..last-1, each starting from zero: their sum, or with STORE each one to
+    memory.
 
-    ALIKE: all rows of the tile see the same keys. Steps that no row sees would leave every sum as it is.
+    ALIKE: all rows of the tile see the same keys. Steps that no row sees would leave all sums unchanged.
     """
     m_M, l_MO, acc_MD, is_broken = _stream(
         q_MD, k, v, row_table, head, first, last, end_M, low_M, valid_M, scale, acc_out, ml_out, at_M,
@@ -356,7 +361,7 @@ def _run(
 
 @triton.jit
 def _finish(out, at_M, l_MO, acc_MD, end_M, valid_M, D: tl.constexpr, DP: tl.constexpr):
-    """Store a tile's result: the weighted values by their sum of weights, zero for a padding row."""
+    """Store a tile's result: the weighted values divided by the sum of weights, zero for padding rows."""
     d = tl.arange(0, DP)
     live_M = end_M > 0
     y_MD = _divided(acc_MD, tl.max(l_MO, axis=1)[:, None], live_M[:, None])
@@ -377,8 +382,8 @@ def split_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile and head over a run of chunks; each chunk's result goes to memory, but a row whose only run
-    this is gets finished here. Programs past the last run do nothing.
+    """Attention of a tile and head over a run of chunks. Each chunk's result is stored, but a row with only this run is
+    finished here. Programs after the last run do nothing.
 
     acc_out [T, HEADS, chunks, D], ml_out [T, HEADS, chunks, 2]: maximum and sum.
     """
@@ -387,7 +392,7 @@ def split_kernel(
     total = tl.load(plan + 1)
     each = tl.load(plan + 2)
     i = tl.arange(0, TILES)
-    # Read all of the plan at once, the unused end too: what waits for a load should not be another load.
+    # Read the whole plan at once, including its unused end, so that loads do not wait for each other.
     first_I = tl.load(plan + 3 + i).to(tl.int64)
     after_I = tl.load(plan + 4 + i)
     before_I = tl.load(plan + 4 + rows + i)
@@ -396,8 +401,8 @@ def split_kernel(
     head = tl.program_id(0) % KV_HEADS
     if work >= total:
         return
-    # Packed into one number, so that one maximum finds all of a tile: 7 bits i, 8 first row, 8 rows, 16 slot, 24 runs
-    # before.
+    # Packed into one number, so that a single maximum selects the tile's fields: 7 bits i, 8 first row, 8 rows, 16
+    # slot, 24 runs before.
     packed_I = i.to(tl.int64) << 56 | first_I << 48 | (after_I - first_I) << 40 | slot_I << 24 | before_I
     packed = tl.max(tl.where((i < tiles) & (before_I <= work), packed_I, 0), axis=0)
     first = (packed >> 48 & 255).to(tl.int32)
@@ -435,15 +440,15 @@ def loop_kernel(
     GROUP: tl.constexpr, GROUP2: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     WINDOWED: tl.constexpr, ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile and head over all its chunks, added in the order in which `combine_kernel` adds them.
+    """Attention of a tile and head over all its chunks, added in the same order as in `combine_kernel`.
 
-    Programs are as many as the tiles of few requests; those of many are dealt out among them.
+    The number of programs is the number of tiles with few requests; with more tiles, each program handles several.
     """
     begin(PDL)
     head = tl.program_id(1)
     tiles = tl.load(plan)
     for i in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tiles - 1 - i  # a prompt's last tiles see most keys
+        tile = tiles - 1 - i  # largest first: a prompt's last tiles see the most keys
         first = tl.load(plan + 3 + tile)
         slot = tl.load(slots + first)
         count = tl.load(plan + 4 + tile) - first
@@ -468,8 +473,9 @@ def combine_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr,
     ALIKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add the chunks of a row and head, first to last, in PART dimensions. A padding row (end 0) becomes zero, a row
-    that is finished stays."""
+    """Add the chunks of a row and head, first to last, in PART dimensions. A padding row (end 0) becomes zero; a row
+    that is already finished is skipped.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -484,7 +490,7 @@ def combine_kernel(
     m = -float("inf")
     total = 0.0
     total_D = tl.zeros((PART,), tl.float32)
-    # Many loads at once; then fewer and guarded: 38 chunks are twice 16, and 6 of 8.
+    # Many loads at once, then fewer and masked: 38 chunks are 2 times 16, then 6 of 8.
     middle = first + (last - first) // MANY_CHUNKS * MANY_CHUNKS
     for base in range(first, middle, MANY_CHUNKS):
         for j in tl.static_range(MANY_CHUNKS):

@@ -1,9 +1,9 @@
-"""Paged attention in Triton, a `RowAttention` without a look at the host, so that it may stand in a CUDA graph.
+"""Paged attention in Triton: a `RowAttention` that never synchronises with the host, so a CUDA graph can capture it.
 
-Keys are gone through in chunks at fixed absolute positions, each from nothing, and a row's chunks are added first to
-last. Neighbouring rows of one slot and the heads of a group form a tile that reads each key once. Few rows: runs of
-chunks are dealt out over the whole device, and chunks added by a second kernel. Many rows: a tile adds its chunks up
-itself. All give the same bits, so the choice, and the length of runs, may look at the batch.
+Keys are processed in chunks at fixed absolute positions, each starting from zero, and a row's chunks are added first to
+last. Consecutive rows of one slot and the heads of a group form a tile that reads each key once. With few rows, runs of
+chunks are distributed over the whole device, and a second kernel adds the chunks. With many rows, a tile adds its own
+chunks. All variants give the same bits, so the choice, and the length of runs, may depend on the batch.
 Shapes: T rows, S slots, B blocks per slot, D head size.
 """
 
@@ -19,43 +19,43 @@ from torch import Tensor
 from draftproof.attention.triton.kernels import combine_kernel, loop_kernel, split_kernel, tiles_kernel
 from draftproof.runtime.triton.launch import dense, num_processors, on, pdl, power_of_two, shared_bytes
 
-SCRATCH_BYTES = 512 << 20  # memory for chunks' results; where they would take more, chunks are not dealt out
-MANY_SUMS = 1024  # rows times heads; where there are more, a program adds whole vectors
-SPARE_TILES = 16  # programs of the loop kernel beyond the tiles of one long request; there may be more tiles
-TILE_NUMBERS = 1 << 14  # numbers of a tile's queries that registers hold: 128 of size 128, 32 of size 512
+SCRATCH_BYTES = 512 << 20  # maximum memory for chunks' results; beyond it chunks are not distributed
+MANY_SUMS = 1024  # rows times heads; with more, a program adds whole vectors
+SPARE_TILES = 16  # loop kernel programs beyond the tiles of one long request; there may be more tiles
+TILE_NUMBERS = 1 << 14  # query elements per tile that fit in registers: 128 of size 128, 32 of size 512
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the kernels are launched for one kind of pass. No bit depends on it."""
+    """Launch settings for one kind of pass. No bit depends on them."""
 
-    most: int = 32  # rows times heads of a tile
+    most: int = 32  # maximum rows times heads of a tile
     num_warps: int = 4
     num_stages: int = 5
-    registers: int | None = None  # a thread, where vectors are narrow; None: as many as it takes
-    runs: int = 2  # split-KV work units a multiprocessor; a run is one or several chunks
+    registers: int | None = None  # per thread, for narrow vectors; None: unlimited
+    runs: int = 2  # split-KV work units per multiprocessor; a run is one or more chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the work is cut. Bits depend on `chunk` and `step`, and on nothing else.
+    """How work is divided. Bits depend on `chunk` and `step` only.
 
-    The defaults were measured on an H200: many requests of one row each want several programs a multiprocessor, a
-    prompt computes.
+    The defaults were measured on an H200: many requests with one row each need several programs per multiprocessor; a
+    prompt is compute-bound.
     """
 
     chunk: int = 256  # keys
-    step: int = 64  # keys a step; half as many where vectors are long
+    step: int = 64  # keys per step; half as many for long vectors
     some: LaunchConfig = LaunchConfig()
     decode: LaunchConfig = LaunchConfig(
         num_stages=3, registers=128, runs=4
-    )  # more than 32 requests, a row of each
+    )  # more than 32 requests with one row each
     prompt: LaunchConfig = LaunchConfig(most=128, num_warps=8)
     prompt_rows: int = 512
-    split_rows: int = 128  # up to this many rows the chunks are dealt out; a power of two, and 128 at most
+    split_rows: int = 128  # chunks are distributed up to this many rows; a power of two, at most 128
 
     def launch_config(self, rows: int, alike: bool) -> LaunchConfig:
-        """The launch of a pass of `rows` rows; `alike`: no two of them are of one request."""
+        """The launch settings of a pass of `rows` rows; `alike`: each is of a different request."""
         if rows >= self.prompt_rows:
             return self.prompt
         return self.decode if alike and rows > 32 else self.some
@@ -74,14 +74,14 @@ class _Shape:
     tile: int  # rows times heads
     alike: bool  # a tile has one row
     per_tile: int  # rows
-    tiles: int  # tiles of so many rows; a few more where requests end within one
+    tiles: int  # tiles of `per_tile` rows; a few more if requests end within one
     launch_config: LaunchConfig
     chunk: int
-    chunks: int  # bound
+    chunks: int  # upper bound
     step: int
     split: bool
     itemsize: int
-    shared_bytes: int  # shared memory that a program may have on the device
+    shared_bytes: int  # the device's shared memory per program
 
     @property
     def group2(self) -> int:
@@ -93,13 +93,13 @@ class _Shape:
 
 
 class TritonAttention:
-    """A `RowAttention`. `begin` gives one whose calls share what depends on a pass's rows only."""
+    """A `RowAttention`. `begin` returns one whose calls share the work that depends on a pass's rows only."""
 
     def __init__(self, tiling: Tiling | None = None) -> None:
         self._tiling = tiling or Tiling()
 
     def begin(self, max_query_len: int = 0) -> AttentionPass:
-        """`max_query_len`: no slot has more neighbouring rows; 0 = not known."""
+        """`max_query_len`: bound on consecutive rows of one slot; 0 = unknown."""
         return AttentionPass(self._tiling, max_query_len)
 
     def __call__(
@@ -118,7 +118,7 @@ class TritonAttention:
 
 
 class AttentionPass:
-    """Attention for the layers of one pass, whose rows must stay as they are: they are cut into tiles once."""
+    """Attention for the layers of one pass, with fixed rows: they are divided into tiles once."""
 
     def __init__(self, tiling: Tiling, max_query_len: int) -> None:
         self._tiling = tiling
@@ -189,7 +189,7 @@ class AttentionPass:
         )
 
     def _plan(self, shape: _Shape, slots_T: Tensor, context_lens_T: Tensor) -> Tensor:
-        """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, and room to read on to `split_rows` tiles."""
+        """int32 [3 + rows + 1 + rows + rows], see `tiles_kernel`, padded so that `split_rows` tiles can be read."""
         runs = self._num_runs(shape, slots_T.device) if shape.split else 0
         key = (shape.per_tile, shape.window, runs)
         plan = self._plans.get(key)
@@ -226,7 +226,7 @@ class AttentionPass:
         size = (shape.rows, shape.heads, shape.chunks)
         acc = torch.empty(*size, shape.dim, dtype=torch.float32, device=q.device)
         ml = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
-        # A tile's last run may be short, so there may be one more for each tile: 16 rows, 33 runs in all, 8 heads: 392.
+        # A tile's last run may be short, so there may be one more per tile: 16 rows, 33 runs in all, 8 heads: 392.
         most = min(self._num_runs(shape, q.device) + shape.rows, shape.rows * shape.chunks)
         split_kernel[(most * shape.kv_heads,)](
             *inputs[:4],
@@ -281,8 +281,10 @@ class AttentionPass:
         )
 
     def _pipeline(self, shape: _Shape) -> dict[str, int]:
-        """Pipeline stages (as many buffers of keys and values as fit into 4/7 of the shared memory), and registers."""
-        # A stage for the block table, one for each buffer; small tiles have a buffer for every two stages.
+        """Number of pipeline stages (as many buffers of keys and values as fit in 4/7 of the shared memory), and
+        registers.
+        """
+        # One stage for the block table and one per buffer; small tiles have a buffer for every two stages.
         fitting = shape.shared_bytes * 4 // 7 // (2 * shape.step * shape.padded_dim * shape.itemsize)
         most = 1 + fitting * (1 if shape.tile >= 64 else 2)
         narrow = shape.itemsize == 2 and shape.dim <= 128
@@ -308,6 +310,6 @@ class AttentionPass:
             "BLOCK_SIZE": shape.block_size,
             "num_warps": shape.launch_config.num_warps,
             **self._pipeline(shape),
-            # Multiply-adds are fused where the source says so only: the masked and the plain steps must agree.
+            # Multiply-adds are fused only where the source says so: masked and unmasked steps must agree.
             "enable_fp_fusion": False,
         }

@@ -1,4 +1,4 @@
-"""The gated activation of an MLP and the soft cap on logits: what they are, and their versions.
+"""The gated activation of an MLP and the soft cap on logits: their interfaces and versions.
 
 Shapes: T rows, I intermediate width, M rows of logits, V vocabulary.
 """

@@ -13,7 +13,7 @@ from draftproof.runtime.native import DTYPE_CODES, Library
 
 
 class GateMulCompiled:
-    """`GateMul` in C++, silu's or gelu's; dtypes it does not know go to the twin."""
+    """`GateMul` in C++, with silu or gelu; unsupported dtypes use the torch reference."""
 
     def __init__(self, library: Library, *, gelu: bool) -> None:
         self._run, self._pack = library.packed("dp_gate_mul", "2P5q")

@@ -1,4 +1,4 @@
-"""Choosing experts, sorting rows by them and summing up: their versions."""
+"""Routing, grouping rows by expert and combining outputs: versions of the operators."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from draftproof.runtime.native import DTYPE_CODES, Library
 
 
 class CompiledExperts:
-    """`ExpertOps` in C++; dtypes it does not know go to the twin."""
+    """`ExpertOps` in C++; unsupported dtypes use the torch reference."""
 
     def __init__(self, library: Library) -> None:
         self._route, self._pack_route = library.packed("dp_route", "4P8qd")

@@ -1,4 +1,4 @@
-// Around the products of a mixture of experts: choosing experts, sorting rows by them, summing their outputs up.
+// The operators around the products of a mixture of experts: routing, grouping rows by expert, combining outputs.
 #include <algorithm>
 #include <vector>
 
@@ -35,8 +35,8 @@ struct CombineArgs {
     int64_t rows, top_k, width, dtype, threads;
 };
 
-// The first of the largest entries whose mark is `open`; marks it `taken`. There is one even among entries that are no
-// numbers, so that what is chosen can always be looked up.
+// The first of the largest entries marked `open`, which becomes `taken`. NaN entries can be chosen too, so the result
+// is always a valid index.
 int64_t take(const float* x, char* marks, int64_t n, char open, char taken) {
     int64_t best = -1;
     for (int64_t i = 0; i < n; i++)
@@ -57,7 +57,7 @@ void score(const RouteArgs& a, const float* logits, float* scores) {
     for (int64_t e = 0; e < a.num; e++) scores[e] = scores[e] / total;
 }
 
-// marks: 1 for the experts of the groups whose two best add up to most, 0 for the others.
+// marks: 1 for the experts of the groups with the largest sums of their two best experts, 0 for the others.
 void open_groups(const RouteArgs& a, const float* choice, char* marks) {
     int64_t size = a.num / a.groups;
     std::vector<float> sums(a.groups);
@@ -126,7 +126,7 @@ extern "C" void dp_route(const RouteArgs* a) {
     });
 }
 
-// source [pairs]: the row of each pair in order of experts; place [pairs]: where a pair went; starts [num + 1].
+// source [pairs]: the row of each pair, in order of experts; place [pairs]: each pair's index there; starts [num + 1].
 extern "C" void dp_group(const GroupArgs* a) {
     std::fill(a->starts, a->starts + a->num + 1, 0);
     for (int64_t p = 0; p < a->pairs; p++) a->starts[a->experts[p] + 1]++;

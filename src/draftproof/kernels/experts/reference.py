@@ -1,4 +1,4 @@
-"""Choosing experts, sorting rows by them and summing up, in torch. Shapes as in kernels/experts/spec.py."""
+"""Routing, grouping rows by expert and combining outputs, in torch. Shapes as in kernels/experts/spec.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftproof.kernels.sums import row_sum
 
 
 class TorchExperts:
-    """`ExpertOps` in torch: the twin."""
+    """`ExpertOps` in torch: the reference."""
 
     def route(self, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
         """See `ExpertOps`."""
@@ -47,13 +47,13 @@ class TorchExperts:
         return (total_TH if base_TH is None else total_TH + base_TH.float()).to(dtype)
 
     def _softmax(self, logits_TE: Tensor) -> Tensor:
-        """Softmax in a fixed order of sums; torch's own may choose its layout by the number of rows."""
+        """Softmax with a fixed order of sums; torch's may choose its layout by the number of rows."""
         exps_TE = torch.exp(logits_TE - logits_TE.amax(dim=-1, keepdim=True))
         return exps_TE / row_sum(exps_TE)
 
 
 def _keep_groups(choice_TE: Tensor, routing: Routing) -> Tensor:
-    """`choice_TE` with -inf for the experts of all but the best groups."""
+    """`choice_TE` with -inf for the experts outside the best groups."""
     inside_TGE = choice_TE.unflatten(1, (routing.groups, -1))
     best_TG2 = inside_TGE.sort(dim=-1, descending=True).values[..., :2]
     score_TG = best_TG2[..., 0] + best_TG2[..., 1]

@@ -1,6 +1,6 @@
-"""Choosing experts, sorting rows by them and summing their outputs up, in Triton. The host looks at nothing.
+"""Routing, grouping rows by expert and combining outputs, in Triton, without synchronising with the host.
 
-Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert sorted by expert, H width.
+Shapes: T rows, E experts, K experts per row, P = T * K pairs of row and expert sorted by expert, H width.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -15,8 +15,8 @@ from draftproof.kernels.experts.spec import TINY, Routing
 from draftproof.runtime.triton.launch import dense, on, pdl, power_of_two
 from draftproof.runtime.triton.pdl import begin
 
-PAIRS = 1024  # pairs that one step of sorting looks at
-BLOCK = 1024  # columns of one program of `combine`
+PAIRS = 1024  # pairs per step of grouping
+BLOCK = 1024  # columns per program of `combine`
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _first_best(x, left, number, NONE: tl.constexpr):
 
 @triton.jit
 def _keep_groups(choice, e, inside, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr):
-    """Which experts belong to the TOP groups whose two best add up to most."""
+    """Mask of the experts in the TOP groups with the largest sums of their two best experts."""
     group_E = e // (E // GROUPS)
     sums_E = tl.full(choice.shape, -float("inf"), tl.float32)
     for g in range(GROUPS):
@@ -51,7 +51,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr, TINY: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The experts and weights of one row. EXPERTS: the power of two at or above E."""
+    """The experts and weights of one row. EXPERTS: E rounded up to a power of two."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)

@@ -1,4 +1,4 @@
-"""The normalizer of a row of logits: what it is, and its versions.
+"""The normalizer of a row of logits: its interface and versions.
 
 Shapes: M rows, V vocabulary.
 """

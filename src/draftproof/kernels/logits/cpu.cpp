@@ -1,4 +1,4 @@
-// log(sum(exp(row))) over fixed pieces, so that one long row can use every thread.
+// log(sum(exp(row))) over fixed pieces, so that one long row can use all threads.
 #include <algorithm>
 #include <vector>
 

@@ -12,7 +12,7 @@ from draftproof.kernels.sums import row_sum
 
 
 def log_normalizer_torch(logits_MV: Tensor) -> Tensor:
-    """log(sum(exp(logits))) per row: fp32 [M, V] -> fp32 [M]; +-inf where the row's largest entry is that."""
+    """log(sum(exp(logits))) per row: fp32 [M, V] -> fp32 [M]; +-inf if the row's largest entry is."""
     top_M1 = logits_MV.amax(dim=-1, keepdim=True)
     shift_M1 = torch.where(top_M1.isinf(), torch.zeros_like(top_M1), top_M1)
     total_M1 = row_sum(torch.exp(logits_MV - shift_M1))

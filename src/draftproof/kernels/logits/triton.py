@@ -1,4 +1,4 @@
-"""The normalizer of a row of logits in Triton: pieces of a fixed size, summed up in a fixed order.
+"""The normalizer of a row of logits in Triton: pieces of a fixed size, added in a fixed order.
 
 Shapes: M rows, V vocabulary, P pieces of a row.
 """
@@ -18,7 +18,7 @@ PIECE = 4096
 
 @triton.jit
 def _finite(x):
-    """`x`, or 0 where it is infinite: a shift that leaves infinities as they are."""
+    """`x`, or 0 where it is infinite: used as a shift, it leaves infinities unchanged."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 

@@ -1,4 +1,4 @@
-"""What followed the newest tokens where they occurred before: what it is, and its versions.
+"""N-gram lookup, the tokens that followed an earlier occurrence of the newest ones: its interface and versions.
 
 Shapes: S slots, L positions, R requests, K drafts.
 """
@@ -17,18 +17,19 @@ from draftproof.kernels.versions import Versions
 class Lookup(Protocol):
     def __call__(
         self,
-        tokens_SL: Tensor,  # int32, of every slot
-        length_S: Tensor,  # int64: how many of them are known
+        tokens_SL: Tensor,  # int32, tokens of every slot
+        length_S: Tensor,  # int64: number of known tokens
         slots_R: Tensor,  # int64
         k_R: Tensor,  # int64: drafts wanted
         num_drafts: int,
         shortest: int,
         longest: int,
     ) -> tuple[Tensor, Tensor]:
-        """What followed the longest suffix, of `shortest` to `longest` tokens, where it occurred last before: int64
-        tokens_RK, 0 beyond count_R, which is at most k_R and 0 where there was no match.
+        """The tokens after the most recent earlier occurrence of the longest suffix that has one, `shortest` to
+        `longest` tokens.
 
-        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, what followed is c a b.
+        Returns int64 tokens_RK, 0 beyond count_R, and count_R, which is at most k_R and 0 if there was no match.
+        Example: tokens a b c a b, longest 2: the suffix (a b) occurred at 0, followed by c a b.
         """
         ...
 

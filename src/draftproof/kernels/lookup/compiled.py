@@ -1,4 +1,4 @@
-"""What followed the newest tokens before, in C++.
+"""N-gram lookup in C++.
 
 Shapes: S slots, L positions, R requests, K drafts.
 """

@@ -1,4 +1,4 @@
-// What followed the newest tokens where they occurred before: see reference.py.
+// N-gram lookup: see reference.py.
 #include <algorithm>
 #include <cstdint>
 
@@ -15,7 +15,7 @@ extern "C" void dp_lookup(const LookupArgs* a) {
         const int32_t* text = a->tokens + slot * a->columns;
         int64_t* drafts = a->out + r * a->num_drafts;
         int64_t most = std::min(a->longest, end);
-        // from the newest place back, so that of equally long matches the most recent one stays
+        // from the newest position backwards, so that the most recent of equally long matches is kept
         for (int64_t place = end - 1; place >= 0 && best < most; place--) {
             int64_t matched = 0;
             while (matched < most && matched <= place && text[place - matched] == text[end - matched]) matched++;

@@ -1,6 +1,6 @@
-"""What followed the newest tokens where they occurred before: n-gram drafting as one operator.
+"""N-gram lookup, the tokens that followed an earlier occurrence of the newest ones: n-gram drafting as one operator.
 
-Integers only, so every version gives the same numbers.
+Integers only, so all versions give the same numbers.
 Shapes: S slots, L positions, R requests, K drafts.
 """
 
@@ -19,13 +19,13 @@ def lookup_torch(
     shortest: int,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """`Lookup`; its memory grows with R * L."""
+    """See `Lookup`. Its memory grows with R * L."""
     text_RL = tokens_SL.index_select(0, slots_R)
     length_R = length_S.index_select(0, slots_R)
     at_L = torch.arange(text_RL.shape[1], device=text_RL.device)
     alive_RL = at_L < length_R[:, None] - 1
     matched_RL = torch.zeros_like(text_RL, dtype=torch.int64)
-    for back in range(longest):  # whether the token so far before each place is the one so far before the end
+    for back in range(longest):  # compares tokens `back` places back
         newest_R1 = (length_R - 1 - back).clamp(min=0)[:, None]
         before_RL = text_RL.roll(back, dims=1)
         alive_RL = alive_RL & (at_L >= back) & (before_RL == text_RL.gather(1, newest_R1))

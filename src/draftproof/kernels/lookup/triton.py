@@ -1,4 +1,4 @@
-"""N-gram drafting in Triton: a program a request, which reads that request's known tokens only."""
+"""N-gram lookup in Triton: one program per request, which reads only that request's known tokens."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.runtime.triton.launch import on, pdl, power_of_two
 from draftproof.runtime.triton.pdl import begin
 
-BLOCK = 1024  # places that are looked at together
+BLOCK = 1024  # positions compared at once
 SIZES = ["columns", "requests", "num_drafts", "shortest", "longest"]
 
 
@@ -28,7 +28,7 @@ def _lookup_kernel(
     text = tokens + slot * columns
     i = tl.arange(0, BLOCK)
     longest = tl.minimum(longest, tl.maximum(end, 0))
-    best_B = tl.zeros((BLOCK,), tl.int64)  # length of a match * columns + the place of its last token
+    best_B = tl.zeros((BLOCK,), tl.int64)  # match length * columns + the position of its last token
     for start in range(0, end, BLOCK):
         place = start + i
         alive = place < end
@@ -58,7 +58,7 @@ def lookup(
     shortest: int,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """`lookup.lookup_torch`."""
+    """See `Lookup`."""
     R = len(slots_R)
     out = torch.empty(R * (num_drafts + 1), dtype=torch.int64, device=slots_R.device)
     assert tokens_SL.is_contiguous()

@@ -1,6 +1,6 @@
-"""RMS norm, alone and after a residual addition: what they are, and their versions.
+"""RMS norm, alone and after a residual addition: interfaces and versions.
 
-Shapes: T rows, H width, S parts of a sum.
+Shapes: T rows, H width, S partial sums.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class AddRMSNorm(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """residual' = x + residual (rounded to x's dtype); returns (rms_norm(residual'), residual'), both new.
 
-        x_TH may be what `PackedLinear.partial_sums` gives: fp32 parts [S, T, H], which are added first to last and
-        rounded to the residual's dtype. weight_H is a model's: on a GPU it may be read before the kernel ahead is
-        through.
+        x_TH may be the result of `PackedLinear.partial_sums`: fp32 partial sums [S, T, H], which are added first to
+        last and rounded to the residual's dtype. weight_H belongs to a model: on a GPU it may be read before the
+        preceding kernel has finished.
         """
         ...
 

@@ -13,7 +13,7 @@ from draftproof.runtime.native import DTYPE_CODES, Library
 
 
 class NormsCompiled:
-    """`RMSNorm` and `AddRMSNorm` in C++; dtypes it does not know go to the twins."""
+    """`RMSNorm` and `AddRMSNorm` in C++; unsupported dtypes use the torch references."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_norm", "5P5qd")

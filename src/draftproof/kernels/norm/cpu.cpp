@@ -37,7 +37,7 @@ void add_row(const T* x, const T* y, T* out, int64_t width) {
         [&](int64_t i, int64_t n) { store_n(out + i, load_n(x + i, n) + load_n(y + i, n), n); });
 }
 
-// residual and sum may be null: plain norm.
+// If residual and sum are null, the plain norm.
 template <class T, class W>
 void run(const T* x, const T* residual, const W* weight, T* out, T* sum, int64_t rows, int64_t width, float eps,
          int64_t threads) {

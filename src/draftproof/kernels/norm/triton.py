@@ -1,6 +1,6 @@
-"""RMS norm in Triton, alone and after a residual addition: a program a row, launched by the width only.
+"""RMS norm in Triton, alone and after a residual addition: one program per row; the launch depends on the width only.
 
-Shapes: T rows, H width, S parts of a sum.
+Shapes: T rows, H width, S partial sums.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -22,12 +22,13 @@ def _norm_kernel(
     x, residual, weight, out, total, eps, rows,
     H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The norm of one row, and with ADD its sum with the residual. PARTS: x is [PARTS, T, H], to be added first to
-    last; 0: x is [T, H]."""
+    """The norm of one row, with ADD of its sum with the residual. PARTS: x is [PARTS, T, H], to be added first to last;
+    0: x is [T, H].
+    """
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
-    weight_H = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # a model's, older than any pass
+    weight_H = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)  # no pass writes it
     begin(PDL)
     if PARTS:
         x_H = tl.zeros((BLOCK,), tl.float32)
@@ -73,7 +74,7 @@ def _launch(
         return
     block = power_of_two(width)
     weight_dense_H = dense(weight_H)
-    # A copy of the weight is made by the kernel ahead, so it must be waited for.
+    # The preceding kernel would make a copy of the weight, so it must be waited for.
     soon = pdl(x_TH) if weight_dense_H is weight_H else {"PDL": False}
     with on(x_TH):
         _norm_kernel[(rows,)](

@@ -1,6 +1,6 @@
-"""Processing of logits before the filters: what it is, and its versions.
+"""Processing of logits before the filters: its interface and versions.
 
-Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N numbers of the longest list.
+Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N entries of the longest list.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from draftproof.kernels.versions import Versions
 class Process(Protocol):
     def __call__(
         self,
-        logits_MV: Tensor,  # fp32, left as it is
+        logits_MV: Tensor,  # fp32, not modified
         params: RowParams,
         slots_M: Tensor,  # int64
-        positions_M: Tensor,  # int64: the position that each row samples
+        positions_M: Tensor,  # int64: the position to sample
         tokens_SL: Tensor,  # int32: known tokens, then the drafts being verified
         lists_SN: Tensor,  # int32: see spec.py
-        masks_MW: Tensor,  # int32: a bit an id, of each row, read where its slot is `MASKED`; there may be more rows
+        masks_MW: Tensor,  # int32: one bit per id, read for rows whose slot is `MASKED`; may have more rows
     ) -> tuple[Tensor, Tensor]:
-        """(the logits after everything but temperature and filters, new; why a row will have no token, int64 [M]: its
-        logits were no numbers, or were and the request rules every token out)."""
+        """(new logits with everything applied but temperature and filters; why a row may have no token, int64 [M]).
+
+        The reason is `NO_NUMBER` if the row's logits hold NaN or inf, else `NONE_LEFT`: the request rules every token
+        out.
+        """
         ...
 
 

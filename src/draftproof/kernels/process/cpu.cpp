@@ -1,4 +1,4 @@
-// Processing of logits before the filters, one row at a time. reference.py says what it computes.
+// Processing of logits before the filters, one row at a time. See reference.py for what it computes.
 #include <cstdlib>
 
 #include "runtime/common.h"
@@ -11,7 +11,7 @@ using dp::RowParams;
 
 constexpr int64_t NO_NUMBER = -1, NONE_LEFT = -2, HEADER = 4;
 
-// What a row of masks does not name is ruled out.
+// Rules out the ids that are not in the mask.
 void mask(float* row, int64_t width, const uint32_t* allowed) {
     for (int64_t v = 0; v < width; v++) {
         if (!(allowed[v / 32] >> (v % 32) & 1)) row[v] = -INFINITY;
@@ -41,7 +41,7 @@ void constrain(float* row, int64_t width, const int32_t* list, const int32_t* to
 }
 
 void penalise(float* row, int64_t width, const int32_t* tokens, int64_t position, const RowParams& p) {
-    // 1 + how often a token stands in the output, 0 where it stands nowhere
+    // 1 + occurrences in the output for tokens in the context, 0 for all others
     int32_t* seen = (int32_t*)std::calloc(width, sizeof(int32_t));
     for (int64_t i = 0; i < position; i++) {
         int32_t& count = seen[tokens[i]];
@@ -50,7 +50,7 @@ void penalise(float* row, int64_t width, const int32_t* tokens, int64_t position
     }
     for (int64_t i = 0; i < position; i++) {
         int32_t& count = seen[tokens[i]];
-        if (!count) continue;  // done where it stood first
+        if (!count) continue;  // done at its first occurrence
         float& x = row[tokens[i]];
         float times = count - 1;
         x = x > 0 ? x / p.repetition : x * p.repetition;

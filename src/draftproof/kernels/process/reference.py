@@ -1,8 +1,8 @@
 """Processing of logits before the filters: allowed ids, bias, bad words, min_tokens, penalties; a function of the row.
 
-Order and meaning are vLLM's. A row's context is tokens_SL[slot, :position], where draft tokens of the same round
-already stand: so the row of a draft counts the drafts before it, without any state. `spec.py` says what a list holds.
-Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N numbers of the longest list, P positions.
+Order and meaning are vLLM's. A row's context is tokens_SL[slot, :position], which contains the round's draft tokens: so
+a draft's row counts the drafts before it, without any state. See `spec.py` for the format of a list.
+Shapes: M rows, V vocabulary, W words of 32 bits, S slots, L positions, N entries of the longest list, P positions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def process_torch(
 
 
 def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int, is_early: bool) -> None:
-    """In place: what the slot's list asks of one row."""
+    """Apply the slot's list to one row, in place."""
     numbers, tokens = list_N.tolist(), tokens_P.tolist()
     at_bias, at_words, at_mask, num_stops = numbers[:HEADER]
     if at_mask:
@@ -66,13 +66,13 @@ def _constrain(row_V: Tensor, list_N: Tensor, tokens_P: Tensor, prompt_len: int,
 
 
 def _mask(row_V: Tensor, words_W: Tensor) -> None:
-    """In place: ids whose bit is 0 are ruled out."""
+    """Rule out ids whose bit is 0, in place."""
     ids_V = torch.arange(len(row_V), device=row_V.device)
     row_V.masked_fill_((words_W[ids_V // 32] >> (ids_V % 32)) & 1 == 0, -torch.inf)
 
 
 def _penalise(row_V: Tensor, tokens_P: Tensor, params: RowParams, prompt_len: int) -> None:
-    """In place: repetition penalty over prompt and output, then frequency and presence over the output."""
+    """Apply, in place, the repetition penalty over prompt and output, then frequency and presence over the output."""
     count_V = torch.zeros_like(row_V, dtype=torch.int32)
     ones_P = torch.ones_like(tokens_P[prompt_len:], dtype=torch.int32)
     count_V.index_add_(0, tokens_P[prompt_len:], ones_P)

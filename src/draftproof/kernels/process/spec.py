@@ -1,8 +1,8 @@
-"""What a slot asks of its logits as a list of int32, and what stands in place of a token.
+"""The format of a slot's list of constraints (int32), and the values that replace a token where none is possible.
 
-Where bias, words and mask begin (0: no mask), number of stop ids, the stop ids; number of biases, an id and the bits of
-a fp32 each; number of bad words, length and ids each; the mask, a bit an id. Where a grammar decides what may come next
-the host gives each row a mask of its own beside the list, read where the slot is `MASKED`.
+The list: offsets of biases, words and mask (0: no mask), number of stop ids, the stop ids; number of biases, for each
+an id and the bits of an fp32; number of bad words, for each its length and ids; the mask, one bit per id. With a
+grammar, the host also sets a mask for each row, outside the list, which is read if the slot is `MASKED`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Mapping, Sequence
 
-NO_NUMBER = -1  # in place of a token: the target's logits held NaN or inf
-NONE_LEFT = -2  # or they were fine, and what the request asks for ruled every token out
+NO_NUMBER = -1  # replaces a token: the target's logits hold NaN or inf
+NONE_LEFT = -2  # replaces a token: the request's constraints rule every token out
 HEADER = 4
 
 
@@ -22,7 +22,7 @@ def pack_list(
     allowed: Collection[int] | None,
     vocab_size: int,
 ) -> list[int]:
-    """What a slot's list says."""
+    """A slot's constraints as a list."""
     out = [0, 0, 0, len(stop_ids), *stop_ids]
     out[0] = len(out)
     out.append(len(bias))

@@ -1,7 +1,7 @@
 """Processing of logits before the filters, in Triton: see kernels/process/reference.py.
 
-Counts are integers, so the order in which tokens are met does not show; everything else is elementwise, and no
-multiplication is fused with an addition. Shapes: M rows, V columns, L positions, N numbers of a list.
+Counts are integers, so the order of counting has no effect; everything else is elementwise, and no multiplication is
+fused with an addition. Shapes: M rows, V columns, L positions, N entries of a list.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -23,14 +23,14 @@ HEADER = tl.constexpr(LIST_HEADER)
 COLUMNS = tl.constexpr(NUM_COLUMNS)
 HAS_PENALTY, HAS_LIST = tl.constexpr(PENALISED), tl.constexpr(CONSTRAINED)
 HAS_MASK = tl.constexpr(MASKED)
-STANDS = tl.constexpr(1 << 30)  # a token occurs; the bits below count it in the output
+STANDS = tl.constexpr(1 << 30)  # flag: the token occurs in the context; the bits below count it in the output
 
 
 @triton.jit(do_not_specialize=["N", "width"], do_not_specialize_on_alignment=["logits", "lists", "masks"])
 def _copy_kernel(
     logits, flags, slots, lists, masks, out, seen, width, N, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Copy BLOCK columns of a row, -inf where its slot's mask or its own lacks them; nothing has been seen yet."""
+    """Copy BLOCK columns of a row, with -inf where the slot's mask or the row's own rules an id out; zero `seen`."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def _list_kernel(
     flags, prompt_lens, held_untils, slots, positions, tokens, lists, out, width, L, N,
     LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row's biases; then what is ruled out: bad words, and stop ids while they are held back."""
+    """Apply a row's biases, then rule out bad words, and stop ids while `min_tokens` suppresses them."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     if (tl.load(flags + m * COLUMNS) & HAS_LIST) != 0:
@@ -104,7 +104,7 @@ def _list_kernel(
 def _see_kernel(
     flags, prompt_lens, slots, positions, tokens, seen, width, L, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Note and count BLOCK tokens of a row's context."""
+    """Mark and count BLOCK tokens of a row's context."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -122,7 +122,7 @@ def _see_kernel(
 def _penalise_kernel(
     flags, repetitions, presences, frequencies, seen, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Penalties on BLOCK columns of a row."""
+    """Apply penalties to BLOCK columns of a row."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     if (tl.load(flags + m * COLUMNS) & HAS_PENALTY) != 0:
@@ -153,7 +153,7 @@ def process(
     logits_MV = dense(logits_MV.float())
     rows, width = logits_MV.shape
     length, numbers = tokens_SL.shape[1], lists_SN.shape[1]
-    # a maximum does not depend on the order that it is formed in
+    # a maximum does not depend on the order of its computation
     has_numbers_M = torch.isfinite(logits_MV.amax(-1))
     failures_M = torch.where(has_numbers_M, NONE_LEFT, NO_NUMBER)
     out_MV, seen_MV = torch.empty_like(logits_MV), torch.empty_like(logits_MV, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Norm and rotation of q and k, and the write of k and v to the paged cache: what it is, and its versions.
+"""Norm and rotation of q and k, and the write of k and v to the paged cache: interface and versions.
 
 Shapes: T rows, D head size, P positions of the table, S slots, B blocks per slot.
 """
@@ -17,7 +17,7 @@ from draftproof.kernels.versions import Versions
 class RopeStore(Protocol):
     def __call__(
         self,
-        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous; no v where there is no v_cache
+        qkv_TX: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D], contiguous; no v without v_cache
         positions_T: Tensor,  # int64; -1 = padding: nothing is stored, q is zero
         slots_T: Tensor,  # int64: row of the block table
         cos_sin_PD: Tensor,  # fp32 [max_position, rotary_dim]: cos of each pair, then sin of each pair
@@ -28,11 +28,11 @@ class RopeStore(Protocol):
         v_cache: Tensor | None,
         block_table_SB: Tensor,  # int32
         v_norm_D: Tensor | None = None,
-        shift_S: Tensor | None = None,  # int64, a slot: added to a position to find its row of cos_sin_PD
+        shift_S: Tensor | None = None,  # int64, per slot: added to a position to get its row of cos_sin_PD
     ) -> Tensor:
-        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; q [T, heads, D].
+        """Norm and rotate q and k (half-split pairs: i with i + rotary_dim/2), store k and v; returns q [T, heads, D].
 
-        A cache of no heads: qkv_TX is q alone, and nothing is stored.
+        If the cache has no heads, qkv_TX holds q only and nothing is stored.
         """
         ...
 

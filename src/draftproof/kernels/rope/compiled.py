@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 1024  # the compiled version's limit, as in common.h
 
 
 class RopeStoreCompiled:
-    """`RopeStore` in C++; dtypes and shapes it does not know go to the twin."""
+    """`RopeStore` in C++; unsupported dtypes and shapes use the torch reference."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_rope_store", "12P11qd")
@@ -76,8 +76,9 @@ class RopeStoreCompiled:
 def _dtype_codes(
     qkv_TX: Tensor, k_cache: Tensor, norms: tuple[Tensor | None, ...]
 ) -> tuple[int, int, int] | None:
-    """Dtype codes of rows, cache and the norms' weights (0 where there are none); None where the library does not know
-    one, or weights differ in theirs."""
+    """Dtype codes of rows, cache and the norms' weights (0 if there are none); None if one is unsupported, or the
+    weights' dtypes differ.
+    """
     code = DTYPE_CODES.get(qkv_TX.dtype)
     cache_code = DTYPE_CODES.get(k_cache.dtype)
     norm_codes = {DTYPE_CODES.get(norm_D.dtype) for norm_D in norms if norm_D is not None} or {0}

@@ -111,9 +111,9 @@ struct RopeStoreArgs {
     const int64_t *positions, *slots;
     const float* cos_sin;
     const void *q_norm, *k_norm, *v_norm;  // may be null
-    void *q_out, *k_cache, *v_cache;  // v_cache may be null: rows hold no v then
+    void *q_out, *k_cache, *v_cache;  // v_cache may be null: then rows hold no v
     const int32_t* table;
-    const int64_t* shift;  // of each slot; may be null
+    const int64_t* shift;  // per slot; may be null
     int64_t rows, heads, kv_heads, head_dim, rotary_dim, block_size, table_width;  // head_dim <= MAX_HEAD_DIM
     int64_t dtype, cache_dtype, norm_dtype, threads;
     double eps;

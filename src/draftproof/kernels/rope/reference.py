@@ -50,13 +50,13 @@ def rope_store_torch(
 
 
 def turns(positions_T: Tensor, slots_T: Tensor, shift_S: Tensor | None) -> Tensor:
-    """The rows of the table of cosines and sines; a padding row's is the first."""
+    """Row indices into the table of cosines and sines; 0 for padding rows."""
     turns_T = positions_T if shift_S is None else positions_T + shift_S[slots_T]
     return torch.where(positions_T >= 0, turns_T, 0)
 
 
 def norm_rotate(x_TND: Tensor, norm_D: Tensor | None, eps: float, cos_sin_T1R: Tensor) -> Tensor:
-    """Norm over D (if any), then rotate the first rotary_dim of it; fp32 out."""
+    """Norm over D (if any), then rotation of the first rotary_dim elements; fp32 out."""
     x_TND = x_TND.float()
     if norm_D is not None:
         x_TND = normalize(x_TND, norm_D, eps)

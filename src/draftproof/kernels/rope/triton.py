@@ -1,4 +1,5 @@
-"""Norm and rotation of q and k, and the write of k and v to the paged cache, in Triton: a few heads of a row a program.
+"""Norm and rotation of q and k, and the write of k and v to the paged cache, in Triton: a program handles a few heads
+of a row.
 
 Shapes: T rows, N heads (q, k and v together), D head size, P positions of the table, S slots, B blocks per slot.
 """
@@ -13,15 +14,16 @@ from torch import Tensor
 from draftproof.runtime.triton.launch import dense, on, pdl, power_of_two
 from draftproof.runtime.triton.pdl import begin
 
-HEADS_EACH = 8  # heads of a program
+HEADS_EACH = 8  # heads per program
 
 
 @triton.jit
 def _parts(
     x, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr
 ):
-    """Offsets and masks of `count` heads from `x` on: each pair's first element, and the elements that do not
-    rotate."""
+    """Offsets and masks of `count` heads from `x` on: of each pair's first element, and of the elements that do not
+    rotate.
+    """
     h = tl.arange(0, HB)[:, None]
     i = tl.arange(0, PAIRS)[None, :]
     j = tl.arange(0, REST)[None, :]
@@ -31,7 +33,7 @@ def _parts(
 @triton.jit
 def _normed(x, norm, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
             HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """The three parts of `count` heads, fp32, normed or not: the pairs' first and second elements, and what is left."""
+    """The three parts of `count` heads, fp32, normed if NORM: the pairs' first and second elements, and the rest."""
     i = tl.arange(0, PAIRS)
     j = tl.arange(0, REST)
     pair = i < HALF
@@ -52,7 +54,7 @@ def _normed(x, norm, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.
 @triton.jit
 def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
              REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """The parts of `_normed`, rotated."""
+    """The parts from `_normed`, rotated."""
     low, high, tail = _normed(x, norm, eps, count, D, HALF, PAIRS, REST, HB, NORM)
     i = tl.arange(0, PAIRS)
     pair = i < HALF
@@ -64,7 +66,7 @@ def _rotated(x, norm, cos_sin, eps, count, D: tl.constexpr, HALF: tl.constexpr, 
 @triton.jit
 def _store(out, stride, low, high, tail, count, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
            REST: tl.constexpr, HB: tl.constexpr):  # fmt: skip
-    """Store the three parts of `count` heads, which lie `stride` elements apart."""
+    """Store the three parts of `count` heads, `stride` elements apart."""
     h = tl.arange(0, HB)[:, None]
     i = tl.arange(0, PAIRS)[None, :]
     j = tl.arange(0, REST)[None, :]
@@ -85,7 +87,7 @@ def _rope_store_kernel(
     PAIRS: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     V_NORM: tl.constexpr, HAS_V: tl.constexpr, HAS_SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store HB heads of one row; first come the programs of q, then k's, then v's if there are any."""
+    """Norm, rotate and store HB heads of one row; q's programs come first, then k's, then v's if any."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Moving rows: what is moved, and the versions.
+"""Moving rows: interfaces and versions.
 
 Shapes: T rows, A rows, V rows of a table, H width, W width of a part.
 """
@@ -23,7 +23,7 @@ class Gather(Protocol):
 
 class Concat(Protocol):
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Matrices of equally many rows side by side."""
+        """Matrices with equal numbers of rows, side by side."""
         ...
 
 

@@ -17,7 +17,7 @@ def gather_torch(table_VH: Tensor, index_T: Tensor) -> Tensor:
 
 
 def concat_torch(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices of equally many rows side by side."""
+    """Matrices with equal numbers of rows, side by side."""
     return torch.cat(list(parts), dim=-1)
 
 

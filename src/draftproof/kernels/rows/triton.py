@@ -1,4 +1,4 @@
-"""Moving rows on a GPU. torch's own operators are as exact, but do not use PDL.
+"""Moving rows on a GPU. torch's operators are just as exact, but do not use PDL.
 
 Shapes: T rows, V rows of a table, H width.
 """

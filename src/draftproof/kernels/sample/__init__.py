@@ -1,4 +1,4 @@
-"""Law 1's `sample`: what it is, and its versions.
+"""Law 1's `sample`: its interface and versions.
 
 Shapes: M rows, V columns.
 """
@@ -20,9 +20,9 @@ class Sample(Protocol):
         self,
         logits_MV: Tensor,  # fp32, processed except for temperature and filters
         params: RowParams,
-        positions_M: Tensor,  # int64: position of the token that is sampled
+        positions_M: Tensor,  # int64: position of the token to sample
         ids_V: Tensor | None,  # int64: target id of each column (reduced draft vocabulary), None = identity
-        failures_M: Tensor | None = None,  # int64: in place of a token where a row has no number; None: -1
+        failures_M: Tensor | None = None,  # int64: returned for rows without finite logits; None: -1
     ) -> Tensor:
         """Law 1: the token is a function of its row. Returns int64 [M] target ids."""
         ...

@@ -13,7 +13,7 @@ from draftproof.runtime.native import Library
 
 
 class SampleCompiled:
-    """`Sample` in C++: rows in parallel, noise in vectors, logarithms only for tokens that can still win."""
+    """`Sample` in C++: rows in parallel, vectorised noise, logarithms only for tokens that can still win."""
 
     def __init__(self, library: Library) -> None:
         self._run, self._pack = library.packed("dp_sample", "6P3q")

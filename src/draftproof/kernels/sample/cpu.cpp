@@ -1,6 +1,6 @@
-// Law 1's `sample`: filters and Gumbel-max, one row at a time. reference.py says what it computes.
+// Law 1's `sample`: filters and Gumbel-max, one row at a time. See reference.py for what it computes.
 //
-// A token's score depends on that token alone and the best (score, lowest id) does not depend on the order of the
+// A token's score depends on that token alone, and the best (score, lowest id) does not depend on the order of the
 // search, so skipping tokens that cannot win changes nothing.
 #include <algorithm>
 #include <functional>
@@ -18,7 +18,7 @@ using namespace dp;
 typedef Lanes<double> dvec;
 typedef Lanes<int64_t> lvec;
 
-// The integer hash: noise.py's, word for word.
+// The integer hash, identical to noise.py's.
 constexpr uint32_t LANE_A = 0x9E3779B9u, LANE_B = 0x85EBCA77u;
 
 template <class Word>
@@ -76,12 +76,12 @@ DP_INLINE vec uniform(uvec bits) {  // in [2^-33, 1 - 2^-24]
 
 DP_INLINE vec gumbel(vec u) {
     vec w = 1.0f - u;
-    // log(1 - u) loses digits where u is small; u / (1 - w) puts back what rounding w took.
+    // log(1 - u) loses digits where u is small; u / (1 - w) corrects the rounding of w.
     vec exact = -log(w) * (u / (1.0f - w));
     return -log(select(w == splat(1.0f), u, exact));
 }
 
-// At least gumbel(u): -log(1 - u) >= u, and a float's bits are a lower bound of its base-2 logarithm.
+// An upper bound of gumbel(u): -log(1 - u) >= u, and a float's bits are a lower bound of its base-2 logarithm.
 DP_INLINE vec gumbel_bound(vec u) {
     return madd(convert<vec>((ivec)u), splat(-0.69314718f * 0x1p-23f), splat(127 * 0.69314718f));
 }
@@ -109,7 +109,7 @@ struct Row {
     }
 };
 
-// The largest logit; NaN where the row holds NaN.
+// The largest logit; NaN if the row contains NaN.
 float largest(const Row& row) {
     vec top = splat(-INFINITY);
     ivec nan = {};
@@ -133,7 +133,7 @@ int64_t greedy(const Row& row, float top) {
     return best;
 }
 
-// Sum of exp(v) over the values of at least `low`.
+// Sum of exp(v) over the values v >= `low`.
 double mass(const float* values, int64_t count, float low) {
     dvec total = {};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -147,16 +147,16 @@ double mass(const float* values, int64_t count, float low) {
     return sum;
 }
 
-// d = (logit - top) / temperature of a row, and which of them the filters keep.
+// d = (logit - top) / temperature of a row, and the threshold of its filters.
 struct Filter {
-    std::vector<float> d;  // padded with -inf to whole vectors
+    std::vector<float> d;  // padded with -inf to full vectors
     std::vector<float> pick;
 
     Filter(const Row& row, float top, float temperature) : d((row.width + LANES - 1) / LANES * LANES) {
         for (int64_t i = 0; i < row.width; i += LANES) store(&d[i], (row.at(i) - top) / temperature);
     }
 
-    // Values in [low, high), in no order, into `pick`.
+    // Collects the values in [low, high), unordered, in `pick`.
     void collect(float low, float high) {
         pick.clear();
         for (size_t i = 0; i < d.size(); i += LANES) {
@@ -168,7 +168,7 @@ struct Filter {
         }
     }
 
-    // visit(pick) over the values of at least `low`, from the largest ranges down, until it returns true.
+    // Calls visit() with the values >= `low` in `pick`, range by range from the largest down, until it returns true.
     template <class Visit>
     void descend(float low, Visit visit) {
         float high = INFINITY;
@@ -195,7 +195,7 @@ struct Filter {
         return value;
     }
 
-    // The value at which the mass of the likelier tokens reaches top_p of the mass of all from `low` up.
+    // The value at which the mass of the likelier tokens reaches top_p of the mass of all values >= `low`.
     float nucleus(float low, double top_p) {
         double target = top_p * mass(d.data(), d.size(), low), sum = 0;
         float value = low;
@@ -246,11 +246,11 @@ struct Best {
     }
 };
 
-// argmax of d + noise over the tokens with d >= low; d_of(i) gives 16 values of d.
+// argmax of d + noise over the tokens with d >= low; d_of(i) returns 16 values of d.
 template <class Scaled>
 int64_t gumbel_max(const Row& row, float low, int64_t seed, int64_t position, Scaled d_of) {
     const uint32_t a = absorb(LANE_A, seed, position), b = absorb(LANE_B, seed, position);
-    constexpr float SLACK = 1e-3f;  // far above the rounding of score and bound
+    constexpr float SLACK = 1e-3f;  // far above the rounding errors of score and bound
     Best best;
     for (int64_t i = 0; i < row.width; i += LANES) {
         vec d = d_of(i);
@@ -295,7 +295,7 @@ extern "C" void dp_sample(const SampleArgs* a) {
     });
 }
 
-// For tests: the random bits of each (row, token), uint32 in int64, as noise.py's token_bits.
+// For tests: the random bits of each (row, token), uint32 in int64, as computed by noise.py's token_bits.
 extern "C" void dp_token_bits(const int64_t* seeds, const int64_t* positions, const int64_t* ids, int64_t* out,
                               int64_t rows, int64_t width) {
     for (int64_t r = 0; r < rows; r++) {

@@ -1,7 +1,7 @@
 """Counter-based noise: a hash of (row seed, position, token id), the same integer on every device.
 
-Shapes: M rows, V columns. Words are unsigned 32-bit numbers held in int64; a product of two of them may wrap in
-int64, its low 32 bits stay right.
+Shapes: M rows, V columns. Words are unsigned 32-bit numbers in int64; a product of two may overflow int64, but its low
+32 bits are correct.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-LANE_A = 0x9E3779B9  # starting words of the two independent 32-bit lanes that make a 64-bit key
+LANE_A = 0x9E3779B9  # initial words of the two independent 32-bit lanes that make a 64-bit key
 LANE_B = 0x85EBCA77
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 UNIT = 2.0**-32
@@ -18,7 +18,7 @@ BELOW_ONE = 1.0 - 2.0**-24  # the largest fp32 under 1
 
 
 def mix(word: Tensor) -> Tensor:
-    """A bijection of 32-bit words that changes half of the bits on average when one bit changes."""
+    """A bijection of 32-bit words: flipping one input bit flips half of the output bits on average."""
     word = word ^ (word >> 16)
     word = (word * MULTIPLIERS[0]) & MASK
     word = word ^ (word >> 15)
@@ -30,7 +30,7 @@ def absorb(start: int, *words: Tensor) -> Tensor:
     """Hash a sequence of int64 words (their low 32 bits) into one 32-bit word."""
     state = mix((words[0] & MASK) ^ start)
     for word in words[1:]:
-        # The constant keeps a state of zero from being a fixed point of mix.
+        # The constant prevents a zero state from being a fixed point of mix.
         state = mix(((state + LANE_A) & MASK) ^ (word & MASK))
     return state
 
@@ -38,7 +38,7 @@ def absorb(start: int, *words: Tensor) -> Tensor:
 def token_bits(seeds_M: Tensor, positions_M: Tensor, ids_V: Tensor) -> Tensor:
     """The 32 random bits of each (row, token): int64 [M, V] in [0, 2**32).
 
-    Two lanes of key, so that two rows share their noise with probability 2**-64 only.
+    With a key of two lanes, two rows share their noise only with probability 2**-64.
     """
     words = (seeds_M, seeds_M >> 32, positions_M)
     a_M1 = absorb(LANE_A, *words).unsqueeze(-1)
@@ -54,7 +54,7 @@ def uniform(bits: Tensor) -> Tensor:
 def gumbel(seeds_M: Tensor, positions_M: Tensor, ids_V: Tensor) -> Tensor:
     """Standard Gumbel noise, fp32 [M, V], between -2.82 and 22.9: the argmax of log p + noise is a draw from p.
 
-    Large noise, which decides who wins, comes from u near 0, where its resolution is finest.
+    Large noise, which decides the winner, comes from u near 0, where the resolution is finest.
     """
     return uniform(token_bits(seeds_M, positions_M, ids_V)).neg_().log1p_().neg_().log_().neg_()
 
@@ -65,6 +65,6 @@ def exponential(seeds_M: Tensor, positions_M: Tensor, ids_V: Tensor) -> Tensor:
 
 
 def derive(seeds_M: Tensor, domain: int, rounds_M: Tensor) -> Tensor:
-    """Seeds of another, independent stream of noise: int64 [M], one per (seed, domain, round)."""
+    """Seeds of another, independent noise stream: int64 [M], one per (seed, domain, round)."""
     words = (seeds_M, seeds_M >> 32, torch.full_like(seeds_M, domain), rounds_M)
     return (absorb(LANE_B, *words) << 32) | absorb(LANE_A, *words)

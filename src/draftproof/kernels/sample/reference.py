@@ -1,7 +1,7 @@
 """Law 1's `sample`: filters and Gumbel-max per row, a function of the row alone.
 
-Every filter is a threshold on d = (logit - max) / temperature: a token stays where d >= the row's threshold, so ties
-at a boundary stay together. Order and meaning are vLLM's: min-p, then top-k, then top-p over what is left.
+Every filter is a threshold on d = (logit - max) / temperature: a token stays if d >= the row's threshold, so ties at a
+boundary are kept together. Order and meaning are vLLM's: min-p, then top-k, then top-p over the remaining tokens.
 Shapes: M rows, V columns.
 """
 
@@ -38,7 +38,8 @@ def sample_torch(
 
 
 def probabilities_torch(logits_MV: Tensor, params: RowParams) -> Tensor:
-    """The distribution `sample` draws from, fp32 [M, V]; temperature 0 is all on the argmax (the lowest id).
+    """The distribution that `sample` draws from, fp32 [M, V]; at temperature 0 all mass is on the argmax (the lowest
+    id).
 
     A row with NaN, +inf or nothing above -inf is NaN throughout.
     """
@@ -48,7 +49,7 @@ def probabilities_torch(logits_MV: Tensor, params: RowParams) -> Tensor:
     best_M1 = _lowest_argmax(score_MV, None)[:, None]
     filtered_MV = _filtered(score_MV, params)
     weight_MV = filtered_MV.double().exp_()
-    # cumsum adds in column order whatever the number of rows; torch's sum over a long row does not.
+    # cumsum adds in column order for any number of rows; torch's sum over a long row does not.
     probs_MV = (weight_MV / weight_MV.cumsum(-1)[:, -1:]).float()
     greedy_MV = torch.zeros_like(probs_MV).scatter_(1, best_M1, 1.0)
     probs_MV = torch.where(params.temperature_M[:, None] > 0, probs_MV, greedy_MV)
@@ -56,7 +57,7 @@ def probabilities_torch(logits_MV: Tensor, params: RowParams) -> Tensor:
 
 
 def _any(flags: Tensor) -> bool:
-    """Whether work can be skipped; on a device we do the work rather than wait for the answer."""
+    """Whether any flag is set; always True on a device, where doing the work is cheaper than waiting for the answer."""
     return flags.device.type != "cpu" or bool(flags.any())
 
 
@@ -69,7 +70,7 @@ def _lowest_argmax(score_MV: Tensor, ids_V: Tensor | None) -> Tensor:
 
 
 def _filtered(score_MV: Tensor, params: RowParams) -> Tensor:
-    """d = score / temperature, -inf where a filter drops the token; score is logit - max."""
+    """d = score / temperature, -inf for tokens that a filter drops; score is logit - max."""
     temperature_M, top_k_M = params.temperature_M, params.top_k_M
     top_p_M, min_p_M = params.top_p_M, params.min_p_M
     scaled_MV = score_MV / torch.where(temperature_M > 0, temperature_M, 1.0)[:, None]
@@ -81,7 +82,7 @@ def _filtered(score_MV: Tensor, params: RowParams) -> Tensor:
 
 
 def _threshold(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor) -> Tensor:
-    """The smallest d that stays, fp32 [M, 1]."""
+    """The smallest d that is kept, fp32 [M, 1]."""
     V = scaled_MV.shape[1]
     threshold_M1 = min_p_M.double().log().float()[:, None]  # p >= min_p * max p; log 0 = -inf keeps all
     if not _any((top_k_M > 0) | (top_p_M < 1)):
@@ -91,7 +92,7 @@ def _threshold(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Ten
     threshold_M1 = torch.maximum(threshold_M1, sorted_MV.gather(1, k_M1 - 1))
     weight_MV = torch.where(sorted_MV >= threshold_M1, sorted_MV.double().exp(), 0.0)
     mass_MV = weight_MV.cumsum(-1)
-    # A token stays while the mass of the likelier ones is below top_p: the first of a group of ties decides for all.
+    # A token is kept while the mass of the likelier ones is below top_p: the first of a group of ties decides for all.
     inside_MV = mass_MV < top_p_M.double()[:, None] * mass_MV[:, -1:]
     last_M1 = inside_MV.sum(-1, keepdim=True).clamp_(max=V - 1)
     threshold_p_M1 = torch.where(top_p_M[:, None] < 1, sorted_MV.gather(1, last_M1), -torch.inf)

@@ -1,7 +1,7 @@
-"""Law 1's `sample` in Triton: a maximum per row, a threshold where a filter asks for one, then noise and argmax.
+"""Law 1's `sample` in Triton: a maximum per row, a threshold if filters are set, then noise and argmax.
 
-Maxima, counts and fixed-point masses do not depend on the order they are formed in, so a row's token does not depend
-on how its columns are dealt out. The launch follows from V alone.
+Maxima, counts and fixed-point masses do not depend on the order of their computation, so a row's token does not depend
+on how its columns are split. The launch depends on V alone.
 Shapes: M rows, V columns, P pieces of a row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,7 +23,7 @@ WIDEST = 1 << 18  # columns; masses are summed in 64 bits
 
 UNIT = tl.constexpr(2.0**-32)
 BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
-NOBODY = tl.constexpr((1 << 63) - 1)  # above every id
+NOBODY = tl.constexpr((1 << 63) - 1)  # greater than every id
 
 
 @triton.jit
@@ -47,7 +47,9 @@ def _key(seed, position, START: tl.constexpr):
 
 @triton.jit
 def _gumbel(id_V, key_a, key_b):
-    """Gumbel noise of each id. log1p(-u) is log(w) * -u / (w - 1) with w = 1 - u rounded: right near 0, too."""
+    """Gumbel noise of each id. log1p(-u) is log(w) * -u / (w - 1) with w = 1 - u rounded, which is accurate near 0
+    too.
+    """
     bits = _mix(_mix(id_V.to(tl.uint32) ^ key_a) ^ key_b)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * UNIT, BELOW_ONE)
     w = 1.0 - u
@@ -60,7 +62,7 @@ def _gumbel(id_V, key_a, key_b):
 def _top_kernel(
     logits, tops, V: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The largest logit of each piece; +inf where one is no number."""
+    """The largest logit of each piece; +inf if it contains NaN."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -115,7 +117,7 @@ def _winner_kernel(
     tops, best_scores, best_ids, failures, tokens,
     PIECES: tl.constexpr, POW: tl.constexpr, FAILS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The row's token; its failure, or -1, where its largest logit is no finite number."""
+    """The row's token; if its largest logit is not finite, its entry in `failures`, or -1."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, POW)

@@ -1,8 +1,8 @@
-"""The filters of `sample` as one number a row: how far below the row's maximum a token may lie.
+"""The filters of `sample` as one number per row: the largest distance of a kept token below the row's maximum.
 
-The distance |d|, d = (logit - max) / temperature, is compared by its bits, which order it as the numbers do. Masses are
-fixed-point integers, so no sum depends on its order. A row's likeliest tokens are set aside first; the searches then
-go over them alone, or over the whole row where they do not decide.
+The distance |d|, d = (logit - max) / temperature, is compared by its bits, which have the same order as the numbers.
+Masses are fixed-point integers, so sums do not depend on their order. A row's likeliest tokens are collected first. The
+searches use these alone if they suffice, else the whole row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -19,16 +19,16 @@ from draftproof.runtime.triton.pdl import begin
 
 COLUMNS = tl.constexpr(NUM_COLUMNS)  # int64 columns of a row's parameters
 FLOATS = tl.constexpr(2 * NUM_COLUMNS)  # fp32 columns
-CANDIDATES = tl.constexpr(8192)  # also the columns of one step
+CANDIDATES = tl.constexpr(8192)  # also the number of columns per step
 BINS = tl.constexpr(128)
 BINS_PER_UNIT = tl.constexpr(8.0)
 ONE = tl.constexpr(2.0**44)  # mass of the likeliest token
-INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity: everything is kept
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity: keeps everything
 
 
 @triton.jit
 def _distances(row, start, top, temperature, V: tl.constexpr):
-    """|d| of the columns from `start` on; infinite past the last, as for a logit of -inf."""
+    """|d| of the columns from `start` on; infinite past the end, as for a logit of -inf."""
     v = start + tl.arange(0, CANDIDATES)
     x = tl.load(row + v, mask=v < V, other=-float("inf"))
     return tl.abs(tl.math.div_rn(x - top, temperature))
@@ -36,7 +36,7 @@ def _distances(row, start, top, temperature, V: tl.constexpr):
 
 @triton.jit
 def _weights(distance, limit, MASS: tl.constexpr):
-    """The weight of each token within `limit`: its mass, or one."""
+    """The weight of each token within `limit`: its mass if MASS, else 1."""
     kept = distance.to(tl.int32, bitcast=True) <= limit
     if MASS:
         return tl.where(kept, (tl.exp(-distance) * ONE).to(tl.int64), 0)
@@ -51,7 +51,7 @@ def _bin(distance):
 
 @triton.jit
 def _search_few(distance, limit, wanted, MASS: tl.constexpr):
-    """The least bits U such that tokens with bits <= U (and <= limit) number `wanted`, or have that mass."""
+    """The smallest U such that the tokens with bits <= U (and <= limit) have a total weight of at least `wanted`."""
     bits = distance.to(tl.int32, bitcast=True)
     weight = _weights(distance, limit, MASS)
     low = tl.full((), 0, tl.int32)
@@ -67,7 +67,7 @@ def _search_few(distance, limit, wanted, MASS: tl.constexpr):
 
 @triton.jit
 def _total(row, top, temperature, limit, V: tl.constexpr, MASS: tl.constexpr):
-    """The weight of a whole row's tokens within `limit`."""
+    """The total weight of a row's tokens within `limit`."""
     total = tl.full((), 0, tl.int64)
     for start in range(0, V, CANDIDATES):
         weight = _weights(_distances(row, start, top, temperature, V), limit, MASS)
@@ -93,7 +93,7 @@ def _search_row(row, top, temperature, limit, wanted, V: tl.constexpr, MASS: tl.
 def _settings(
     tops, temperatures, top_ks, top_ps, min_ps, m, V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr
 ):
-    """(whether row m needs a search, its largest logit, its limit by min-p)."""
+    """(whether row m needs a search, its largest logit, its limit from min-p)."""
     temperature = tl.load(temperatures + m * FLOATS)
     top_k = tl.load(top_ks + m * COLUMNS)
     top_p = tl.load(top_ps + m * FLOATS)
@@ -133,7 +133,9 @@ def counts_kernel(
 
 @triton.jit
 def _fitting(counts, m, before, PIECES: tl.constexpr, POW: tl.constexpr):
-    """(bins whose tokens all fit among the candidates, the number of such tokens in pieces below `before`)."""
+    """(number of leading bins whose tokens all fit among the candidates, number of their tokens in pieces below
+    `before`).
+    """
     p = tl.arange(0, POW)
     b = tl.arange(0, BINS)
     at = (m * PIECES + p)[:, None] * BINS + b[None, :]
@@ -148,7 +150,7 @@ def aside_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, spare,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the distances of one piece's likeliest tokens, behind those of the pieces before it."""
+    """Write the distances of one piece's likeliest tokens, after those of the pieces before it."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -166,7 +168,7 @@ def threshold_kernel(
     logits, tops, temperatures, top_ks, top_ps, min_ps, counts, masses, spare, limits,
     V: tl.constexpr, PIECES: tl.constexpr, POW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the bits of the largest |d| that stays in a row: min-p, then top-k, then top-p over what is left."""
+    """Write the bits of a row's largest kept |d|: min-p, then top-k, then top-p over the remaining tokens."""
     begin(PDL)
     m = tl.program_id(0).to(tl.int64)
     active, top, limit = _settings(tops, temperatures, top_ks, top_ps, min_ps, m, V, PIECES, POW)
@@ -201,7 +203,7 @@ def threshold_kernel(
 
 
 def limits(logits_MV: Tensor, tops: Tensor, params: RowParams, pieces: int, piece: int) -> Tensor:
-    """The bits of the largest |d| that stays, int32 [M]. `tops` [M, pieces]: largest logits."""
+    """The bits of each row's largest kept |d|, int32 [M]. `tops` [M, pieces]: largest logits."""
     rows, width = logits_MV.shape
     counts = tops.new_empty(rows, pieces, BINS.value, dtype=torch.int32)
     masses = tops.new_empty(rows, pieces, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The bookkeeping of a step: its versions."""
+"""The bookkeeping of a step: versions of the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's bookkeeping in C++: forty small torch operators a step would cost more than a layer.
+"""A step's bookkeeping in C++: forty small torch operators per step would cost more than a layer.
 
 Shapes as in kernels/step/spec.py, where each call is described.
 """

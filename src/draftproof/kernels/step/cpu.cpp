@@ -1,4 +1,4 @@
-// The bookkeeping of a step: see spec.py and reference.py, whose torch code says what each function computes.
+// The bookkeeping of a step. See spec.py, and reference.py for what each function computes.
 #include <algorithm>
 #include <cstdint>
 
@@ -103,7 +103,7 @@ extern "C" void dp_draft_rows(const DraftRowsArgs* a) {
         int64_t first_read = std::max<int64_t>(0, n + count + extra - J);
         for (int64_t j = 0; j < J; j++) read[r * J + j] = first_read + j;
         for (int64_t i = 0; i < share; i++, n++) {
-            int64_t past = i - count;  // rows past the context count on from the last live target row
+            int64_t past = i - count;  // positions of rows after the context continue from the last live target row
             int64_t from = past < 0 ? last + 1 - count + i : last, token_at = from + a->shift;
             bool is_next = past < 0 ? token_at > last : past == 0 && a->anchor;
             bool is_mask = a->masks && past >= a->anchor;

@@ -9,7 +9,7 @@ from draftproof.kernels.step.spec import Committed, DraftRows, Layout, PassRows,
 
 
 class TorchStep:
-    """`StepOps` in torch: the twin."""
+    """`StepOps` in torch: the reference."""
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
         slots_R, rows_R, num_R = work_3R
@@ -112,7 +112,7 @@ class TorchStep:
 
         last_R = query_start_loc_R1[:-1] + (live_R - 1).clamp(min=0)
         count_R = live_R if layout.context == 2 else live_R.clamp(max=layout.context)
-        # rows past the context count on from the last live target row
+        # positions of rows after the context continue from the last live target row
         past_N = offset_N - count_R[owner_N]
         is_context_N = past_N < 0
         source_N = torch.where(is_context_N, (last_R + 1 - count_R)[owner_N] + offset_N, last_R[owner_N])

@@ -1,8 +1,8 @@
 """The bookkeeping of a step on the device: rows of a pass, accepted drafts, new state, rows of a draft pass.
 
-Integers only, so every version gives the same numbers. All tensors are int64 but the tokens, which are int32.
-Shapes: S slots, L positions, R requests of a pass, T its rows, M its sampled rows, W drafts + 1, N draft rows,
-J rows read per request.
+Integers only, so all versions give the same numbers. All tensors are int64 except tokens_SL, which is int32.
+Shapes: S slots, L positions, R requests of a pass, T its rows, M its sampled rows, W drafts + 1, N draft rows, J rows
+read per request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SlotState(NamedTuple):
-    """What is known of every slot. Beyond `length` known tokens a row of `tokens_SL` holds drafts."""
+    """The state of every slot. After `length` known tokens a row of `tokens_SL` holds drafts."""
 
     tokens_SL: Tensor
     length_S: Tensor
@@ -24,15 +24,15 @@ class SlotState(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """The rows of one pass, request after request; the last `num_sampled` of each request's are sampled."""
+    """The rows of one pass, request after request; each request's last rows are sampled."""
 
     tokens_T: Tensor
     positions_T: Tensor
     context_lens_T: Tensor  # positions + 1: attention is causal
     slots_T: Tensor
-    sampled_M: Tensor  # which rows
+    sampled_M: Tensor  # their indices into T
     slots_M: Tensor
-    positions_M: Tensor  # position of the token that the row samples
+    positions_M: Tensor  # position of the sampled token
     query_start_loc_R1: Tensor
     first_R: Tensor  # index into M
     lengths_R: Tensor  # known tokens before the pass
@@ -40,12 +40,14 @@ class PassRows(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a model reads."""
+        """The inputs of a model."""
         return self.tokens_T, self.positions_T, self.slots_T, self.context_lens_T
 
 
 class Committed(NamedTuple):
-    """What a pass leaves to the drafter: rows that stand, the token after them, drafts wanted, known tokens."""
+    """What a pass passes on to the drafter: rows that became permanent, the token after them, drafts wanted, known
+    tokens.
+    """
 
     live_R: Tensor
     next_R: Tensor
@@ -59,10 +61,10 @@ class DraftRows(NamedTuple):
     tokens_N: Tensor
     positions_N: Tensor
     slots_N: Tensor
-    source_N: Tensor  # the target row whose features the row takes; T for a mask row
+    source_N: Tensor  # the target row whose features the row uses; T for a mask row
     context_lens_N: Tensor  # positions + 1
     read_RJ: Tensor  # rows whose outputs become drafts
-    drawn_KR: Tensor  # position of each draft; -1 where it is not wanted
+    drawn_KR: Tensor  # position of each draft; -1 if not wanted
     positions_KR: (
         Tensor  # position of the row that draft k is read from (row 0 is among the N); -1 where not wanted
     )
@@ -71,7 +73,7 @@ class DraftRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`drafters.head.HeadLayout` for a kernel. context: 0 none, 1 the last row, 2 all rows."""
+    """`drafters.head.HeadLayout` as integers for kernels. context: 0 none, 1 the last row, 2 all rows."""
 
     context: int
     shift: int
@@ -85,10 +87,11 @@ class StepOps(Protocol):
     """One implementation of the five operators of a step."""
 
     def fill(self, state: SlotState, work_3R: Tensor, num_rows: int, num_sampled: int) -> PassRows:
-        """Rows of a pass; work_3R: slot, rows and sampled rows of each request; the numbers are their sums.
+        """Rows of a pass. work_3R: slot, rows and sampled rows of each request; num_rows and num_sampled are their
+        sums.
 
-        Example: request 0 decodes with 2 drafts (3 rows, all sampled), request 1 computes 4 prompt rows (none
-        sampled): query starts 0 3 7, sampled rows 0 1 2, first 0 3.
+        Example: request 0 decodes with 2 drafts (3 rows, all sampled), request 1 computes 4 prompt rows (none sampled):
+        query starts 0 3 7, sampled rows 0 1 2, first 0 3.
         """
         ...
 
@@ -103,9 +106,11 @@ class StepOps(Protocol):
         sampled_M: Tensor,
         width: int,
     ) -> tuple[Tensor, Tensor]:
-        """Law 1: accept drafts while they equal the samples: (tokens_RW, -1 beyond; emitted_R).
+        """Law 1: accept drafts while they equal the samples. Returns (tokens_RW, -1 beyond the emitted ones;
+        emitted_R).
 
-        num_R: sampled rows of each request, from index first_R of M on; its drafts lie at tokens_SL[slot, length..].
+        num_R: sampled rows of each request, starting at index first_R of M; its drafts are at tokens_SL[slot,
+        length..].
         """
         ...
 
@@ -118,10 +123,10 @@ class StepOps(Protocol):
         emitted_R: Tensor,
         wanted_R: Tensor,
     ) -> Committed:
-        """Write the emitted tokens and move the slots on. What lands past the new length is scratch, as drafts are.
+        """Write the emitted tokens and advance the slots. Entries past the new length are scratch, as drafts are.
 
-        A slot at its limit stands still: it emits nothing and none of its rows live. The host may be a step late in
-        taking a finished request out, and padding rows name a slot that is always at its limit.
+        A slot at its limit does not advance: it emits nothing and none of its rows are live. The host may remove a
+        finished request a step late, and padding rows name a slot that is always at its limit.
         """
         ...
 
@@ -137,8 +142,9 @@ class StepOps(Protocol):
         k_R: Tensor,
         num_drafts: int,
     ) -> DraftRows:
-        """The rows of a draft pass: context rows, then the anchor, then masks. The rest of a request's share is
-        padding, and all of it where no row is live.
+        """The rows of a draft pass: context rows, then the anchor, then masks.
+
+        The rest of a request's share is padding; if no row is live, all of it.
 
         Example: one request verified [s5 d6 d7 d8]@5..8 and kept s5 d6 (live 2), next r7. With context all:
           shift=1                 d6@5/h5  r7@6/h6  pad  pad                    read row of r7
@@ -158,6 +164,10 @@ class StepOps(Protocol):
         never: int = -1,
         never_either: int = -1,
     ) -> tuple[Tensor, Tensor]:
-        """Put drafts behind the known tokens, cut at k_R, at the first id outside the vocabulary and at the first that
-        is `never` or `never_either`, which stand for no token: (count_R, 1 where an id outside cut them)."""
+        """Store drafts after the known tokens. They end at k_R, at the first id outside the vocabulary, and at the
+        first that equals `never` or `never_either`.
+
+        `never` and `never_either` are ids that no token may have. Returns (count_R, 1 if an id outside the vocabulary
+        ended them).
+        """
         ...

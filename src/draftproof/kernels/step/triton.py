@@ -1,4 +1,4 @@
-"""A step's bookkeeping in Triton: one kernel a call, and nothing that a CUDA graph could not hold.
+"""A step's bookkeeping in Triton: one kernel per call, all of which CUDA graphs can capture.
 
 Shapes as in kernels/step/spec.py, where each call is described.
 """
@@ -19,7 +19,9 @@ from draftproof.runtime.triton.launch import on, pdl, power_of_two
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """`StepOps` in Triton. block: rows of a request, and requests before it, that its program takes at once."""
+    """`StepOps` in Triton. block: number of rows of a request, and of requests before it, that a program handles at
+    once.
+    """
 
     block: int = 512
 

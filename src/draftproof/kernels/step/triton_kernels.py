@@ -1,7 +1,7 @@
-"""The Triton kernels of a step's bookkeeping: a program a request. `kernels/step/spec.py` has worked examples of each.
+"""The Triton kernels of a step's bookkeeping: one program per request. See `kernels/step/spec.py` for worked examples.
 
-A kernel writes all its results to one int64 buffer `out`, one after the other in the order that its docstring gives.
-Nothing is compiled anew for another number of requests or rows, nor for views that start elsewhere.
+A kernel writes all its results to one int64 buffer `out`, consecutively in the order given in its docstring. Nothing is
+recompiled for other numbers of requests or rows, nor for views with other offsets.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -107,7 +107,7 @@ def accept_kernel(
     tokens, slots, num, first, lengths, draft_count, samples, out, columns, requests, sampled, width,
     WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens_RW, emitted_R. Without sampled rows `samples` is not read, and nothing is emitted."""
+    """Write tokens_RW, emitted_R. Without sampled rows, `samples` is not read and nothing is emitted."""
     begin(PDL)
     r = tl.program_id(0)
     w = tl.arange(0, WP)
@@ -148,13 +148,13 @@ def commit_kernel(
     token_W = tl.load(emitted_tokens + r * width + w, mask=w < width, other=0)
     token_W = tl.maximum(token_W, 0).to(tl.int32)
 
-    # the next token may be one of those that this program is about to write: then it is not read from memory
+    # if this program is about to write the next token, take it from registers rather than memory
     is_next = (w < width) & (old_length + w == new_computed)
     is_new = tl.max(is_next.to(tl.int32), axis=0) > 0
     known = tl.load(tokens + slot * columns + new_computed, mask=is_new == 0, other=0)
     next_token = tl.where(is_new, tl.sum(tl.where(is_next, token_W, 0), axis=0), known)
 
-    tl.debug_barrier()  # all threads have read what one of them overwrites
+    tl.debug_barrier()  # all threads must have read what one of them overwrites
     tl.store(tokens + slot * columns + old_length + w, token_W, mask=w < width)
     tl.store(length + slot, new_length)
     tl.store(computed + slot, new_computed)
@@ -169,13 +169,13 @@ def commit_kernel(
 
 @triton.jit
 def _start(query_starts, r, EXTRA: tl.constexpr, CONTEXT: tl.constexpr):
-    """The first draft row of request `r`: each has a share of its context rows and EXTRA more."""
+    """The first draft row of request `r`. Its share is its context rows and EXTRA more."""
     return tl.load(query_starts + r) + r * EXTRA if CONTEXT == 2 else (r * (CONTEXT + EXTRA)).to(tl.int64)
 
 
 @triton.jit
 def _fed(query_starts, live, r, CONTEXT: tl.constexpr):
-    """(live rows of request `r`, the last of them or else its first row, context rows)."""
+    """(number of live rows of request `r`, the last live row or else its first row, number of context rows)."""
     num_live = tl.load(live + r)
     last = tl.load(query_starts + r) + tl.maximum(num_live - 1, 0)
     return num_live, last, num_live if CONTEXT == 2 else tl.minimum(num_live, CONTEXT)
@@ -185,7 +185,7 @@ def _fed(query_starts, live, r, CONTEXT: tl.constexpr):
 def _positions(positions, offset, inside, num_live, last, count, EXTRA: tl.constexpr):
     """(target row, position) of the draft rows `offset` of a request, of which `count` are context.
 
-    Rows past the context count on from the last live target row; where none lives all is padding.
+    Positions of rows after the context continue from the last live target row; without live rows all are padding.
     """
     past = offset - count
     source = tl.where(past < 0, last + 1 + past, last)
@@ -233,7 +233,7 @@ def draft_rows_kernel(
     read = tl.maximum(begin_row + count + EXTRA - J, 0)
     tl.store(out + r * J + j, read + j, mask=j < J)
     out += requests * J
-    # where nothing lives the read row may be the request's before; its position is worked out again
+    # without live rows the read row may belong to the previous request; its position is recomputed
     reader = tl.where(read < begin_row, r - 1, r)
     reader_live, reader_last, reader_count = _fed(query_starts, live, reader, CONTEXT)
     read_offset = read - _start(query_starts, reader, EXTRA, CONTEXT)
@@ -253,7 +253,7 @@ def store_drafts_kernel(
     tokens, length, draft_count, slots, drafts, count, k, out, columns, requests, num_drafts, vocab_size, never,
     never_either, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write count_R, 1 where an id cut a proposal, and the slots' tokens and draft counts."""
+    """Write count_R, 1 where an id outside the vocabulary ended the drafts, and the slots' tokens and draft counts."""
     begin(PDL)
     r = tl.program_id(0)
     i = tl.arange(0, KP)
@@ -268,5 +268,5 @@ def store_drafts_kernel(
     tl.store(tokens + slot * columns + tl.load(length + slot) + i, kept_K, mask=inside)
     tl.store(draft_count + slot, taken)
     tl.store(out + r, taken)
-    num_ids = tl.sum(tl.where((i == taken) & is_id, 1, 0), axis=0)  # at the first that is not taken
+    num_ids = tl.sum(tl.where((i == taken) & is_id, 1, 0), axis=0)  # whether the first not taken is an id
     tl.store(out + requests + r, ((taken < claimed) & (num_ids == 0)).to(tl.int64))

@@ -1,6 +1,6 @@
-"""Products over experts in one launch: rows sorted by expert, lengths read on the device.
+"""Products over experts in one launch: rows sorted by expert, group lengths read on the device.
 
-Adds over K in order in fp32 like linear.py, so that a row's bits do not depend on the rows that share its expert.
+Adds over K in order in fp32, like linear.py, so that a row's bits do not depend on the rows that share its expert.
 Shapes: P rows sorted by expert, E experts, K inputs, N outputs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,7 +19,7 @@ from draftproof.matmul.triton.linear import Tile
 from draftproof.runtime.triton.launch import dense, on, pdl, power_of_two
 from draftproof.runtime.triton.pdl import begin
 
-# Tiles by the rows that an expert has on average; not tuned.
+# Tiles by the average number of rows per expert; not tuned.
 TILES_HALF = (Tile(16, 64, 128, 5, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 8))
 TILES_WIDE = (Tile(16, 32, 64, 3, 4), Tile(64, 64, 16, 3, 4))
 
@@ -29,7 +29,7 @@ def _grouped_kernel(
     x, weights, starts, out, outputs, inputs, E: tl.constexpr, EXPERTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one expert's rows and of outputs. EVEN: K is a multiple of BK. The last programs may find no work."""
+    """A tile of one expert's rows and of outputs. EVEN: K is a multiple of BK. The last programs may have no work."""
     begin(PDL)
     tiles_n = tl.cdiv(outputs, BN)
     number = tl.program_id(0) // tiles_n
@@ -67,8 +67,9 @@ def _grouped_kernel(
 
 
 class Groups:
-    """The grouped product: x [P, K], starts [E + 1] -> [P, N]. The grid has room for any lengths: P alone decides
-    it."""
+    """The grouped product: x [P, K], starts [E + 1] -> [P, N]. The grid depends on P alone and suffices for any
+    lengths.
+    """
 
     def __init__(self, num_experts: int, weights: Iterable[Tensor], shape: Shape) -> None:
         self._shape = shape
@@ -88,7 +89,7 @@ class Groups:
         most_active = min(num_experts, rows)
         each = rows / most_active
         tile = next((tile for tile in self._tiles if each <= tile.rows), self._tiles[-1])
-        tiles_m = triton.cdiv(rows, tile.rows) + most_active  # an expert's last tile may be cut short
+        tiles_m = triton.cdiv(rows, tile.rows) + most_active  # an expert's last tile may be partial
         with on(x_PK):
             _grouped_kernel[(tiles_m * triton.cdiv(shape.outputs, tile.outputs),)](
                 x_PK,
@@ -111,7 +112,7 @@ class Groups:
 
 
 def _stacked(num_experts: int, weights: Iterable[Tensor]) -> Tensor:
-    """The weights as one tensor [E, N, K], filled one by one: the originals need not all be there at once."""
+    """The weights as one tensor [E, N, K], filled one by one, so that the originals need not exist at the same time."""
     stacked: Tensor | None = None
     count = 0
     for count, weight_NK in enumerate(weights, start=1):

@@ -1,9 +1,9 @@
-"""Products on a GPU: an ordered Triton kernel in many tiles, and cuBLAS, as candidates for the exact planner.
+"""Products on a GPU: an ordered Triton kernel with many tile shapes, and cuBLAS, as candidates for the exact planner.
 
-The kernel adds over K in order in fp32, so every tile is expected to give the same bits; the planner certifies each
-all the same. A long K with few outputs is cut into segments, as many as the weight's shape says and never the batch:
-each is summed from nothing, and they are added first to last, by the program that summed them, by a second kernel, or
-by the norm that follows (`partial_sums`).
+The kernel adds over K in order in fp32, so all tiles should give the same bits; the planner certifies each anyway. A
+long K with few outputs is split into segments; their number depends on the weight's shape, never on the batch. Each
+segment is summed from zero. The sums are added first to last: by the program that made them, by a second kernel, or by
+the norm that follows (`partial_sums`).
 Shapes: T rows, K inputs, N outputs, S segments.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -34,27 +34,32 @@ from draftproof.runtime.triton.launch import (
 )
 from draftproof.runtime.triton.pdl import begin
 
-SWIZZLE = tl.constexpr(8)  # row tiles that share a visit to the weight
+SWIZZLE = tl.constexpr(8)  # row tiles that share one pass over the weight
 LINE = 128  # bytes
-PREFETCH_BYTES = 4 << 20  # what all programs together fetch of the weight before the input is ready
-MOST_LINES = 64  # cache lines that a program fetches of one row of the weight
+PREFETCH_BYTES = 4 << 20  # total prefetch of the weight by all programs, before the input is ready
+MOST_LINES = 64  # maximum cache lines that a program prefetches per row of the weight
 # K >= LONG with N <= min(K, NARROW) is summed in SEGMENTS fixed segments.
 SEGMENTS, LONG, NARROW = 4, 4096, 8192
-SEGMENT_UNIT = 512  # a segment is a multiple of so many inputs
+SEGMENT_UNIT = 512  # segment lengths are multiples of this
 
 
 def num_segments(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Number of K segments for this weight shape; 1 means unsplit. At 96 rows a [4096, 14336] weight keeps 128 programs
-    busy instead of 32."""
+    """Number of K segments for this weight shape; 1 means unsplit.
+
+    Example: at 96 rows a split [4096, 14336] weight keeps 128 programs busy instead of 32.
+    """
     whole = inputs % (SEGMENTS * SEGMENT_UNIT) == 0 and dtype.itemsize == 2
     return SEGMENTS if whole and inputs >= LONG and outputs <= min(inputs, NARROW) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One compiled form of the kernel. `swap_ab`: the weight takes the matrix unit's longer side. `parts`: segments
-    have a program each, and are added up by a second kernel. `tma`: by the engine that copies whole tiles. `rows` is a
-    power of two, or if swapped and copied, 1.5 times one: two products then share what is read of the weight."""
+    """One compiled form of the kernel.
+
+    `swap_ab`: the weight takes the matrix unit's longer side. `parts`: one program per segment, and a second kernel
+    adds the sums. `tma`: tiles are copied by TMA. `rows` is a power of two or, with `swap_ab` and `tma`, 1.5 times one:
+    then two products share each tile of the weight.
+    """
 
     rows: int
     outputs: int
@@ -73,27 +78,27 @@ class Tile:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Rows of the first product and of the tail's: 96 is 64 and 32, 64 is 64 and 0."""
+        """Rows of the first product and of the tail product: 96 is 64 and 32, 64 is 64 and 0."""
         first = power_of_two(self.rows + 1) // 2
         return first, self.rows - first
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the device has what the tile needs: TMA, and room for the buffers in shared memory."""
+        """Whether the device supports the tile: TMA, and enough shared memory for the buffers."""
         if self.tma and not has_tma(device):
             return False
         step = (self.rows + self.outputs) * self.inputs * dtype.itemsize
         return step * self.stages <= shared_bytes(device)
 
     def suits(self, rows: int, segments: int) -> bool:
-        """Whether the tile is worth a try at `rows` rows: neither mostly empty nor mostly passes over the weight."""
+        """Whether the tile is worth trying at `rows` rows: neither mostly empty nor many passes over the weight."""
         least = 0 if self.rows == 16 else self.rows // 2
         if self.parts and segments == 1:
             return False
         return rows > least and (rows <= self.rows or self.rows >= 64)
 
 
-# The first of each is the reference; the others were the fastest for some shape on an H200. Each takes its time at the
-# first start on a machine.
+# The first of each list is the reference; the others were fastest for some shape on an H200. Each adds to the duration
+# of a machine's first start.
 TILES_HALF = (
     Tile(16, 32, 256, 4, 4),
     Tile(16, 32, 256, 6, 4),
@@ -147,7 +152,7 @@ TILES_WIDE = (
 
 @triton.jit
 def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constexpr):
-    """(row tile, output tile) of this program. SWIZZLE row tiles share a visit to the weight."""
+    """(row tile, output tile) of this program. SWIZZLE row tiles share one pass over the weight."""
     tiles_n = tl.cdiv(outputs, BN)
     tiles_m = tl.cdiv(rows, BM)
     group = tl.program_id(0) // (SWIZZLE * tiles_n)
@@ -160,8 +165,9 @@ def place(rows, outputs, BM: tl.constexpr, BN: tl.constexpr, SWIZZLE: tl.constex
 def begin_product(
     weight, n, k, rows, outputs, inputs, BM: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr
 ):  # fmt: skip
-    """`begin`, which uses the wait: LINES cache lines of these rows of the weight, from input k on, are fetched to the
-    L2 cache, unless several row tiles would fetch the same ones."""
+    """`begin`, with a prefetch during the wait: LINES cache lines of these rows of the weight, from input k on, are
+    fetched into the L2 cache, unless several row tiles would fetch the same ones.
+    """
     if PDL:
         gdc_launch_dependents()
         if rows <= BM:
@@ -176,7 +182,9 @@ def begin_product(
 
 @triton.jit
 def store_tile(out, sums, bias, m, n, rows, outputs, SWAP_AB: tl.constexpr, BIAS: tl.constexpr):
-    """The sums [m, n], or [n, m] if SWAP, of the part that the second axis names, and the bias: out [S, T, N]."""
+    """Store the sums [m, n], or [n, m] if SWAP_AB, plus the bias, in the part given by the second axis: out [S, T,
+    N].
+    """
     if SWAP_AB:
         sums = tl.trans(sums)
     if BIAS:
@@ -188,7 +196,7 @@ def store_tile(out, sums, bias, m, n, rows, outputs, SWAP_AB: tl.constexpr, BIAS
 
 @triton.jit
 def _span(segment, inputs, SEGMENTED: tl.constexpr):
-    """(first input, end) of this program: all of K if SEGMENTED, else the segment of the second axis."""
+    """(first input, end) of this program: all of K if SEGMENTED, else the segment given by the second axis."""
     if SEGMENTED:
         return 0, inputs
     return tl.program_id(1) * segment, (tl.program_id(1) + 1) * segment
@@ -201,11 +209,11 @@ def _product_kernel(
     BIAS: tl.constexpr, EVEN: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and outputs, summed over `segment` inputs of each program of the second axis; out [S, T, N] then.
+    """A tile of rows and outputs; without SEGMENTED over the `segment` inputs of each program of the second axis.
 
-    EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, and a segment is `segment` inputs of it.
-    TMA: tiles come by descriptors, zeros past the end; else those are not looked at. TAIL_ROWS: rows that follow the
-    BM, whose product takes the same tile of the weight; with TMA and SWAP_AB only.
+    out [S, T, N]. EVEN: K is a multiple of BK. SEGMENTED: one program goes through all of K, in segments of `segment`
+    inputs. TMA: tiles are loaded by descriptors, zero-padded; else those are unused. TAIL_ROWS: rows after the first
+    BM, whose product uses the same tile of the weight; with TMA and SWAP_AB only.
     """
     tile_m, tile_n = place(rows, outputs, BM + TAIL_ROWS, BN, SWIZZLE)
     first_m = tile_m * (BM + TAIL_ROWS)
@@ -214,8 +222,8 @@ def _product_kernel(
     m = first_m + tl.arange(0, BM)
     first, last = _span(segment, inputs, SEGMENTED)
     begin_product(weight, n, first, rows, outputs, inputs, BM + TAIL_ROWS, PDL, LINES)
-    # An output past the end reads the last one: what it computes is not stored. Rows are masked: where few are, all of
-    # the others would ask for one line of memory at once.
+    # Outputs past the end read the last one's weight; their results are not stored. Rows are masked: with few rows,
+    # clamping would make all the others read the same cache line at once.
     at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
     nothing = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
@@ -244,7 +252,7 @@ def _product_kernel(
             tail = tl.dot(w_NK, tl.trans(tail_MK), tail, input_precision="ieee")
         at_x += BK
         at_w += BK
-        if SEGMENTED:  # noqa: SIM102  the first is known when compiling
+        if SEGMENTED:  # noqa: SIM102  SEGMENTED is known at compile time
             if (start + BK) % segment == 0:
                 total += sums
                 sums = nothing
@@ -262,7 +270,7 @@ def _sum_kernel(
     parts, bias, out, size, outputs,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The total of parts [S, T, N], added first to last, plus the bias: BLOCK elements of it."""
+    """BLOCK elements of the sum of parts [S, T, N], added first to last, plus the bias."""
     begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -274,7 +282,7 @@ def _sum_kernel(
 
 
 def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The total of parts [S, T, N], added first to last, plus the bias: [T, N]."""
+    """The sum of parts [S, T, N], added first to last, plus the bias: [T, N]."""
     segments, rows, outputs = parts_STN.shape
     out_TN = torch.empty((rows, outputs), dtype=out_dtype, device=parts_STN.device)
     size = rows * outputs
@@ -295,10 +303,10 @@ def add_parts(parts_STN: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) 
 
 
 def prefetch_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
-    """Cache lines that a program fetches ahead of each row of its part of the weight; a power of two.
+    """Cache lines that a program prefetches of each row of its part of the weight; a power of two.
 
-    [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs fetch 32 rows each, a line of all is 512 KiB, and 8
-    lines are 4 MiB.
+    Example: [4096, 4096] in 2 bytes, tiles of 32 outputs: 128 programs prefetch 32 rows each; one line of every row is
+    512 KiB, so 8 lines are 4 MiB.
     """
     outputs, inputs = weight_NK.shape
     programs = min(triton.cdiv(outputs, tile.outputs) * parts, 2 * num_processors(weight_NK.device))
@@ -308,7 +316,7 @@ def prefetch_lines(tile: Tile, weight_NK: Tensor, parts: int = 1) -> int:
 
 
 class SplitKLinear:
-    """x [T, K] -> [T, N], by a product that gives the sums of segments, fp32 [S, T, N], and one that adds them."""
+    """x [T, K] -> [T, N], by a kernel that computes the sums of segments, fp32 [S, T, N], and one that adds them."""
 
     def __init__(self, product: LinearFn, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         self._product = product
@@ -324,14 +332,14 @@ class SplitKLinear:
 
 
 class OrderedLinear:
-    """x [T, K] -> [T, N] through one tile, any T; [S, T, N] if the tile has a program for each segment."""
+    """x [T, K] -> [T, N] with one tile, any T; [S, T, N] if the tile has one program per segment."""
 
     def __init__(self, tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> None:
         outputs, inputs = weight_NK.shape
         self._weight_NK = dense(weight_NK)
         self._bias_N = bias_N
         self._out_dtype = out_dtype
-        # TMA wants rows that start at multiples of 16 bytes
+        # TMA requires rows that start at multiples of 16 bytes
         tma = tile.tma and inputs * weight_NK.itemsize % ALIGNMENT == 0
         self._tile = replace(tile, rows=tile.rows if tma else tile.pieces[0], tma=tma)
         self._segments = num_segments(outputs, inputs, weight_NK.dtype)
@@ -394,14 +402,14 @@ def _tiles(x_RK: Tensor, rows: int, inputs: int) -> TensorDescriptor:
 
 
 def ordered(tile: Tile, weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
-    """The product through one tile."""
+    """The product with one tile."""
     if tile.parts and num_segments(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype) > 1:
         return SplitKLinear(OrderedLinear(tile, weight_NK, None, torch.float32), bias_N, out_dtype)
     return OrderedLinear(replace(tile, parts=False), weight_NK, bias_N, out_dtype)
 
 
 def cublas(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
-    """torch's product; fp32 from a half-precision weight comes straight from the accumulator."""
+    """torch's product; an fp32 result of a half-precision weight comes straight from the accumulator."""
     if out_dtype == weight_NK.dtype:
         return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
     weight_KN = weight_NK.t()
@@ -418,15 +426,15 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def suits(candidate: str, shape: Shape, rows: int) -> bool:
-    """Whether the candidate of that name is worth a try at `rows` rows."""
+    """Whether the candidate with this name is worth trying at `rows` rows."""
     segments = num_segments(shape.outputs, shape.inputs, shape.dtype)
     tile = next((tile for tile in tiles(shape.dtype) if tile.name == candidate), None)
     return tile is None or tile.suits(rows, segments)
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
-    """The candidates of this device: the reference first, cuBLAS last."""
-    # Sums of parts in half precision would differ by the number of rows; certificates would refuse them.
+    """The candidates on this device: the reference first, cuBLAS last."""
+    # Half-precision partial sums would depend on the number of rows, and certification would fail.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     fitting = [tile for tile in tiles(dtype) if tile.fits(dtype, device)]

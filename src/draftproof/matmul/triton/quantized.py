@@ -1,7 +1,7 @@
-"""The product with fp8 weights: rows rounded to fp8 as well, so that the matrix unit takes the bytes as they lie in
-shared memory. Bytes widened in registers would be no faster than a weight in bf16.
+"""The product with fp8 weights. Rows are rounded to fp8 as well, so that the matrix unit reads the bytes directly from
+shared memory; bytes widened in registers would be no faster than a bf16 weight.
 
-For drafters, which are exempt from exactness: no certificates, and a tile picked by the number of rows.
+For drafters, which are exempt from exactness: no certificates, and the tile is chosen by the number of rows.
 Shapes: T rows, K inputs, N outputs, S parts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,13 +19,16 @@ from draftproof.matmul.triton import linear
 from draftproof.matmul.triton.linear import Tile, begin_product, place, prefetch_lines, store_tile
 from draftproof.runtime.triton.launch import dense, num_processors, on, pdl, shared_bytes
 
-LEAST_STEPS = 8  # steps over K of a part, at least
+LEAST_STEPS = 8  # minimum steps over K per part
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tile:
-    """One compiled variant of the kernel. Each row has a scale for every `inputs` of the tile. `programs`: K is split
-    into parts as long as that leaves at most so many programs a multiprocessor, and a second kernel adds; 0: never."""
+    """One compiled variant of the kernel. Each row has a scale per `inputs` of the tile.
+
+    `programs`: K is split into parts, which a second kernel adds, as long as that leaves at most this many programs per
+    multiprocessor; 0: never.
+    """
 
     tile: Tile
     programs: int = 0
@@ -35,7 +38,7 @@ class Fp8Tile:
         return f"{self.tile.name.removeprefix('triton ')} p{self.programs}"
 
     def parts(self, rows: int, outputs: int, inputs: int, processors: int) -> tuple[int, int]:
-        """(number of parts of K, inputs of each but perhaps the last: a multiple of the tile's)."""
+        """(number of parts of K, inputs of each part but possibly the last: a multiple of the tile's)."""
         steps = triton.cdiv(inputs, self.tile.inputs)
         tile = self.tile
         tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
@@ -44,8 +47,8 @@ class Fp8Tile:
         return triton.cdiv(steps, each), each * self.tile.inputs
 
 
-# (most rows, tile). The best on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in
-# steps of `quantized.STEP` inputs.
+# (maximum rows, tile). The fastest on an H200 of those that `bench/gpu_kernels.py fp8` times. Rows are rounded in steps
+# of `quantized.STEP` inputs.
 MANY = 1 << 62
 FP8_TILES_HALF = (
     (16, Fp8Tile(Tile(16, 128, 128, 4, 8, True), 2)),
@@ -66,8 +69,10 @@ def fp8_tile_of(rows: int, dtype: torch.dtype) -> Fp8Tile:
 
 @triton.jit
 def _to_e4m3(x, ASM: tl.constexpr):
-    """fp32 numbers below 256, rounded to e4m3. ASM: by the processor. The interpreter's conversion only cuts off, so it
-    gets numbers that e4m3 has."""
+    """fp32 numbers below 256, rounded to e4m3.
+
+    ASM: the processor rounds. The interpreter's conversion only truncates, so it is given values that e4m3 represents.
+    """
     if not ASM:
         bits = x.to(tl.int32, bitcast=True)
         kept = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -78,7 +83,7 @@ def _to_e4m3(x, ASM: tl.constexpr):
 
 @triton.jit
 def _add_dot(x_MK, w_NK, sums, SWAP_AB: tl.constexpr, ASM: tl.constexpr):
-    """sums + x @ w.T, x rounded as `quantized.round_rows` does; [BN, BM] if SWAP."""
+    """sums + x @ w.T, with x rounded as in `quantized.round_rows`; [BN, BM] if SWAP_AB."""
     wide_MK = x_MK.to(tl.float32)
     size_M = tl.maximum(tl.max(tl.abs(wide_MK), axis=1), 1e-30)
     power_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
@@ -98,12 +103,12 @@ def _scaled_product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows and outputs over `segment` inputs, of the second axis' programs each its own: out [S, T, N].
+    """A tile of rows and outputs over `segment` inputs, one part per program of the second axis: out [S, T, N].
 
-    EVEN: K is a multiple of BK, as `segment` always is. SWAP: the weight takes the matrix unit's longer side. ASM: the
-    processor rounds.
+    EVEN: K is a multiple of BK, as `segment` always is. SWAP_AB: the weight takes the matrix unit's longer side. ASM:
+    the processor rounds.
     """
-    tile_m, tile_n = place(rows, outputs, BM, BN, 1 << 16)  # all row tiles share a visit to the weight
+    tile_m, tile_n = place(rows, outputs, BM, BN, 1 << 16)  # all row tiles share one pass over the weight
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -112,7 +117,7 @@ def _scaled_product_kernel(
     first = tl.program_id(1) * segment
     last = tl.minimum(first + segment, inputs)
     begin_product(weight, n, first, rows, outputs, inputs, BM, PDL, LINES)
-    # Past the end, the last output's weight is read and the result not stored.
+    # Beyond the end the last output's weight is read, and the result is not stored.
     at_x = x + m.to(tl.int64)[:, None] * inputs + (first + k)[None, :]
     at_w = weight + (tl.minimum(n, outputs - 1).to(tl.int64) * inputs)[:, None] + (first + k)[None, :]
     sums = tl.zeros((BN, BM) if SWAP_AB else (BM, BN), tl.float32)
@@ -141,7 +146,9 @@ def product(
     out_dtype: torch.dtype,
     fp8_tile: Fp8Tile | None = None,
 ) -> Tensor:
-    """x @ weight.T * scale + bias, any T: [T, N]. `fp8_tile` None: `fp8_tile_of`'s. The weight is dense, in e4m3."""
+    """x @ weight.T * scale + bias, any T: [T, N]. `fp8_tile` None: from `fp8_tile_of`. The weight is contiguous
+    e4m3.
+    """
     x_TK = dense(x_TK)
     rows = x_TK.shape[0]
     outputs, inputs = weight_NK.shape
