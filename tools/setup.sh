@@ -44,4 +44,10 @@ elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 fi
 echo "installing draftproof${extras:+ [$extras]}"
 "${install[@]}" --editable ".${extras:+[$extras]}"
+# The library that trains heads, for its tests: 3 MB without its own requirements (313 MB), of which `train/library.py`
+# needs nothing that the tools for development do not bring.
+if [[ ",$extras," == *,dev,* ]]; then
+    "${install[@]}" --no-deps 'speculators>=0.9,<0.10' 'hs-connectors>=0.9,<0.10' 'loguru>=0.7.2' ||
+        echo "speculators is out of reach: tests of training are skipped"
+fi
 wait

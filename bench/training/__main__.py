@@ -47,7 +47,7 @@ from draftproof.cli.prompts import read_file
 from draftproof.engine.loading import memory
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.loading import read_generation_config, resolve
-from draftproof.train import check, heads
+from draftproof.train import check, recipes
 from draftproof.train.settings import FILE, check_same, write_record
 
 STAGES = ("answers", "train", "check")
@@ -100,7 +100,7 @@ def _open(
     if not prompts:
         raise ValueError(f"--prompt-file: no prompt has 4 to {settings.max_prompt_tokens} tokens")
     record = {
-        "target": heads.Target(target.directory, target.config, name).record,
+        "target": recipes.Target(target.directory, target.config, name).record,
         "started_from": start.name,
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "settings": asdict(settings),

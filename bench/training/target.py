@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof.models.config import ModelConfig, read_config
 from draftproof.models.mixers.attention import AttentionConfig
-from draftproof.train.heads import is_plain
+from draftproof.train.recipes import is_plain
 
 DTYPE = torch.bfloat16
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q_NALD, k_NKLD, v_NKLD

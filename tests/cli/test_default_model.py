@@ -79,6 +79,11 @@ def test_each_default_model_has_a_head_of_its_own(
     assert "speculative_config" not in engines[3].engine
 
 
+def test_the_heads_of_the_default_model_leave_a_wheel_small() -> None:
+    heads = [assets.path(options.SMOLLM2_DRAFTER), assets.path("smollm2-dflash")]
+    assert sum(file.stat().st_size for head in heads for file in head.iterdir()) <= 40e6
+
+
 def test_a_command_says_once_which_model_it_takes(
     package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

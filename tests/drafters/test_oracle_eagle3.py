@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.drafters.forced import chain_logits
 from tests.drafters.heads import Pair, close
 
 SPECULATORS = [
@@ -22,27 +23,8 @@ def test_taps_equal_the_reference(folder: str, target: str) -> None:
 
 @pytest.mark.parametrize(("folder", "target"), SPECULATORS)
 def test_speculators_head_gives_the_reference_logits_at_every_step(folder: str, target: str) -> None:
-    """Slot i holds rows 0..i from target states, then rows from fed-back states with the true tokens."""
     pair = Pair(folder, target)
-    x, expected = pair.tokens, pair.io["logits_ttt"]
-    num_rows = len(x) - 1
-    features = pair.head.features(pair.taps())
-    assert features is not None
-    paged = pair.memory(num_rows)
-    rows = [(i, j) for i in range(num_rows) for j in range(i + 1)]
-    hidden, feedback = pair.run(
-        paged,
-        [x[j + 1] for _, j in rows],
-        features[[j for _, j in rows]],
-        [j for _, j in rows],
-        [i for i, _ in rows],
-    )
-    last = [n for n, (i, j) in enumerate(rows) if i == j]
-    hidden, feedback = hidden[last], feedback[last] if feedback is not None else None
-    for step in range(len(expected)):
-        live = list(range(num_rows - step))
-        assert feedback is not None
-        if step:
-            tokens = [x[i + 1 + step] for i in live]
-            hidden, feedback = pair.run(paged, tokens, feedback[live], [i + step for i in live], live)
-        close(pair.head.logits(hidden), expected[step, live])
+    expected = pair.io["logits_ttt"]
+    found = chain_logits(pair, len(expected))
+    for step, logits in enumerate(found):
+        close(logits, expected[step, : len(logits)])

@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.drafters.forced import module_steps
 from tests.drafters.heads import Pair, close
 
 
 def steps(pair: Pair, state_TH: Tensor, shift: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """(hidden, feedback) of each of the reference's steps: a pass over all rows with the states of the step before.
-
-    That is how the reference trains; serving keeps the first step's keys and values instead.
-    """
-    num_steps, num_rows = pair.io["logits_steps"].shape[:2]
-    rows, done = list(range(num_rows)), []
-    for step in range(num_steps):
-        tokens = [pair.tokens[i + step + shift] for i in rows]
-        hidden, feedback = pair.run(pair.memory(), tokens, state_TH[:num_rows], rows, [0] * num_rows)
-        assert feedback is not None
-        done.append((hidden, feedback))
-        state_TH = feedback
-    return done
+    return module_steps(pair, state_TH, *pair.io["logits_steps"].shape[:2], shift)
 
 
 def test_every_step_gives_the_reference_logits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from draftproof.cli.main import main
+from tests.train.library import needs_library
 
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("speculators") is None, reason="needs draftproof[train]"
-)
 FEW = [
     "--max-tokens",
     "6",
@@ -62,8 +59,9 @@ def test_the_command_trains_and_checks_a_head(
 ) -> None:
     folder = tmp_path / "head"
     assert main(["train", str(folder), *files, *FEW]) == 0
-    out = capsys.readouterr().out
-    assert "| code | 0.0 | head |" in out and "| prose | 0.8 | plain |" in out
+    said = capsys.readouterr()
+    assert "| code | 0.0 | head |" in said.out and "| prose | 0.8 | plain |" in said.out
+    assert "step 2 of 2: loss " in said.err and "files of states" in said.err
     assert {"config.json", "model.safetensors", "train.json", "report.md"} <= {
         p.name for p in folder.iterdir()
     }
@@ -75,6 +73,7 @@ def test_without_the_library_it_says_what_to_install(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "speculators", None)
+    monkeypatch.delitem(sys.modules, "draftproof.train.library", raising=False)
     assert main(["train", str(tmp_path / "head"), *files]) == 2
     assert "pip install 'draftproof[train]'" in capsys.readouterr().err
 

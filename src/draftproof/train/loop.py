@@ -73,13 +73,11 @@ def rate(config: HeadConfig, step: int, seconds: float) -> float:
     return min(1.0, (step + 1) / warm) * max(LEAST_RATE, 0.5 * (1 + math.cos(math.pi * min(1.0, spent))))
 
 
-def means(metrics: dict[str, Any]) -> dict[str, float]:
-    """The library's sums over their totals."""
-    from speculators.train.utils import normalize_counted_metrics
+def means(metrics: dict[str, Any], num_steps: int = 1) -> dict[str, float]:
+    """The library's sums over their totals; what has no total is a mean of each step's own, summed over `num_steps`."""
+    from draftproof.train.library import normalize_counted_metrics
 
-    return {
-        k: float(v) for k, v in normalize_counted_metrics({k: float(v) for k, v in metrics.items()}).items()
-    }
+    return normalize_counted_metrics({k: float(v) for k, v in metrics.items()}, num_steps)
 
 
 def _losses(head: TrainedHead, data: TrainingData, step: int, among: range) -> tuple[Tensor, dict[str, Any]]:
@@ -97,7 +95,7 @@ def _held_out(head: TrainedHead, data: TrainingData, held: range) -> dict[str, f
         _, metrics = _losses(head, data, -1 - i, held)
         sums = {k: float(v) + sums.get(k, 0.0) for k, v in metrics.items()}
     head.model.train()
-    return means(sums)
+    return means(sums, HELD_STEPS)
 
 
 def _save(path: Path, head: TrainedHead, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:

@@ -16,9 +16,10 @@ from draftproof.engine.loading import memory
 from draftproof.frontend.llm import LLM
 from draftproof.models.config import read_config
 from draftproof.models.loading import resolve
-from draftproof.train import data, heads, loop
+from draftproof.train import data, heads, loop, recipes
 from draftproof.train.data import Bar, DataFolder, TrainingData
-from draftproof.train.heads import Target, TrainedHead
+from draftproof.train.heads import TrainedHead
+from draftproof.train.recipes import Target
 from draftproof.train.record import StateReader
 from draftproof.train.settings import (
     FILE,
@@ -77,7 +78,7 @@ class Training:
         model = self.engine.get("model") or assets.default_model().where
         directory = resolve(model, load_format=self.engine.get("load_format", "auto"))
         config = read_config(directory, overrides=self.engine.get("hf_overrides"))
-        if not heads.is_plain(config):
+        if not recipes.is_plain(config):
             raise ValueError(
                 f"{directory}: model_type={config.model_type!r}: heads are trained for Llama and Qwen"
             )
@@ -92,7 +93,7 @@ def prepare(training: Training) -> tuple[Target, DataFolder]:
     """Open the folders. ValueError where one of them holds what was made with other settings or for another target."""
     heads.check_installed()
     target = training.target()
-    taps = heads.tapped_layers(target.model.num_layers)
+    taps = recipes.tapped_layers(target.model.num_layers)
     training.folder.mkdir(parents=True, exist_ok=True)
     record = {
         "target": target.record,
@@ -128,7 +129,7 @@ def estimate(training: Training, target: Target, llm: LLM) -> Estimate:
     train = training.head.num_steps * step
     if training.head.max_seconds is not None:
         train = min(train, training.head.max_seconds)
-    taps = heads.tapped_layers(target.model.num_layers)
+    taps = recipes.tapped_layers(target.model.num_layers)
     return Estimate(
         answer_seconds=len(prompts) * most / write_rate + num_prompt / read_rate,
         read_seconds=num_tokens / read_rate,
@@ -175,7 +176,7 @@ def make_head(training: Training, target: Target, folder: DataFolder, show: loop
 def _step_seconds(training: Training, target: Target) -> float:
     """The time of a training step."""
     size, device = training.head.tokens_per_step, training.device
-    taps = heads.tapped_layers(target.model.num_layers)
+    taps = recipes.tapped_layers(target.model.num_layers)
     head = TrainedHead(training.head, target, torch.zeros(target.model.vocab_size, dtype=torch.int64), device)
     tokens_T = torch.randint(target.model.vocab_size, (size,))
     states_TSH = torch.randn(size, len(taps), target.model.hidden_size, dtype=torch.bfloat16)

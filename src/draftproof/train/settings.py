@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from draftproof.schema import check_choice, check_number, check_whole, documented, reject_unknown_keys, shown
 
-Method = Literal["eagle3", "dflash"]
+Method = Literal["eagle3", "peagle", "mtp", "dflash"]
 FILE = "train.json"  # beside the head: its settings, and what it was trained on
 
 
@@ -35,11 +35,12 @@ class HeadConfig:
     """What the head is, and how it is trained.
 
     Training ends after `num_steps` or `max_seconds`, whichever comes first, and the learning rate falls with what is
-    spent of either. Left out, `num_layers` is 1 for eagle3 and 2 for dflash, `intermediate_size` the target's, and
-    `draft_vocab_size` 8192, or the target's whole vocabulary where that is no larger.
+    spent of either. Left out, `num_layers` is 2 for dflash and else 1, `intermediate_size` the target's, and
+    `draft_vocab_size` 8192, or the target's whole vocabulary where that is no larger; an mtp head has one layer and the
+    whole vocabulary.
     """
 
-    method: Method = documented("eagle3", "Kind of head: eagle3 or dflash.")
+    method: Method = documented("eagle3", "Kind of head: eagle3, peagle, mtp or dflash.")
     num_drafts: int = documented(5, "Drafts that the head is trained for; a dflash block is one longer.")
     num_layers: int | None = documented(None, "Layers of the head. Left out: 1, or 2 for dflash.")
     intermediate_size: int | None = documented(None, "Width of the head's MLPs. Left out: the target's.")
@@ -51,7 +52,7 @@ class HeadConfig:
     tokens_per_step: int = documented(4096, "Tokens of a training step.")
     learning_rate: float = documented(1e-3, "Peak learning rate.")
     loss_decay: float = documented(
-        0.8, "Weight of an eagle3 draft's loss relative to that of the draft before it."
+        0.8, "Weight of a draft's loss relative to that of the draft before it; for eagle3 and mtp."
     )
     state_noise: float = documented(0.0, "Noise added to the head's input states, relative to their size.")
     weight_decay: float = documented(0.01, "Weight decay of the optimizer.")
@@ -64,6 +65,8 @@ class HeadConfig:
         for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
+        if self.method == "mtp":
+            self._check_mtp()
         for name in ("num_steps", "checkpoint_every"):
             check_whole(name, getattr(self, name), 1)
         check_whole("tokens_per_step", self.tokens_per_step, 32)
@@ -74,6 +77,14 @@ class HeadConfig:
         check_number("state_noise", self.state_noise)
         check_number("weight_decay", self.weight_decay)
         check_whole("train_seed", self.train_seed, 0)
+
+    def _check_mtp(self) -> None:
+        if self.num_layers not in (None, 1):
+            raise ValueError(f"num_layers={self.num_layers}: an mtp head has one layer; leave it out")
+        if self.draft_vocab_size is not None:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size}: an mtp head drafts the whole vocabulary; leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

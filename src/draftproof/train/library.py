@@ -1,0 +1,66 @@
+"""What is used of the `speculators` library.
+
+Importing it imports `datasets`, for the files of its own data pipeline, which brings most of its 313 MB. Where that is
+not installed, an empty module takes its place meanwhile; then `hs-connectors`, `loguru`, `pydantic` and `openai` are
+all that it needs beside what this package needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from loguru import logger
+
+
+@contextmanager
+def standing_in(name: str, attributes: tuple[str, ...]) -> Iterator[None]:
+    """An empty module called `name` meanwhile, unless it is installed. Each attribute is None: imported, never used."""
+    if importlib.util.find_spec(name) is not None:
+        yield
+        return
+    module = ModuleType(name)
+    for attribute in attributes:
+        setattr(module, attribute, None)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+with standing_in("datasets", ("Dataset", "concatenate_datasets", "load_dataset", "load_from_disk")):
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash.core import DFlashDraftModel
+    from speculators.models.eagle3.core import Eagle3DraftModel
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.models.mtp.config import MTPSpeculatorConfig
+    from speculators.models.mtp.core import MTPDraftModel, compute_step_weights
+    from speculators.models.peagle.core import PEagleDraftModel
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from speculators.train.data import CollateFn
+    from speculators.train.utils import normalize_counted_metrics
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+logger.disable("speculators")  # it writes lines of its own
+
+__all__ = [
+    "CollateFn",
+    "DFlashDraftModel",
+    "Eagle3DraftModel",
+    "GreedyTokenProposalConfig",
+    "MTPDraftModel",
+    "MTPSpeculatorConfig",
+    "PEagleDraftModel",
+    "SpeculatorsConfig",
+    "VerifierConfig",
+    "build_vocab_mappings_from_distribution",
+    "compute_step_weights",
+    "normalize_counted_metrics",
+    "resolve_loss_config",
+    "shift_batch",
+]

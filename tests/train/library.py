@@ -1,0 +1,14 @@
+"""Whether the library that trains heads is installed: tests of it are skipped where it is not, and say so."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+_MISSING = [
+    name for name in ("speculators", "hs_connectors", "loguru") if importlib.util.find_spec(name) is None
+]
+needs_library = pytest.mark.skipif(
+    bool(_MISSING), reason=f"needs {', '.join(_MISSING)}: pip install 'draftproof[train]'"
+)
