@@ -136,7 +136,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(LEAST_LOGPROB, logprob)  # in this order for NaN, too
 
 
 def chat_choice(
