@@ -205,6 +205,34 @@ def test_a_fault_of_the_engine_reaches_everybody(
     run(main())
 
 
+def test_a_fault_that_leaves_the_engine_in_pieces_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has left meanwhile, and what cannot be taken back any more, is in nobody's way."""
+
+    def fail(*given: Any) -> Any:
+        raise MemoryError("none left")
+
+    async def main() -> None:
+        llm = AsyncLLM(drafting())
+        await llm.pause()
+        given = await llm.prepare("x = ", ENDLESS)
+        left, *streams = [llm.begin(given) for _ in range(4)]
+        lost = streams.pop()
+        await llm._in_engine(lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineCore, "step", fail)
+            patch.setattr(EngineCore, "abort", fail)
+            del llm.llm.requests.running[lost.request_id]
+            left.close()  # whose abort raises in the engine's thread
+            for stream in streams:
+                last = [delta async for delta in stream][-1]
+                assert last.finish_reason == "error" and "none left" in str(last.error)
+            assert [delta.finish_reason async for delta in lost] == ["abort"]
+        assert "none left" in str(llm.error)
+        await llm.shutdown()
+
+    run(main())
+
+
 def test_a_paused_engine_takes_requests_and_makes_no_steps() -> None:
     async def main() -> None:
         llm = AsyncLLM(drafting())
