@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -368,6 +368,16 @@ def test_a_spec_and_its_items_arrive_as_they_were() -> None:
     encoder, decoder = wire.msgspec.msgpack.Encoder(), wire.msgspec.msgpack.Decoder(wire.ToReplica)
     came = decoder.decode(encoder.encode(sent))
     assert wire.unpack_spec(came.spec, SamplingParams(**came.spec.params), None) == spec
+    vast = SamplingParams(seed=1 << 70, max_tokens=10**30, min_tokens=5)
+    came = decoder.decode(
+        encoder.encode(
+            wire.Start(4, wire.pack_spec(replace(spec, params=vast, most_drafts=1 << 70)), [], None)
+        )
+    )
+    assert (
+        SamplingParams(**came.spec.params).max_tokens == (1 << 31) - 1 and came.spec.row_seed == spec.row_seed
+    )
+    came = decoder.decode(encoder.encode(sent))
     back = wire.unpack_item(came.items[0])
     assert torch.equal(back.tensors["a"], item.tensors["a"]) and back.content == item.content
     assert back.places is not None and (back.places.axes_3N == places.axes_3N).all()

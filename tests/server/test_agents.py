@@ -319,6 +319,11 @@ def test_responses(server: Running) -> None:
     assert more.usage is not None and more.usage.input_tokens > answer.usage.input_tokens
     responses.delete(answer.id)
     kept = responses.create(model=MODEL, input="Hi", store=False)
+    with server.http() as http:  # what is a number to JSON, and none to us
+        vast = b'{"input": "Hi", "metadata": {"a": 1e400, "b": 1180591620717411303424}}'
+        told = http.post("/v1/responses", content=vast, headers={"Content-Type": "application/json"}).json()
+        assert told["metadata"] == {"a": None, "b": 1 << 70}
+        assert http.get(f"/v1/responses/{told['id']}").json() == told
     for gone in (answer.id, kept.id):
         with pytest.raises(NotFoundError, match="there is no such response"):
             responses.create(model=MODEL, input="x", previous_response_id=gone)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from draftproof.server import conversation
-from draftproof.server.answering import answered, post, read, unread
+from draftproof.server.answering import Answer, answered, post, read, unread
 from draftproof.server.conversation import Writer
 from draftproof.server.messages import CountBody, MessagesBody, MessageWriter
 from draftproof.server.protocol import check_model
@@ -30,8 +30,8 @@ def add_agent_routes(app: FastAPI, service: Service) -> None:
     post(app, "/v1/messages/count_tokens", CountBody, partial(_count, service))
 
     @app.get("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
-    async def response(response_id: str) -> dict[str, Any]:
-        return store.get(response_id).response
+    async def response(response_id: str) -> Response:
+        return Answer(store.get(response_id).response)
 
     @app.delete("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
     async def delete(response_id: str) -> dict[str, Any]:

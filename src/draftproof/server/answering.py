@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from draftproof.server.answers import as_json
 from draftproof.server.errors import RefusalError
 from draftproof.server.limits import read_body
 from draftproof.server.protocol import Body
@@ -23,6 +24,13 @@ LONG_BODY = 1 << 16  # bytes from which on parsing would hold other answers up
 SCHEMAS = "#/components/schemas/"
 UNREAD = "X-Unread-Fields"  # header: fields of a body that nobody read
 GONE = 499  # status of an answer whose client has gone: for logs, nobody reads it
+
+
+class Answer(JSONResponse):
+    """What is not an event of a stream, written as that is."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
 
 
 def post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], Awaitable[Response]]) -> None:
@@ -73,7 +81,7 @@ async def answered(
     fault, so a ValueError is none of those that are answered with a 400."""
     try:
         answer = await unless_gone(request, work)
-        return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
+        return Response(status_code=GONE) if answer is None else Answer(answer, headers=headers)
     except ValueError as error:
         raise RuntimeError(f"{job.id}: an answer could not be made: {error}") from error
     finally:

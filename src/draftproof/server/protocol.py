@@ -39,7 +39,7 @@ MOST_NAMES_SHOWN = 16
 def _numbers(given: Any) -> Any:
     """What maps names to numbers, as far as it is a mapping. ValueError names the first other value."""
     for name, value in given.items() if isinstance(given, dict) else ():
-        if not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{shown(name)}: {shown(value)}: must be a number")
     return given
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -76,7 +75,7 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % to_json(content)
+    return b"data: %b\n\n" % answers.as_json(content)
 
 
 class Chunks:
