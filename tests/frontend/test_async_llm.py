@@ -155,7 +155,7 @@ def test_shutting_down_lets_requests_end() -> None:
         llm = AsyncLLM(drafting())
         task = asyncio.create_task(collect(llm, "x = ", PARAMS[0]))
         while not llm.num_open:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await llm.shutdown(LONG)
         assert (await task)[-1].finish_reason == "length"
         with pytest.raises(RuntimeError, match="the engine has been shut down"):
@@ -170,7 +170,7 @@ def test_shutting_down_without_patience_answers_everybody() -> None:
         llm = AsyncLLM(drafting())
         tasks = [asyncio.create_task(collect(llm, "x = ", ENDLESS)) for _ in range(4)]
         while llm.num_open < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await llm.shutdown()
         assert [(await task)[-1].finish_reason for task in tasks] == ["abort"] * 4
 
@@ -187,7 +187,7 @@ def test_a_fault_of_the_engine_reaches_everybody(
         llm = AsyncLLM(drafting())
         tasks = [asyncio.create_task(collect(llm, "x = ", ENDLESS)) for _ in range(3)]
         while llm.num_open < 3:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
         def fail(*given: Any) -> Any:
             raise fault
@@ -256,7 +256,7 @@ def test_whoever_stops_waiting_for_an_order_harms_nobody() -> None:
         is_left = threading.Event()
         busy = asyncio.create_task(llm._in_engine(is_left.wait))
         order = asyncio.create_task(llm.reset_prefix_cache())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         order.cancel()
         await asyncio.gather(order, return_exceptions=True)
         is_left.set()
@@ -281,7 +281,7 @@ def test_a_fault_between_two_steps_reaches_everybody(monkeypatch: pytest.MonkeyP
         await llm.pause()
         task = asyncio.create_task(collect(llm, "x = ", ENDLESS))
         while not llm.num_open:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         monkeypatch.setattr(EngineCore, "drain", fail)
         await llm.reset_prefix_cache()
         assert (await task)[-1].error == "the engine has ended: gone"

@@ -77,8 +77,15 @@ class Router:
 
     def catch_up(self) -> None:
         """Everything from the next batch on, by the replay socket."""
+        self.ask_again()
+        self.take_again()
+
+    def ask_again(self) -> None:
         assert self.replay is not None
         self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+
+    def take_again(self) -> None:
+        assert self.replay is not None
         while True:
             assert self.replay.poll(LONG * 1000), "no answer"
             _, number, batch = self.replay.recv_multipart()
@@ -200,10 +207,15 @@ def test_a_replay_is_whole_however_long_it_is(endpoints: dict[str, str]) -> None
     )
     publisher, router = Publisher(told), Router(endpoints["endpoint"], endpoints["replay_endpoint"])
     for _ in range(number):
-        publisher.publish([AllCleared()], 4)
+        publisher.publish([AllCleared()] * 50, 4)
     while len(publisher._kept) < number:  # all are sent
-        time.sleep(0)
-    router.catch_up()
+        time.sleep(0.001)
+    router.ask_again()
+    assert router.replay is not None and router.replay.poll(LONG * 1000)
+    publisher.publish([AllCleared()], 4)
+    while publisher._kept[-1][0] < number:  # it has answered, and nobody has read
+        time.sleep(0.001)
+    router.take_again()
     assert router.next == number == router.num_replayed
     router.close()
     publisher.close()

@@ -388,7 +388,7 @@ def test_the_schema_names_everything_it_refers_to(server: Running) -> None:
 async def begun(service: Any, number: int) -> None:
     """Return once so many requests are open."""
     while service.llm.num_open < number:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 def test_too_much_at_once_is_asked_to_come_again() -> None:

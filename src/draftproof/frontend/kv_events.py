@@ -92,9 +92,7 @@ class Publisher:
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.LINGER, LINGER)
-                self._replay.set_hwm(
-                    config.buffer_steps + 1
-                )  # beyond it parts of an answer would be thrown away
+                self._replay.set_hwm(config.buffer_steps + 1)  # else parts of an answer are thrown away
                 where = numbered(config.replay_endpoint, replica)
                 _attach(self._replay, "replay_endpoint", where, may_connect=False)
         except ValueError:
