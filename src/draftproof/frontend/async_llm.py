@@ -445,7 +445,7 @@ class AsyncLLM:
             else:
                 _try(partial(self._requests.fail, request, error))
         _try(self._hand_out)
-        for stream in list(self._streams.values()):  # of which nothing could be said
+        for stream in list(self._streams.values()):  # what could not be told anything
             _try(partial(stream.loop.call_soon_threadsafe, stream.abandon))
         _try(self.llm.close)
 

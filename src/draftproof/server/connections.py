@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         status = wrong.error_status_hint if isinstance(wrong, RemoteProtocolError) else 400
         if status == TOO_LONG:
             msg = f"headers: are longer than {MOST_HEADER_BYTES} bytes; send less"
-        content = JSONResponse(RefusalError(status, msg).body()).body
+        content = bytes(JSONResponse(RefusalError(status, msg).body()).body)
         headers = [("Content-Type", "application/json"), ("Connection", "close")]
         headers.append(("Content-Length", str(len(content))))
         for event in (Response(status_code=status, headers=headers), Data(content), EndOfMessage()):

@@ -226,7 +226,7 @@ class Service:
         work = partial(chat.prompts, self.llm.llm)
         (prompt,) = await self.llm.encode(partial(within, self.config.chat_template_timeout, work))
         if not isinstance(prompt, dict):
-            return prompt
+            return _token_ids(prompt)
         fetched = await self.llm.fetch(prompt)
         return (await self.llm.prepare(fetched, SamplingParams(max_tokens=1))).prompt_token_ids
 
