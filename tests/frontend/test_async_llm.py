@@ -155,7 +155,7 @@ def test_shutting_down_lets_requests_end() -> None:
         llm = AsyncLLM(drafting())
         task = asyncio.create_task(collect(llm, "x = ", PARAMS[0]))
         while not llm.num_open:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await llm.shutdown(LONG)
         assert (await task)[-1].finish_reason == "length"
         with pytest.raises(RuntimeError, match="the engine has been shut down"):
@@ -170,7 +170,7 @@ def test_shutting_down_without_patience_answers_everybody() -> None:
         llm = AsyncLLM(drafting())
         tasks = [asyncio.create_task(collect(llm, "x = ", ENDLESS)) for _ in range(4)]
         while llm.num_open < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await llm.shutdown()
         assert [(await task)[-1].finish_reason for task in tasks] == ["abort"] * 4
 
@@ -187,7 +187,7 @@ def test_a_fault_of_the_engine_reaches_everybody(
         llm = AsyncLLM(drafting())
         tasks = [asyncio.create_task(collect(llm, "x = ", ENDLESS)) for _ in range(3)]
         while llm.num_open < 3:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
         def fail(*given: Any) -> Any:
             raise fault
@@ -200,6 +200,34 @@ def test_a_fault_of_the_engine_reaches_everybody(
         assert str(fault) in str(llm.error)
         with pytest.raises(RuntimeError, match=str(fault)):
             await collect(llm, "x = ", ENDLESS)
+        await llm.shutdown()
+
+    run(main())
+
+
+def test_a_fault_that_leaves_the_engine_in_pieces_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has left meanwhile, and what cannot be taken back any more, is in nobody's way."""
+
+    def fail(*given: Any) -> Any:
+        raise MemoryError("none left")
+
+    async def main() -> None:
+        llm = AsyncLLM(drafting())
+        await llm.pause()
+        given = await llm.prepare("x = ", ENDLESS)
+        left, *streams = [llm.begin(given) for _ in range(4)]
+        lost = streams.pop()
+        await llm._in_engine(lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineCore, "step", fail)
+            patch.setattr(EngineCore, "abort", fail)
+            del llm.llm.requests.running[lost.request_id]
+            left.close()  # whose abort raises in the engine's thread
+            for stream in streams:
+                last = [delta async for delta in stream][-1]
+                assert last.finish_reason == "error" and "none left" in str(last.error)
+            assert [delta.finish_reason async for delta in lost] == ["abort"]
+        assert "none left" in str(llm.error)
         await llm.shutdown()
 
     run(main())
@@ -228,7 +256,7 @@ def test_whoever_stops_waiting_for_an_order_harms_nobody() -> None:
         is_left = threading.Event()
         busy = asyncio.create_task(llm._in_engine(is_left.wait))
         order = asyncio.create_task(llm.reset_prefix_cache())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         order.cancel()
         await asyncio.gather(order, return_exceptions=True)
         is_left.set()
@@ -253,7 +281,7 @@ def test_a_fault_between_two_steps_reaches_everybody(monkeypatch: pytest.MonkeyP
         await llm.pause()
         task = asyncio.create_task(collect(llm, "x = ", ENDLESS))
         while not llm.num_open:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         monkeypatch.setattr(EngineCore, "drain", fail)
         await llm.reset_prefix_cache()
         assert (await task)[-1].error == "the engine has ended: gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -76,8 +77,15 @@ class Router:
 
     def catch_up(self) -> None:
         """Everything from the next batch on, by the replay socket."""
+        self.ask_again()
+        self.take_again()
+
+    def ask_again(self) -> None:
         assert self.replay is not None
         self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+
+    def take_again(self) -> None:
+        assert self.replay is not None
         while True:
             assert self.replay.poll(LONG * 1000), "no answer"
             _, number, batch = self.replay.recv_multipart()
@@ -189,6 +197,48 @@ def test_messages_that_are_missed_come_again(endpoints: dict[str, str]) -> None:
     publisher.close()
     router.close()
     late.close()
+
+
+def test_a_replay_is_whole_however_long_it_is(endpoints: dict[str, str]) -> None:
+    """And the engine's thread goes on where the publisher's empties the queue before it can."""
+    number = 4000
+    told = KVEventsConfig(
+        enable_kv_cache_events=True, topic=TOPIC, buffer_steps=number, max_queue_size=number, **endpoints
+    )
+    publisher, router = Publisher(told), Router(endpoints["endpoint"], endpoints["replay_endpoint"])
+    for _ in range(number):
+        publisher.publish([AllCleared()] * 50, 4)
+    while len(publisher._kept) < number:  # all are sent
+        time.sleep(0.001)
+    router.ask_again()
+    assert router.replay is not None and router.replay.poll(LONG * 1000)
+    publisher.publish([AllCleared()], 4)
+    while publisher._kept[-1][0] < number:  # it has answered, and nobody has read
+        time.sleep(0.001)
+    router.take_again()
+    assert router.next == number == router.num_replayed
+    router.close()
+    publisher.close()
+    sent: list[bytes] = []
+
+    class Full:
+        """A queue that was full a moment ago."""
+
+        def put_nowait(self, batch: bytes) -> None:
+            sent.append(batch)
+            if len(sent) == 1:
+                raise queue.Full
+
+        def get_nowait(self) -> bytes:
+            raise queue.Empty
+
+        def empty(self) -> bool:
+            return False
+
+    publisher._queue = Full()  # type: ignore[assignment]
+    publisher.publish([BlocksRemoved([6])], 4)
+    (event,) = router.decoder.decode(sent[1]).events
+    assert len(sent) == 2 and isinstance(event, AllBlocksCleared)
 
 
 def test_replicas_tell_of_their_own_caches(tmp_path: Any) -> None:

@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from draftproof.config import EngineConfig
 from draftproof.engine.interface import Item, RequestSpec
 from draftproof.engine.items import ItemInput, Places
 from draftproof.frontend.async_llm import AsyncLLM
-from draftproof.frontend.replicas import build, process, routing, wire
+from draftproof.frontend.replicas import build, child, entry, process, routing, wire
 from draftproof.frontend.replicas.entry import Replicas
 from draftproof.types import Delta
 from tests.conformance.cases import REPEATS, prompts
@@ -309,6 +310,42 @@ def test_a_server_with_replicas(plain_streams: list[RequestOutput]) -> None:
         assert ['engine="0"' in generated[0], 'engine="1"' in generated[1]] == [True, True]
 
 
+def test_what_ends_the_last_request_is_not_overlooked() -> None:
+    """A look at whether there is anything to do finds the request open, or its news: it waits while both change."""
+    engine = Replicas.__new__(Replicas)
+    engine.error, engine._is_paused, engine._lock = None, False, threading.RLock()
+    engine._open = {"last": None}  # type: ignore[dict-item]
+    engine._news = entry.queue.SimpleQueue()
+    looked = list[bool]()
+    with engine._lock:
+        looking = threading.Thread(target=lambda: looked.append(engine.is_due))
+        looking.start()
+        engine._open.clear()
+        looking.join(0.05)
+        assert not looked
+        engine._news.put([])
+    looking.join(LONG)
+    assert looked == [True]
+
+
+def test_a_grammar_that_a_replica_cannot_compile_ends_its_request() -> None:
+    def fail(params: SamplingParams) -> Any:
+        raise ValueError("no room")
+
+    sent: list[Any] = []
+    replica = child.Replica(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    replica.llm = SimpleNamespace(requests=SimpleNamespace(inputs=SimpleNamespace(grammar=fail)))  # type: ignore[assignment]
+    params = SamplingParams(structured_outputs={"regex": "a+"})  # type: ignore[arg-type]
+    spec = wire.pack_spec(RequestSpec(token_ids=[1], params=params, row_seed=1, limit=9, eos_ids=frozenset()))
+    for key in (3, 4):
+        replica._start(wire.Start(key, spec, [], None))
+    replica._compiling.discard(4)  # it was aborted
+    for _ in range(2):
+        replica._actions.get(timeout=LONG)()
+    (told,) = sent
+    assert [(d.id, d.finish_reason, d.error) for d in told.deltas] == [("3", "error", "no room")]
+
+
 # What travels, and where to.
 
 
@@ -331,6 +368,16 @@ def test_a_spec_and_its_items_arrive_as_they_were() -> None:
     encoder, decoder = wire.msgspec.msgpack.Encoder(), wire.msgspec.msgpack.Decoder(wire.ToReplica)
     came = decoder.decode(encoder.encode(sent))
     assert wire.unpack_spec(came.spec, SamplingParams(**came.spec.params), None) == spec
+    vast = SamplingParams(seed=1 << 70, max_tokens=10**30, min_tokens=5)
+    came = decoder.decode(
+        encoder.encode(
+            wire.Start(4, wire.pack_spec(replace(spec, params=vast, most_drafts=1 << 70)), [], None)
+        )
+    )
+    assert (
+        SamplingParams(**came.spec.params).max_tokens == (1 << 31) - 1 and came.spec.row_seed == spec.row_seed
+    )
+    came = decoder.decode(encoder.encode(sent))
     back = wire.unpack_item(came.items[0])
     assert torch.equal(back.tensors["a"], item.tensors["a"]) and back.content == item.content
     assert back.places is not None and (back.places.axes_3N == places.axes_3N).all()

@@ -11,6 +11,8 @@ import pytest
 from openai import BadRequestError, NotFoundError
 
 from draftproof.server.parsers import Syntax
+from draftproof.server.responses import ResponseStore
+from draftproof.server.settings import ServerConfig
 from tests.server.running import LONG, Running, running
 from tests.server.scripted import TEMPLATE, TURN, scripted
 
@@ -97,6 +99,18 @@ def claude(server: Running) -> Any:
 
 def asking(text: str) -> Any:
     return [{"role": "user", "content": text}]
+
+
+def test_what_is_too_long_to_be_kept_drives_nobody_out() -> None:
+    store = ResponseStore(ServerConfig(max_stored_responses=2, max_stored_chars=1000))
+    for number in range(3):
+        store.put({"id": f"{number}"}, [{"content": "x" * 100}])
+    store.put({"id": "long"}, [{"content": "x" * 1000}])
+    kept = [f"{number}" for number in (0, 1, 2, "long") if f"{number}" in store._stored]
+    assert kept == ["1", "2"] and 200 < store.num_chars < 400
+    for response_id in kept:
+        store.delete(response_id)
+    assert store.num_chars == 0
 
 
 # Chats
@@ -241,6 +255,10 @@ def test_what_was_called_goes_back_into_the_template(server: Running) -> None:
         assert (
             '<think>Hm.</think><tool_call>{"name": "search", "arguments": {"text": "x"}}</tool_call>' in text
         )
+        told = {"messages": messages, "tools": CHAT_TOOLS}
+        counted = http.post("/tokenize", json=told).json()["tokens"]
+        answer = http.post("/v1/chat/completions", json={**body, **told}).json()
+        assert counted == answer["prompt_token_ids"] != ids
         function["arguments"] = "[1]"
         refused = http.post("/v1/chat/completions", json={"messages": messages})
         assert refused.status_code == 400 and "must be a JSON object" in refused.text
@@ -301,6 +319,11 @@ def test_responses(server: Running) -> None:
     assert more.usage is not None and more.usage.input_tokens > answer.usage.input_tokens
     responses.delete(answer.id)
     kept = responses.create(model=MODEL, input="Hi", store=False)
+    with server.http() as http:  # what is a number to JSON, and none to us
+        vast = b'{"input": "Hi", "metadata": {"a": 1e400, "b": 1180591620717411303424}}'
+        told = http.post("/v1/responses", content=vast, headers={"Content-Type": "application/json"}).json()
+        assert told["metadata"] == {"a": None, "b": 1 << 70}
+        assert http.get(f"/v1/responses/{told['id']}").json() == told
     for gone in (answer.id, kept.id):
         with pytest.raises(NotFoundError, match="there is no such response"):
             responses.create(model=MODEL, input="x", previous_response_id=gone)

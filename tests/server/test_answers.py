@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from draftproof import LLM, RequestOutput, SamplingParams, assets
+from draftproof import LLM, Delta, RequestOutput, SamplingParams, assets
+from draftproof.server import streaming
+from draftproof.server.protocol import CompletionBody
+from draftproof.types import Logprob
 from tests.conformance.cases import REPEATS, prompts
 from tests.server.running import ENGINE, LONG, Running, drafting, running
 
@@ -195,6 +199,49 @@ def test_echo_with_logprobs_scores_the_prompt(server: Running, plain: LLM) -> No
                 offsets += part.logprobs.text_offset or []
     assert (tokens, streamed) == (choice.logprobs.tokens, found)
     assert offsets == choice.logprobs.text_offset
+
+
+def test_scores_of_a_prompt_by_token_id(server: Running, plain: LLM) -> None:
+    ids = plain.tokenizer.chat(MESSAGES)
+    (first, *rows) = asked(plain, ids, max_tokens=1, prompt_logprobs=2).prompt_logprobs or []
+    assert first is None and len(rows) == len(ids) - 1
+    told = [{str(token): vars_of(one) for token, one in (row or {}).items()} for row in rows]
+    wanted = {"max_tokens": 1, "prompt_logprobs": 2}
+    with server.http() as http:
+        text = http.post("/v1/completions", json={"prompt": ids, **wanted}).json()
+        chat = http.post("/v1/chat/completions", json={"messages": MESSAGES, **wanted}).json()
+    assert text["choices"][0]["prompt_logprobs"] == chat["prompt_logprobs"] == [None, *told]
+
+
+def vars_of(one: Logprob) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in ("logprob", "rank", "decoded_token")}
+
+
+def test_choices_wait_for_the_scores_of_their_prompt() -> None:
+    """The first choice brings them; of several replicas another's may be sooner."""
+    ids, scores = [5, 6, 7], {"tokens": ["a", "b", "c"], "text_offset": [0, 1, 2]}
+    looked: list[int] = []
+    stream = SimpleNamespace(prompt_token_ids=ids, number=3)
+    service = SimpleNamespace(
+        head=lambda job, kind: {},
+        parser=lambda job: None,
+        echoed=lambda job, ids: "abc",
+        prompt_logprobs=lambda stream: looked.append(stream.number) or scores,
+    )
+    body = CompletionBody(prompt=ids, echo=True, logprobs=0, stream=True)
+    job = SimpleNamespace(is_chat=False, body=body, params=SamplingParams(n=3), streams=[stream])
+    writer = streaming.Chunks(service, job)  # type: ignore[arg-type]
+    assert writer.is_long(0)
+    for index, reason in ((1, None), (2, None), (1, "stop")):
+        assert writer.of(0, Delta("id", index, "x", [8], finish_reason=reason)) == []  # type: ignore[arg-type]
+    chunks = writer.of(0, Delta("id", 0, "y", [9]))
+    assert not writer.is_long(0) and looked == [3]
+    chunks += writer.of(0, Delta("id", 2, "z", [9]))
+    parts = [chunk["choices"][0] for chunk in chunks]
+    for index, texts in enumerate((["abc", "y"], ["abc", "x", "x", ""], ["abc", "x", "z"])):
+        own = [part for part in parts if part["index"] == index]
+        assert [part["text"] for part in own] == texts
+        assert own[0]["logprobs"] == scores
 
 
 @pytest.mark.parametrize("stream", [False, True])

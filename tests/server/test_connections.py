@@ -10,6 +10,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,26 @@ def test_a_chat_template_has_so_much_time(
             thread.join(LONG)
             assert not thread.is_alive(), "what nobody waits for has ended"
     assert ask(server, CHAT, messages=MESSAGES, max_tokens=1)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "is unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ],
+)
+def test_a_chat_template_is_kept_in_its_sandbox(
+    server: Running, monkeypatch: pytest.MonkeyPatch, template: str, why: str
+) -> None:
+    """And what it does wrong is no fault of the server's."""
+    monkeypatch.setattr(server.service.llm.llm.tokenizer._hugging_face(), "chat_template", template)
+    monkeypatch.setattr(server.service, "config", replace(server.service.config, chat_template_timeout=LONG))
+    status, answer = ask(server, CHAT, messages=MESSAGES)
+    assert status == 400 and why in str(answer), answer
 
 
 def test_the_process_may_open_as_many_files(monkeypatch: pytest.MonkeyPatch) -> None:

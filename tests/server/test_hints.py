@@ -95,7 +95,7 @@ def test_the_least_priority_is_admitted_first() -> None:
         await llm.pause()
         asked = [asyncio.create_task(ask(f"{priority}", priority)) for priority in (5, 0, -5)]
         while llm.num_open < 3:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await llm.resume()
         await asyncio.gather(*asked)
         await llm.shutdown()
@@ -124,7 +124,7 @@ def test_time_in_the_queue_is_told() -> None:
                 for priority, num_tokens in ((0, 60), (1, 1))
             ]
             while llm.num_open < 2:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(llm.resume(), server.loop))
             times = [(await answer).model_extra["metrics"] for answer in asked]
             await client.close()

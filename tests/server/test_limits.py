@@ -14,8 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from openai import BadRequestError
+from pydantic import ValidationError
 
 from draftproof.engine.core import EngineCore
+from draftproof.server import limits
+from draftproof.server.messages import CountBody, MessagesBody
+from draftproof.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from draftproof.server.responses import ResponsesBody
+from draftproof.server.service import Service
 from tests.server.running import LONG, Running, drafting, local, running
 
 CHAT = "/v1/chat/completions"
@@ -24,6 +30,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 JSON = {"Content-Type": "application/json"}
 ONE = b'{"messages": [{"role": "user", "content": "Hi"}], '
 KEY = {"Authorization": "Bearer second"}
+DEEP = '{"properties":{"a":' * 300 + "{}" + "}}" * 300
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +72,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"seed": "one"}, "seed", "seed='one': "),
         ({"top_p": 2}, "top_p", "top_p=2"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs=21: must be at most 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "prompt_logprobs=1: streams have none"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias", "'5': '1': must be a number"),
+        (
+            {"structured_outputs": {"json": DEEP, "disable_additional_properties": True}},
+            "structured_outputs",
+            "structured_outputs: json: is nested too deeply",
+        ),
         ({"stream": "yes"}, "stream", "stream='yes': "),
         ({"stream_options": 1}, "stream_options", "stream_options=1: "),
         ({"speculation": {"num_speculative_tokens": -1}}, None, "num_speculative_tokens=-1"),
@@ -146,7 +160,12 @@ def test_wrong_fields_are_named(
         (TEXT, b'{"prompt": "\xff\xfe"}', 400, "body: Invalid JSON"),
         (TEXT, b'{"prompt": "\\ud800"}', 400, "body: Invalid JSON"),
         (TEXT, b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", 400, "out of range"),
-        (TEXT, b'{"prompt": "x", "temperature": NaN}', 400, "temperature=nan"),
+        (TEXT, b'{"prompt": "x", "temperature": NaN}', 400, "body: Invalid JSON"),
+        ("/v1/responses", b'{"input": "x", "metadata": {"a": -Infinity}}', 400, "body: Invalid JSON"),
+        ("/tokenize", b'{"prompt": "' + b"x" * 70_000 + b'"}', 400, "prompt: has 70000 characters, at most"),
+        ("/tokenize", ONE + b'"tools": [1]}', 400, "tools[0]=1: "),
+        ("/tokenize", ONE + b'"prompt": "x"}', 400, "prompt: give either prompt or messages"),
+        ("/detokenize", b'{"tokens": [' + b"5," * 70_000 + b"5]}", 400, "tokens: has 70001 entries, at most"),
         (TEXT, b'{"prompt": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "recursion limit"),
         (TEXT, b"\x00" * 100, 400, "body: Invalid JSON"),
         (TEXT, b'{"prompt": "x", "stop": ["' + b"a" * 1_100_000 + b'"]}', 413, "max_body_bytes=1048576"),
@@ -228,6 +247,54 @@ def test_a_connection_on_which_no_request_comes_is_closed(server: Running, start
         assert not connection.recv(1 << 16)
 
 
+@pytest.mark.parametrize("num_bytes", [40_000, 400_000])
+def test_a_head_that_is_too_long_is_told_how_long_it_may_be(server: Running, num_bytes: int) -> None:
+    """However much of it comes at once."""
+    with server.http() as http:
+        assert http.get("/version", headers={"X-Long": "x" * 20_000}).status_code == 200
+        response = http.get("/version", headers={"X-Long": "x" * num_bytes})
+        assert response.status_code == 431 and "32768 bytes" in error_of(response)["message"]
+        assert http.get("/version").status_code == 200
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), LONG) as connection:
+        connection.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"invalid_request_error"' in answer
+
+
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountBody, ResponsesBody)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_of_a_million_wrong_entries_one_is_told(kind: type[Body]) -> None:
+    """To tell of all of them takes a thousand times the memory that the body did."""
+    many = 1000
+    for name in kind.model_fields:
+        names = [f"{number}" for number in range(many)]
+        wrong = ([[]] * many, [["x"] * many], dict.fromkeys(names, "x"), dict.fromkeys(names, True))
+        for value in wrong:
+            try:
+                kind.model_validate({name: value})
+            except ValidationError as error:
+                assert error.error_count() < 20, name
+
+
+def test_a_fault_in_an_answer_is_not_the_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 400 would have clients mend what is right. And a connection that is closed is told so before."""
+
+    def fail(*given: Any) -> Any:
+        raise ValueError("a bug of ours")
+
+    with server.http() as http:
+        for route, body in ((TEXT, {"prompt": "x"}), ("/v1/messages", {"messages": MESSAGES})):
+            with monkeypatch.context() as patch:
+                patch.setattr(Service, "usage", fail)
+                response = http.post(route, json={**body, "max_tokens": 2})
+            assert response.status_code == 500 and response.headers["connection"] == "close"
+            assert "a bug of ours" not in response.text
+            assert http.post(route, json={**body, "max_tokens": 2}).status_code == 200
+
+
 def test_the_client_raises_what_openais_raises(server: Running) -> None:
     with pytest.raises(BadRequestError, match="temperature=-1") as caught:
         server.client().completions.create(model="tiny", prompt="x", temperature=-1)
@@ -248,15 +315,33 @@ def test_ids_and_unread_fields_come_back(server: Running) -> None:
         assert response.headers["x-unread-fields"].endswith(", and 1984 more")
 
 
-def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers() -> None:
+def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    same = limits.hmac.compare_digest
+
+    def counted(first: bytes, second: bytes) -> bool:
+        compared.append(len(first) + len(second))
+        return same(first, second)
+
+    monkeypatch.setattr(limits.hmac, "compare_digest", counted)
+
     async def main() -> None:
-        async with local(drafting(), api_key=("first", "second")) as (client, _):
-            for route in ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nothing"):
+        async with local(drafting(), api_key=("first", "second", "voilà")) as (client, _):
+            described = (await client.get("/openapi.json", headers=KEY)).json()["paths"]
+            routes = [(route, way) for route, ways in described.items() for way in ways]
+            assert len(routes) > 17 and ("/v1/responses/{response_id}", "delete") in routes
+            routes += [("/nothing", "get"), ("/openapi.json", "get"), ("/metrics", "head"), ("/", "options")]
+            for route, way in routes:
                 for headers in ({}, {"Authorization": "Bearer secon"}, {"Authorization": "second"}):
-                    response = await client.get(route, headers=headers)
-                    assert response.status_code == 401 and error_of(response)["code"] == "invalid_api_key"
-            for route in (CHAT, TEXT, "/tokenize", "/detokenize"):
-                assert (await client.post(route, json={})).status_code == 401
+                    response = await client.request(way, route, headers=headers)
+                    is_open = route in ("/health", "/ready", "/")
+                    assert (response.status_code == 401) != is_open, (route, way)
+            compared.clear()
+            for key in ("first", "second", "f", "", "x" * 1000):
+                assert (await client.get("/version", headers={"X-Api-Key": key})).status_code in (200, 401)
+            assert compared == [64] * 15, "as much is compared for any key"
+            bearer = {"Authorization": "Bearer voilà".encode()}
+            assert (await client.get("/version", headers=bearer)).status_code == 200
             for route in ("/health", "/ready"):
                 assert (await client.get(route)).status_code == 200
                 assert (await client.head(route)).status_code == 200
@@ -303,7 +388,7 @@ def test_the_schema_names_everything_it_refers_to(server: Running) -> None:
 async def begun(service: Any, number: int) -> None:
     """Return once so many requests are open."""
     while service.llm.num_open < number:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 def test_too_much_at_once_is_asked_to_come_again() -> None:
@@ -324,6 +409,29 @@ def test_too_much_at_once_is_asked_to_come_again() -> None:
             assert [(await task).status_code for task in first] == [200, 200]
             assert (await client.post(TEXT, json={**body, "n": 3, "prompt": "x"})).status_code == 200
             assert (await client.get("/load")).json() == {"server_load": 0, "prompt_tokens": 0}
+            left = service.admission
+            assert left.num_outputs == left.num_tokens == left.num_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_bodies_of_all_that_are_open_have_room_for_so_many_bytes() -> None:
+    async def main() -> None:
+        async with local(drafting(), max_open_bytes=1000) as (client, service):
+            await service.llm.pause()
+            body = {"prompt": "x", "max_tokens": 2, "some": "x" * 700}
+            for stream in (True, False):
+                first = asyncio.create_task(client.post(TEXT, json={**body, "stream": stream}))
+                await begun(service, 1)
+                response = await client.post(TEXT, json=body)
+                assert response.status_code == 429 and response.headers["retry-after"] == "1"
+                assert "of max_open_bytes=1000; try again" in error_of(response)["message"]
+                await service.llm.resume()
+                assert (await first).status_code == 200 and service.admission.num_bytes == 0
+                await service.llm.pause()
+            await service.llm.resume()
+            alone = {**body, "some": "x" * 2000}
+            assert (await client.post(TEXT, json=alone)).status_code == 200
 
     asyncio.run(main())
 
@@ -335,7 +443,9 @@ def test_shutting_down_answers_everybody() -> None:
             body = {"prompt": "x", "max_tokens": 2}
             plain = asyncio.create_task(client.post(TEXT, json=body))
             streamed = asyncio.create_task(client.post(TEXT, json={**body, "stream": True}))
-            await begun(service, 2)
+            scored = {**body, "stream": True, "echo": True, "logprobs": 1, "n": 2}
+            scoring = asyncio.create_task(client.post(TEXT, json=scored))
+            await begun(service, 3)
             service.is_draining = True
             response = await client.post(TEXT, json=body)
             assert response.status_code == 503 and "retry-after" in response.headers
@@ -343,8 +453,10 @@ def test_shutting_down_answers_everybody() -> None:
             assert (await client.get("/health")).status_code == 200
             await service.llm.shutdown()
             assert (await plain).status_code == 503
-            events = (await streamed).text.strip().split("\n\n")
-            assert events[-1] == "data: [DONE]" and '"finish_reason":"abort"' in events[-2]
+            for task, num_choices in ((streamed, 1), (scoring, 2)):
+                *events, last = (await task).text.strip().split("\n\n")
+                assert last == "data: [DONE]"
+                assert sum('"finish_reason":"abort"' in event for event in events) == num_choices
 
     asyncio.run(main())
 

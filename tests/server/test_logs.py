@@ -17,7 +17,9 @@ TEXT = "/v1/completions"
 def test_lines_of_requests_have_their_ids(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with local(drafting()) as (client, _):
-            for request_id, body in (("good", {"prompt": "x", "max_tokens": 3}), ("bad", {"prompt": 5})):
+            forged = {"prompt": "x", "max_tokens": 1, "request_id": "a\nERROR all is lost"}
+            asked = {"good": {"prompt": "x", "max_tokens": 3}, "bad": {"prompt": 5}, "forged": forged}
+            for request_id, body in asked.items():
                 await client.post(TEXT, json=body, headers={"X-Request-Id": request_id})
 
     caplog.set_level(logging.INFO)
@@ -29,6 +31,9 @@ def test_lines_of_requests_have_their_ids(caplog: pytest.LogCaptureFixture) -> N
     good, bad = told["good"], told["bad"]
     assert (good["id"], good["completion_tokens"], good["finish_reasons"]) == ("cmpl-good", 3, "length")
     assert good["level"] == "INFO" and good["message"].startswith("cmpl-good: 1 prompt tokens, 3 tokens")
+    assert told["forged"]["message"].startswith("cmpl-a\\nERROR all is lost: 1 prompt tokens"), (
+        "it is one line"
+    )
     assert (bad["status"], bad["path"], bad["method"]) == (400, TEXT, "POST")
 
 

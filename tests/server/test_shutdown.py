@@ -85,7 +85,7 @@ def raw(body: dict[str, Any], missing: int = 0) -> bytes:
 
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 def unread_stream(server: Running) -> socket.socket:

@@ -438,14 +438,24 @@ class AsyncLLM:
             if error is not None:
                 self.llm.engine.error = error
         while not self._actions.empty():  # nothing is added any more
-            self._actions.get()()
+            _try(self._actions.get())
         for request in list(self._requests.running.values()):
             if error is None:
-                self._requests.abort(request.request_id)
+                _try(partial(self._requests.abort, request.request_id))
             else:
-                self._requests.fail(request, error)
-        self._hand_out()
-        self.llm.close()
+                _try(partial(self._requests.fail, request, error))
+        _try(self._hand_out)
+        for stream in list(self._streams.values()):  # what could not be told anything
+            _try(partial(stream.loop.call_soon_threadsafe, stream.abandon))
+        _try(self.llm.close)
+
+
+def _try(action: Callable[[], object]) -> None:
+    """Do it, whatever state a fault has left things in: others are still to be answered."""
+    try:
+        action()
+    except BaseException:
+        log.exception("after the engine's end")
 
 
 def _deliver(batch: Sequence[tuple[AnswerStream, list[Delta], bool]]) -> None:

@@ -7,6 +7,7 @@ sends a sequence number to the replay socket gets the batches from there on that
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -91,6 +92,7 @@ class Publisher:
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.LINGER, LINGER)
+                self._replay.set_hwm(config.buffer_steps + 1)  # else parts of an answer are thrown away
                 where = numbered(config.replay_endpoint, replica)
                 _attach(self._replay, "replay_endpoint", where, may_connect=False)
         except ValueError:
@@ -108,8 +110,9 @@ class Publisher:
             self._queue.put_nowait(self._encode(told))
         except queue.Full:
             log.error("kv_events_config: max_queue_size batches wait; subscribers are told to begin anew")
-            while not self._queue.empty():
-                self._queue.get_nowait()
+            with contextlib.suppress(queue.Empty):  # the thread takes some, too
+                while True:
+                    self._queue.get_nowait()
             self._queue.put_nowait(self._encode([AllBlocksCleared()]))
 
     def close(self) -> None:

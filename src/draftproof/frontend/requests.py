@@ -69,7 +69,8 @@ class Requests:
         """End what still runs of a request, with the finish_reason "error"."""
         for choice in request.choices:
             if choice.finish_reason is None:
-                self.engine.abort(choice.id)
+                if self.engine.error is None:  # else it computes nothing any more
+                    self.engine.abort(choice.id)
                 self._choices.pop(choice.id, None)
                 ended = TokenDelta(choice.id, finish_reason="error", error=error)
                 self._outputs.process(request, choice, ended)

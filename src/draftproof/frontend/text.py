@@ -16,6 +16,8 @@ from draftproof.schema import did_you_mean, read_json, section, shown
 from draftproof.types import FinishReason, SamplingParams
 
 SIZES_KEPT = 1 << 13
+# What a template's own code raises; a range that is too long for the sandbox is an OverflowError.
+OF_TEMPLATES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 CHAT_OPTIONS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # transformers' for any tokenizer.json
 ENDS = frozenset({"add_bos_token", "add_eos_token"})  # what replaces a tokenizer.json's own ends of a text
@@ -86,7 +88,7 @@ class Tokenizer:
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
             text = self._hugging_face().apply_chat_template(messages, tokenize=False, **options)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, *OF_TEMPLATES) as error:
             raise ValueError(f"messages: the chat template of {self.directory} failed: {error}") from error
         self._check_chat_options(options)
         return self.encode(rewrite(text), add_special_tokens=False)

@@ -177,6 +177,8 @@ class GrammarCompiler:
             text = grammar_text(rule, self._special_tokens())
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{name}: is nested too deeply") from None
         with self._lock:
             matcher = self._compiled.get(text)
         if matcher is None:

@@ -10,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from draftproof.server import conversation
-from draftproof.server.answering import GONE, post, read, unless_gone, unread
+from draftproof.server.answering import Answer, answered, post, read, unread
 from draftproof.server.conversation import Writer
-from draftproof.server.limits import within
 from draftproof.server.messages import CountBody, MessagesBody, MessageWriter
 from draftproof.server.protocol import check_model
 from draftproof.server.response_events import ResponseWriter
 from draftproof.server.responses import ResponsesBody, ResponseStore
 from draftproof.server.service import Job, Service
 from draftproof.server.streaming import EventResponse
-from draftproof.types import SamplingParams
 
 NO_SUCH: dict[int | str, dict[str, Any]] = {status: {"description": "refused"} for status in (401, 404)}
 
@@ -32,8 +30,8 @@ def add_agent_routes(app: FastAPI, service: Service) -> None:
     post(app, "/v1/messages/count_tokens", CountBody, partial(_count, service))
 
     @app.get("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
-    async def response(response_id: str) -> dict[str, Any]:
-        return store.get(response_id).response
+    async def response(response_id: str) -> Response:
+        return Answer(store.get(response_id).response)
 
     @app.delete("/v1/responses/{response_id}", responses=NO_SUCH, response_model=None)
     async def delete(response_id: str) -> dict[str, Any]:
@@ -66,21 +64,11 @@ async def _answer(
     """The answer that `writer` makes of a job, streamed or whole."""
     if job.body.stream:
         return EventResponse(conversation.events(service, job, writer), partial(service.end, job), headers)
-    try:
-        answer = await unless_gone(request, conversation.whole(service, job, writer))
-    finally:
-        service.end(job)
-    return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
+    return await answered(service, request, job, conversation.whole(service, job, writer), headers)
 
 
 async def _count(service: Service, request: Request) -> Response:
     body = await read(service, request, CountBody)
     check_model(body.model, service.names)
-    chat = body.chat()
-    chat.check_limits(service.config)
-    work = partial(chat.prompts, service.llm.llm)
-    (prompt,) = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
-    if isinstance(prompt, dict):  # its images have as many tokens as they have rows
-        prompt = await service.llm.fetch(prompt)
-        prompt = (await service.llm.prepare(prompt, SamplingParams(max_tokens=1))).prompt_token_ids
-    return JSONResponse({"input_tokens": len(prompt)}, headers=unread(body))
+    ids = await service.prompt_ids(body.chat())
+    return JSONResponse({"input_tokens": len(ids)}, headers=unread(body))

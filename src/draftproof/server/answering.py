@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from draftproof.server.answers import as_json
+from draftproof.server.errors import RefusalError
 from draftproof.server.limits import read_body
 from draftproof.server.protocol import Body
-from draftproof.server.service import Service
+from draftproof.server.service import Job, Service
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -21,6 +24,13 @@ LONG_BODY = 1 << 16  # bytes from which on parsing would hold other answers up
 SCHEMAS = "#/components/schemas/"
 UNREAD = "X-Unread-Fields"  # header: fields of a body that nobody read
 GONE = 499  # status of an answer whose client has gone: for logs, nobody reads it
+
+
+class Answer(JSONResponse):
+    """What is not an event of a stream, written as that is."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
 
 
 def post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], Awaitable[Response]]) -> None:
@@ -44,15 +54,38 @@ def post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], A
 
 async def read(service: Service, request: Request, kind: type[B]) -> B:
     """The body, checked; a long one by another thread than the one that hands answers out."""
-    raw = await read_body(request, service.config)
+    raw = await read_body(request, service.config, service.admission)
     if len(raw) < LONG_BODY:
-        return kind.model_validate_json(raw)
-    return await service.llm.encode(partial(kind.model_validate_json, raw))
+        return _parsed(kind, raw)
+    return await service.llm.encode(partial(_parsed, kind, raw))
+
+
+def _parsed(kind: type[B], raw: bytes) -> B:
+    """A body as it was sent, without the numbers that JSON has not, which no answer could repeat."""
+    try:
+        given = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise RefusalError(400, f"body: Invalid JSON: {error}", code="invalid_json") from None
+    return kind.model_validate(given)
 
 
 def unread(body: Body) -> dict[str, str]:
     names = body.unknown_fields()
     return {UNREAD: names} if names else {}
+
+
+async def answered(
+    service: Service, request: Request, job: Job, work: Awaitable[Any], headers: dict[str, str]
+) -> Response:
+    """The answer that `work` makes of a job, which is ended. From here on nothing that goes wrong is the request's
+    fault, so a ValueError is none of those that are answered with a 400."""
+    try:
+        answer = await unless_gone(request, work)
+        return Response(status_code=GONE) if answer is None else Answer(answer, headers=headers)
+    except ValueError as error:
+        raise RuntimeError(f"{job.id}: an answer could not be made: {error}") from error
+    finally:
+        service.end(job)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from draftproof.frontend.async_llm import AnswerStream
 from draftproof.metrics import SpeculationStats
 from draftproof.server.parsers import Parser
@@ -14,6 +16,11 @@ from draftproof.types import CompletionOutput, Delta, Logprob, RequestOutput
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TokenLogprobs = Sequence[Mapping[int, Logprob]]
+
+
+def as_json(content: object) -> bytes:
+    """In UTF-8; what a request has of numbers that JSON's readers make infinite (1e400) is null."""
+    return to_json(content, inf_nan_mode="null")
 
 
 def usage(outputs: Sequence[RequestOutput], num_reasoning: int = 0) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(LEAST_LOGPROB, logprob)  # in this order for NaN, too
 
 
 def chat_choice(

@@ -20,9 +20,9 @@ from draftproof import __version__
 from draftproof.frontend.async_llm import ClosedError
 from draftproof.server import errors
 from draftproof.server.agent_routes import add_agent_routes
-from draftproof.server.answering import GONE, post, read, unless_gone, unread
+from draftproof.server.answering import GONE, answered, post, read, unread
 from draftproof.server.errors import RefusalError
-from draftproof.server.limits import OPEN_ROUTES, Gate, within
+from draftproof.server.limits import OPEN_ROUTES, Gate
 from draftproof.server.page import FILES, add_page
 from draftproof.server.protocol import (
     ChatBody,
@@ -30,6 +30,7 @@ from draftproof.server.protocol import (
     DetokenizeBody,
     TokenizeBody,
     check_model,
+    check_size,
 )
 from draftproof.server.service import Service
 from draftproof.server.streaming import EventResponse, events
@@ -147,32 +148,26 @@ async def _generate(
     job = await service.begin(body, body.request_id or request.state.request_id)
     if body.stream:
         return EventResponse(events(service, job), partial(service.end, job), headers)
-    try:
-        answer = await unless_gone(request, service.whole(job))
-    finally:
-        service.end(job)
-    return Response(status_code=GONE) if answer is None else JSONResponse(answer, headers=headers)
+    return await answered(service, request, job, service.whole(job), headers)
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
     body = await read(service, request, TokenizeBody)
     check_model(body.model, service.names)
     tokenizer = service.llm.llm.tokenizer
-    if (body.prompt is None) == (body.messages is None):
-        raise ValueError("prompt: give either prompt or messages")
-    if body.prompt is not None:
-        ids = await service.llm.encode(partial(tokenizer.encode, body.prompt, body.add_special_tokens))
+    if body.prompt is None or body.messages is not None:
+        ids = await service.prompt_ids(body.chat())
     else:
-        template: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
-        work = partial(tokenizer.chat, body.messages or [], **template)
-        ids = await service.llm.encode(partial(within, service.config.chat_template_timeout, work))
+        check_size("prompt", len(body.prompt), "characters", service.config.max_prompt_chars)
+        ids = await service.llm.encode(partial(tokenizer.encode, body.prompt, body.add_special_tokens))
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.llm.llm.max_model_len,
         "tokens": ids,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        answer["token_strs"] = await service.llm.encode(lambda: [decode([i]) for i in ids])
     return JSONResponse(answer, headers=unread(body))
 
 
@@ -180,6 +175,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
     body = await read(service, request, DetokenizeBody)
     check_model(body.model, service.names)
     size = service.llm.llm.model_config.vocab_size
+    check_size("tokens", len(body.tokens), "entries", service.config.max_prompt_chars)
     for token in body.tokens:
         if not 0 <= token < size:
             raise ValueError(f"tokens: id {token:.6g}: ids go from 0 to {size - 1}")
@@ -215,7 +211,8 @@ def _answer_errors(app: FastAPI) -> None:
         return told(request, RefusalError(error.status_code, message, headers=error.headers))
 
     async def broken(request: Request, error: Exception) -> Response:
-        return told(request, RefusalError(500, f"internal error: {type(error).__name__}"))
+        message = f"internal error: {type(error).__name__}"
+        return told(request, RefusalError(500, message, headers={"Connection": "close"}))  # as uvicorn will
 
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=GONE)

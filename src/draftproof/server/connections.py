@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import Any
 
+from h11 import IDLE, SEND_RESPONSE, Data, EndOfMessage, RemoteProtocolError, Response
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
@@ -14,6 +16,9 @@ from draftproof.server.errors import RefusalError
 from draftproof.server.limits import RETRY_SECONDS
 from draftproof.server.streaming import WRITE
 
+MOST_HEADER_BYTES = 1 << 15
+PIECE = 1 << 12
+TOO_LONG = 431  # status of a head that is longer
 ROOM_FOR_FILES = 256  # descriptors beside those of connections: weights, sockets that listen, logs
 
 
@@ -73,6 +78,13 @@ class Connection(H11Protocol):
             self.app = JSONResponse(refused.body(), refused.status, headers)
         self._fall_silent()
 
+    def data_received(self, data: bytes) -> None:
+        """Heads come in pieces to the parser, which looks at the length of those alone that are not whole."""
+        size = PIECE if self.is_silent else len(data)
+        for start in range(0, len(data), size):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + size])
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.is_silent and not self.transport.is_closing():
@@ -90,6 +102,23 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread.pop(self, None)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no request is refused as everything else is; one whose head is too long is told how long it may be.
+        uvicorn calls it where it has caught the parser's error."""
+        if self.conn.our_state not in (IDLE, SEND_RESPONSE):  # it is being answered already
+            self.transport.close()
+            return
+        wrong = sys.exc_info()[1]
+        status = wrong.error_status_hint if isinstance(wrong, RemoteProtocolError) else 400
+        if status == TOO_LONG:
+            msg = f"headers: are longer than {MOST_HEADER_BYTES} bytes; send less"
+        content = bytes(JSONResponse(RefusalError(status, msg).body()).body)
+        headers = [("Content-Type", "application/json"), ("Connection", "close")]
+        headers.append(("Content-Length", str(len(content))))
+        for event in (Response(status_code=status, headers=headers), Data(content), EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def _fall_silent(self) -> None:
         self.silent_since = time.monotonic()

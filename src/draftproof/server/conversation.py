@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic_core import to_json
-
 from draftproof.frontend.async_llm import together
 from draftproof.schema import shown
 from draftproof.server import answers
@@ -180,7 +178,7 @@ def _parser(service: Service, job: Job) -> Parser:
 
 
 def _written(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event[0].encode(), to_json(event[1]))
+    return b"event: %b\ndata: %b\n\n" % (event[0].encode(), answers.as_json(event[1]))
 
 
 def failure(ended: Ended) -> RefusalError | None:

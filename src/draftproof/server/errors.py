@@ -86,12 +86,13 @@ def of_value(error: ValueError) -> RefusalError:
 
 def of_body(error: ValidationError) -> RefusalError:
     """A 400 for a body that is no JSON, or has a field of a wrong type: the field, its value, what is allowed."""
-    first = error.errors(include_url=False)[0]
+    found = error.errors(include_url=False)
+    first = found[0]
     where = [str(part) for part in first["loc"]]
     if not where:
         return RefusalError(400, f"body: {first['msg']}", code="invalid_json")
     name, path = where[0], _path(first["loc"])
-    wanted = [e["msg"] for e in error.errors(include_url=False) if e["loc"][:1] == first["loc"][:1]]
+    wanted = [e["msg"] for e in found if e["loc"][:1] == first["loc"][:1]]
     if first["type"] == "missing":
         return RefusalError(400, f"{path}: is missing", param=name, code="missing_field")
     told = "; or ".join(dict.fromkeys(wanted[:4]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import hmac
@@ -34,7 +35,8 @@ PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent ba
 
 class Gate:
     """Middleware: asks for a key, gives every request an id, which its answer carries, and answers those that a server
-    which ends waits for no longer; `is_draining` says whether it does. `open_routes` need no key."""
+    which ends waits for no longer; `is_draining` says whether it does. `open_routes` need no key. A request's state has
+    `at_end`, for what is to be done once it has been answered."""
 
     def __init__(
         self,
@@ -76,7 +78,8 @@ class Gate:
             await JSONResponse(refused.body_for(scope["path"]), 401)(scope, receive, send_with_id)
             return
         try:
-            await self._app(scope, receive, send_with_id)
+            with contextlib.ExitStack() as scope["state"]["at_end"]:
+                await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if not self._is_draining():
                 raise
@@ -92,7 +95,7 @@ class Gate:
         latin-1, so that their bytes can be had back."""
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         scheme, _, key = given.partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(found)
 
@@ -103,8 +106,9 @@ def _log_refusal(scope: Scope, request_id: str, status: int) -> None:
     log.info("%s: %r got %d", request_id, asked, status, extra={FACTS: facts})
 
 
-async def read_body(request: Request, limits: ServerConfig) -> bytes:
-    """The body, no longer than it may be. Refusals: 408 too slow, 413 too long, 415 no JSON."""
+async def read_body(request: Request, limits: ServerConfig, admission: Admission) -> bytes:
+    """The body, no longer than it may be; it is held until the request has been answered. Refusals: 408 too slow, 413
+    too long, 415 no JSON, 429 too many are held."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another origin can send the other kinds unasked
         raise RefusalError(415, f"Content-Type={kind!r:.80}: must be application/json")
@@ -113,13 +117,14 @@ async def read_body(request: Request, limits: ServerConfig) -> bytes:
     if told.isdecimal() and (len(told) > 18 or int(told) > most):
         raise _too_long(most)
     parts: list[bytes] = []
-    num_bytes = 0
+    ticket = Ticket()
+    request.state.at_end.callback(admission.leave, ticket)
     try:
         async with asyncio.timeout(limits.client_timeout):
             async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > most:
+                if ticket.num_bytes + len(part) > most:
                     raise _too_long(most)
+                admission.add_bytes(ticket, len(part))
                 parts.append(part)
     except TimeoutError:
         message = f"body: took longer than client_timeout={limits.client_timeout:g} seconds"
@@ -172,8 +177,9 @@ def _too_long(most: int) -> RefusalError:
 class Ticket:
     """What one request has been let in with."""
 
-    num_outputs: int
+    num_outputs: int = 0
     num_tokens: int = 0
+    num_bytes: int = 0
 
 
 class Admission:
@@ -183,6 +189,7 @@ class Admission:
         self._limits = limits
         self.num_outputs = 0
         self.num_tokens = 0
+        self.num_bytes = 0
         self.num_refused = 0
 
     def enter(self, num_outputs: int) -> Ticket:
@@ -204,11 +211,22 @@ class Admission:
         self.num_tokens += num_tokens
         ticket.num_tokens += num_tokens
 
+    def add_bytes(self, ticket: Ticket, num_bytes: int) -> None:
+        """Count a part of a body. 429 where bodies of too many are held, those that are still coming among them."""
+        most = self._limits.max_open_bytes
+        if self.num_bytes + num_bytes > most and self.num_bytes > ticket.num_bytes:
+            refusal = self._refuse(f"{self.num_bytes} bytes are held, of max_open_bytes={most}; try again")
+            refusal.headers["Connection"] = "close"  # the rest of it is not read
+            raise refusal
+        self.num_bytes += num_bytes
+        ticket.num_bytes += num_bytes
+
     def leave(self, ticket: Ticket) -> None:
         """Giving a ticket back twice is giving it back once."""
         self.num_outputs -= ticket.num_outputs
         self.num_tokens -= ticket.num_tokens
-        ticket.num_outputs = ticket.num_tokens = 0
+        self.num_bytes -= ticket.num_bytes
+        ticket.num_outputs = ticket.num_tokens = ticket.num_bytes = 0
 
     def _refuse(self, message: str) -> RefusalError:
         self.num_refused += 1

@@ -23,7 +23,7 @@ from draftproof.server.conversation import (
     text_of,
 )
 from draftproof.server.parsers.reader import CallArguments, CallStart, Piece, Reasoning
-from draftproof.server.protocol import Body, ChatBody, Speculation
+from draftproof.server.protocol import Body, ChatBody, Objects, Speculation, Texts
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -32,9 +32,9 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     system: str | list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class MessagesBody(CountBody):
     model_config = ConfigDict(strict=True, extra="allow")
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

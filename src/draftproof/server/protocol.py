@@ -7,9 +7,10 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from draftproof.frontend.images import is_image
 from draftproof.frontend.input_processor import Prompt
@@ -33,6 +34,21 @@ NOT_SERVED: Mapping[str, frozenset[str]] = {
 NOTHING_ASKED: tuple[object, ...] = (None, False, "", [], {}, {"type": "text"})
 SHOWN_NAME = re.compile(r"[^\w.-]", re.ASCII)
 MOST_NAMES_SHOWN = 16
+
+
+def _numbers(given: Any) -> Any:
+    """What maps names to numbers, as far as it is a mapping. ValueError names the first other value."""
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{shown(name)}: {shown(value)}: must be a number")
+    return given
+
+
+# Each is read up to its first wrong entry: to be told of a million takes a thousand times what reading them does.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
 # Fields of a body that are SamplingParams' own.
 SAMPLING = words(
     "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
@@ -58,6 +74,17 @@ class Speculation(BaseModel):
     num_speculative_tokens: int | Literal["auto"] = "auto"
     method: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """ValueError names the first field that there is not."""
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(
+                    f"{shown(name)}: there is no such field; there are {', '.join(cls.model_fields)}"
+                )
+        return given
+
 
 class Function(BaseModel):
     """A function that the model may call; `parameters`: JSON schema of its arguments."""
@@ -76,6 +103,9 @@ class Tool(BaseModel):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     """A body whose unknown fields are accepted, and of whose known ones the types must be right."""
 
@@ -90,9 +120,9 @@ class Body(BaseModel):
             for name in sorted(refused):
                 if given.get(name) not in NOTHING_ASKED:
                     raise ValueError(f"{name}: is not served: {why}; leave it out")
-        names = [SHOWN_NAME.sub("?", name)[:64] or "?" for name in given]
-        more = f", and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
-        return ", ".join(names[:MOST_NAMES_SHOWN]) + more
+        names = [SHOWN_NAME.sub("?", name[:64]) or "?" for name in islice(given, MOST_NAMES_SHOWN)]
+        more = f", and {len(given) - MOST_NAMES_SHOWN} more" if len(given) > MOST_NAMES_SHOWN else ""
+        return ", ".join(names) + more
 
 
 class GenerationBody(Body):
@@ -107,8 +137,8 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -116,9 +146,9 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
+    logit_bias: Numbers | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -130,7 +160,7 @@ class GenerationBody(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
     @property
@@ -169,6 +199,11 @@ class GenerationBody(Body):
         """What the engine is asked for; a request without a seed is given one, so that its answer can be had again.
         ValueError names field, value and what is allowed."""
         self.check_limits(limits)
+        if self.stream and self.prompt_logprobs is not None and not self.scores_prompt:
+            raise ValueError(
+                f"prompt_logprobs={self.prompt_logprobs}: streams have none; leave stream out, or ask a completion for "
+                "echo and logprobs"
+            )
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         given.setdefault("seed", secrets.randbits(53))  # what JSON's readers take without loss
         given |= {"max_tokens": self.max_num_tokens, "logprobs": self.num_logprobs}
@@ -189,14 +224,14 @@ class GenerationBody(Body):
     def check_limits(self, limits: ServerConfig) -> None:
         """ValueError for what is longer than it may be."""
         what = "messages" if isinstance(self, ChatBody) else "prompt"
-        _check_size(what, self.num_chars, "characters", limits.max_prompt_chars)
+        check_size(what, self.num_chars, "characters", limits.max_prompt_chars)
         for name in ("stop", "bad_words"):
             value = getattr(self, name) or []
             listed = [value] if isinstance(value, str) else value
-            _check_size(name, len(listed), "entries", limits.max_stop_strings)
-            _check_size(name, sum(map(len, listed)), "characters", limits.max_stop_chars)
+            check_size(name, len(listed), "entries", limits.max_stop_strings)
+            check_size(name, sum(map(len, listed)), "characters", limits.max_stop_chars)
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
-            _check_size(name, len(getattr(self, name) or ()), "entries", limits.max_listed_ids)
+            check_size(name, len(getattr(self, name) or ()), "entries", limits.max_listed_ids)
         for name, number in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if number is not None and number > limits.max_logprobs:
                 raise ValueError(f"{name}={number}: must be at most {limits.max_logprobs}")
@@ -212,13 +247,13 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -340,7 +375,7 @@ def _texts(message: Mapping[str, Any]) -> list[Any]:
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -377,16 +412,32 @@ class TokenizeBody(Body):
     """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool = False
+
+    def chat(self) -> ChatBody:
+        """The chat whose prompt is wanted. ValueError for a text beside it, or neither."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        names = (
+            "messages",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "tools",
+        )
+        return ChatBody.model_validate({name: getattr(self, name) for name in names})
 
 
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: Ids
 
 
 def _for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -432,7 +483,7 @@ def check_model(name: str | None, served: list[str]) -> str:
     return name or served[0]
 
 
-def _check_size(name: str, size: int, what: str, most: int) -> None:
+def check_size(name: str, size: int, what: str, most: int) -> None:
     """ValueError for a field that has more than it may have."""
     if size > most:
         raise ValueError(f"{name}: has {size} {what}, at most {most}")

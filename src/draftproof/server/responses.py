@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from draftproof.schema import shown
 from draftproof.server.conversation import add_call, assistant, content_of, text_in, text_of
 from draftproof.server.errors import RefusalError
-from draftproof.server.protocol import NOTHING_ASKED, Body, ChatBody, Speculation
+from draftproof.server.protocol import NOTHING_ASKED, Body, ChatBody, Objects, Speculation
 from draftproof.server.settings import ServerConfig
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -26,7 +26,7 @@ class ResponsesBody(Body):
     """`POST /v1/responses`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -36,7 +36,7 @@ class ResponsesBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
@@ -176,6 +176,8 @@ class ResponseStore:
     def put(self, response: dict[str, Any], items: Items) -> None:
         """Keep an answer."""
         num_chars = len(str(items)) + len(str(response))
+        if num_chars > self._limits.max_stored_chars:
+            return  # though all others gave way
         self._stored[response["id"]] = Stored(response, items, num_chars)
         self.num_chars += num_chars
         while len(self) > self._limits.max_stored_responses or self.num_chars > self._limits.max_stored_chars:

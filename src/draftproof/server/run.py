@@ -19,11 +19,10 @@ import uvicorn
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.llm import LLM
 from draftproof.server.app import create_app
-from draftproof.server.connections import Connection, Watch, allow_files, lending_writes
+from draftproof.server.connections import MOST_HEADER_BYTES, Connection, Watch, allow_files, lending_writes
 from draftproof.server.service import STEP_GRACE, Service
 from draftproof.server.settings import ServerConfig
 
-MOST_HEADER_BYTES = 1 << 15
 TICKS = 10  # tenths of a second between two looks at silent connections
 GRACE = 5  # seconds for writing answers out once the engine has ended
 

@@ -220,6 +220,16 @@ class Service:
         for one in given:
             job.streams.append(self.llm.begin(one))
 
+    async def prompt_ids(self, chat: ChatBody) -> Sequence[int]:
+        """The ids of a conversation that nobody answers; an image's are as many as it has rows. Errors as `begin`."""
+        chat.check_limits(self.config)
+        work = partial(chat.prompts, self.llm.llm)
+        (prompt,) = await self.llm.encode(partial(within, self.config.chat_template_timeout, work))
+        if not isinstance(prompt, dict):
+            return _token_ids(prompt)
+        fetched = await self.llm.fetch(prompt)
+        return (await self.llm.prepare(fetched, SamplingParams(max_tokens=1))).prompt_token_ids
+
     def end(self, job: Job) -> None:
         """Give back what a job holds, aborting what still runs. Ending twice is ending once."""
         for stream in job.streams:
@@ -308,11 +318,12 @@ class Service:
             return None
         return self.llm.llm.tokenizer.decode(prompt_ids)
 
-    def prompt_logprobs(self, stream: AnswerStream) -> dict[str, Any]:
-        """Those of a prompt that is through, in the form of completions."""
-        ids = stream.prompt_token_ids
-        first = self.llm.llm.tokenizer.piece(ids[0])
-        return answers.text_logprobs(ids, self.llm.output(stream).prompt_logprobs or [], first=first)
+    def prompt_logprobs(self, stream: AnswerStream) -> dict[str, Any] | None:
+        """Those of a prompt in the form of completions; None where the request ended before they were there."""
+        ids, found = stream.prompt_token_ids, self.llm.output(stream).prompt_logprobs or []
+        if len(found) < len(ids):
+            return None
+        return answers.text_logprobs(ids, found, first=self.llm.llm.tokenizer.piece(ids[0]))
 
     def _choice(self, job: Job, first: int, output: RequestOutput, index: int) -> dict[str, Any]:
         """One choice of a whole answer; `first`: the number of its prompt's first."""
@@ -341,4 +352,5 @@ class Service:
             "finish_reasons": ", ".join(sorted(reasons)),
             "seconds": max(stream.last - stream.started for stream in job.streams),
         }
-        log.info(FINISHED, *facts.values(), extra={FACTS: facts})
+        told = {**facts, "id": job.id.encode("unicode_escape").decode()}  # whose end is the client's
+        log.info(FINISHED, *told.values(), extra={FACTS: facts})

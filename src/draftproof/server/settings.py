@@ -59,6 +59,9 @@ class ServerConfig:
     max_open_tokens: int = documented(
         1 << 20, "Maximum number of prompt tokens of all open outputs; further requests get a 429."
     )
+    max_open_bytes: int = documented(
+        1 << 30, "Most bytes of bodies of all open requests together; beyond them requests get a 429."
+    )
     max_connections: int = documented(
         2048, "Maximum number of connections; beyond it silent ones are closed, then new ones get a 503."
     )
@@ -108,6 +111,7 @@ class ServerConfig:
             "max_grammar_chars",
             "max_open_requests",
             "max_open_tokens",
+            "max_open_bytes",
             "max_connections",
         ):
             check_whole(name, getattr(self, name), 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -63,7 +63,8 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
             yield KEEP_ALIVE
             continue
         service.meter.came(job.streams[number])
-        for chunk in writer.of(number, delta):
+        make = partial(writer.of, number, delta)
+        for chunk in await service.llm.aside(make) if writer.is_long(number) else make():
             yield event(chunk)
     outputs = service.outputs(job)
     asked = job.body.stream_options
@@ -74,7 +75,7 @@ async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % to_json(content)
+    return b"data: %b\n\n" % answers.as_json(content)
 
 
 class Chunks:
@@ -88,10 +89,26 @@ class Chunks:
         self._parsers: dict[int, Parser | None] = {}  # likewise
         self._num_calls: dict[int, int] = {}  # of choices with calls, less one
         self._painters: dict[int, Painter] = {}  # of choices whose drafts are shown
+        self._scores: dict[int, dict[str, Any] | None] = {}  # of prompts that are part of the answer
+        self._held: dict[int, list[Delta]] = {}  # of prompts whose scores have not come
         self.head = service.head(job, "chat.completion.chunk" if job.is_chat else "text_completion")
 
+    def is_long(self, number: int) -> bool:
+        """Whether the next chunk of prompt `number` takes so long to make that others should not wait for it."""
+        return self._job.body.scores_prompt and number not in self._scores
+
     def of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of what a step added to a choice of prompt `number`."""
+        """The chunks of what a step added to a choice of prompt `number`. Where the prompt's scores come first, which
+        the first choice brings, the other choices wait for it."""
+        held = self._held.pop(number, [])
+        if self.is_long(number):
+            if delta.index:
+                self._held[number] = [*held, delta]
+                return []
+            self._scores[number] = self._service.prompt_logprobs(self._job.streams[number])
+        return [chunk for one in (delta, *held) for chunk in self._of(number, one)]
+
+    def _of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
         index = number * self._job.params.n + delta.index
         parts: list[dict[str, Any]] = []
         if index not in self._num_chars:
@@ -181,7 +198,7 @@ class Chunks:
             return []
         part: dict[str, Any] = {"text": echoed or "", **nothing}
         if isinstance(job.body, CompletionBody) and job.body.scores_prompt:
-            part["logprobs"] = self._service.prompt_logprobs(stream)
+            part["logprobs"] = self._scores[number]
         self._num_chars[index] = len(echoed or "")
         return [part]
 

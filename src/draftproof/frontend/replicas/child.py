@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from draftproof.engine.core import TokenDelta
 from draftproof.engine.interface import Resumed
 from draftproof.engine.items import ItemInput
 from draftproof.frontend.llm import LLM
@@ -160,8 +161,13 @@ class Replica:
         inputs = self.llm.requests.inputs
 
         def work() -> None:
-            grammar = inputs.grammar(params)  # the entry has compiled it before
-            self._actions.put(partial(self._queue_compiled, message, params, grammar))
+            try:
+                grammar = inputs.grammar(params)  # the entry has compiled it before
+            except Exception as error:
+                told = TokenDelta(str(message.key), finish_reason="error", error=str(error))
+                self._actions.put(partial(self._fail_compiled, message.key, told))
+            else:
+                self._actions.put(partial(self._queue_compiled, message, params, grammar))
 
         self._compiler.submit(work)
 
@@ -169,6 +175,11 @@ class Replica:
         if message.key in self._compiling:  # else it was aborted
             self._compiling.discard(message.key)
             self._queue(message, params, grammar)
+
+    def _fail_compiled(self, key: int, told: TokenDelta) -> None:
+        if key in self._compiling:
+            self._compiling.discard(key)
+            self._channel.send(wire.Stepped([told], [], None))
 
     def _queue(self, message: wire.Start, params: SamplingParams, grammar: Any) -> None:
         assert self.llm is not None

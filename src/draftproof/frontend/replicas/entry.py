@@ -97,9 +97,10 @@ class Replicas:
 
     @property
     def is_due(self) -> bool:
-        if not self._news.empty():
-            return True
-        return bool(self._open) and not self._is_paused and self.error is None
+        with self._lock:  # what ends the last request that is open brings its news, too
+            if not self._news.empty():
+                return True
+            return bool(self._open) and not self._is_paused and self.error is None
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
         """As `EngineCore.add_request`, for a spec that was checked."""

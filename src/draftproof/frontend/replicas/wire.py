@@ -24,9 +24,10 @@ from draftproof.engine.interface import Item, RequestSpec
 from draftproof.engine.items import ItemInput, Places
 from draftproof.grammar.matcher import Grammar
 from draftproof.metrics import EngineLoad
-from draftproof.types import SamplingParams
+from draftproof.types import INT32_MAX, SamplingParams
 
 LENGTH_BYTES = 8  # in front of each message
+MOST_TOKENS = INT32_MAX  # what is longer is as long as there is room, and MessagePack's integers have 64 bits
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -265,7 +266,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def pack_spec(spec: RequestSpec) -> WireSpec:
     names = WireSpec.__struct_fields__
     given = {name: getattr(spec, name) for name in names if name != "params"}
-    return WireSpec(**given, params=msgspec.to_builtins(spec.params, builtin_types=(bytes,)))
+    params = msgspec.to_builtins(spec.params, builtin_types=(bytes,))
+    params["seed"] = None  # which may be of any size; `row_seed` is made of it
+    if spec.most_drafts is not None:
+        given["most_drafts"] = min(spec.most_drafts, MOST_TOKENS)
+    if spec.params.max_tokens is not None:
+        params["max_tokens"] = min(spec.params.max_tokens, MOST_TOKENS)
+    return WireSpec(**given, params=params)
 
 
 def unpack_spec(wire: WireSpec, params: SamplingParams, grammar: Grammar | None) -> RequestSpec:
