@@ -298,18 +298,24 @@ SENSELESS: list[tuple[Any, str]] = [
     (5, "video 0=5: must be its frames"),
     ((FRAMES, {"fsp": 3}), "fsp"),
     ((FRAMES, {"fps": 0}), "fps"),
+    ((FRAMES, {"fps": 1e-300}), "frames a second"),
     ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
+    ((FRAMES, {"frames_indices": [10**400] * 5}), "must be numbers of frames"),
+    ((FRAMES, {"total_num_frames": -5, "fps": 2}), "total_num_frames=-5"),
+    ((FRAMES, {"total_num_frames": "5"}), "total_num_frames='5'"),
     ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
 ]
-TOO_LATE = (
-    (FRAMES, {"fps": 0.001}),
-    "stands at position 16",
-)  # three groups, 16000 positions from one to the next
+# Of the family whose times are positions and whose bounds are of a frame: three groups, 16000 positions from one to the
+# next; and more rows than a prompt has room for, which nobody makes pixels of.
+PACED: list[tuple[Any, str]] = [
+    ((FRAMES, {"fps": 0.001}), "stands at position 16"),
+    (FRAMES[:1] * 700, "video 0: with it there are .* rows .* max_model_len=1024"),
+]
 
 
 def test_videos_without_sense_get_one_error_each(made: tuple[Any, Path]) -> None:
     paced = made[0].config.model_type == "qwen2_5_vl"
-    senseless = [*SENSELESS, *([TOO_LATE] if paced else [])]
+    senseless = [*SENSELESS, *(PACED if paced else [])]
     bad, good = [prompt(video, [5], [6]) for video, _ in senseless], prompt(FRAMES, [5], [6, 7])
     with LLM(str(made[1]), dtype="float32") as llm:
         *refused, last = llm.generate([*bad, good], GREEDY, use_tqdm=False)
