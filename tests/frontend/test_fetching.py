@@ -117,9 +117,11 @@ def test_an_url_tells_whether_it_may_be_fetched(world: World, url: str, words: s
         world.fetcher("pictures.example").check(url, "image 0")
 
 
-OWN = """127.0.0.1 10.0.0.7 169.254.169.254 192.168.1.1 100.64.0.1 0.0.0.0 224.0.0.1 192.0.0.192 168.63.129.16
-::1 fe80::1%eth0 fd00::1 fec0::2 ::ffff:127.0.0.1 ::ffff:168.63.129.16 ::127.0.0.1 64:ff9b::7f00:1 64:ff9b:1::5db8:d80e
-2002:7f00:1:: 3fff::1""".split()
+OWN = [
+    *("127.0.0.1", "10.0.0.7", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
+    *("192.0.0.192", "168.63.129.16", "::1", "fe80::1%eth0", "fd00::1", "fec0::2", "3fff::1", "::127.0.0.1"),
+    *("::ffff:127.0.0.1", "::ffff:168.63.129.16", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d80e", "2002:7f00:1::"),
+]
 EVERYBODYS = [PUBLIC, "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
 
 
@@ -131,6 +133,14 @@ def test_addresses_of_ones_own_network_are_not_asked(world: World) -> None:
         with pytest.raises(ValueError, match=r"has the address .*, which is not public"):
             world.fetch("http://pictures.example/a")
     assert not world.gone_to
+
+
+@pytest.mark.parametrize("host", ["127.1", "0x7f.1", "2130706433", "[::1]", "[::ffff:127.0.0.1]", "0"])
+def test_addresses_in_other_words_are_looked_at_too(host: str) -> None:
+    """By the system's own resolver, which asks nobody about numbers."""
+    fetcher = Fetcher(["*"], 10, connect=lambda *given: pytest.fail("somebody connected"))
+    with pytest.raises(ValueError, match="which is not public"):
+        fetcher.fetch(fetcher.check(f"http://{host}/a", "image 0"))
 
 
 def test_a_name_that_changes_its_mind_reaches_nothing_else(world: World) -> None:

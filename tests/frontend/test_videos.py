@@ -305,7 +305,7 @@ SENSELESS: list[tuple[Any, str]] = [
     ((FRAMES, {"total_num_frames": "5"}), "total_num_frames='5'"),
     ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
 ]
-# Of the family whose times are positions and whose bounds are of a frame: three groups, 16000 positions from one to the
+# Refused by the family whose times are positions and whose bounds are of a frame: three groups, 16000 positions from one to the
 # next; and more rows than a prompt has room for, which nobody makes pixels of.
 PACED: list[tuple[Any, str]] = [
     ((FRAMES, {"fps": 0.001}), "stands at position 16"),

@@ -17,7 +17,7 @@ from draftproof.engine import build
 from draftproof.engine.encoders import CertifiedEncoder, name_of
 from draftproof.engine.items import ItemInput
 from draftproof.models.config import read_vision
-from draftproof.models.vision import ImageEncoder
+from draftproof.models.image_encoder import ImageEncoder
 from draftproof.runtime.threads import threads
 from tests.frontend.test_images import FAMILIES
 from tests.made.vision import picture

@@ -53,7 +53,8 @@ from draftproof.metrics import EngineStats
 from draftproof.models.builder import LayerBuilder
 from draftproof.models.config import ModelConfig, read_config, read_vision
 from draftproof.models.decoder import Decoder
-from draftproof.models.vision import ImageEncoder, Vision, is_stored
+from draftproof.models.image_encoder import ImageEncoder
+from draftproof.models.vision import Vision, is_stored
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime import environment, graphs, native
 from draftproof.runtime.graphs import Graphs

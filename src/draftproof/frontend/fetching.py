@@ -258,7 +258,9 @@ def _led_to(url: str, target: str, where: str) -> str:
     try:
         return urllib.parse.urljoin(url, target)
     except ValueError as error:
-        raise ValueError(f"{where}: {shown(url)}: is redirected to {shown(target)}, no URL ({error})") from error
+        raise ValueError(
+            f"{where}: {shown(url)}: is redirected to {shown(target)}, no URL ({error})"
+        ) from error
 
 
 def _shut(connected: socket.socket) -> None:

@@ -19,7 +19,7 @@ from draftproof import schema
 from draftproof.engine.items import ItemInput, Places
 from draftproof.frontend.images import IMAGE, ImageReader, Parts
 from draftproof.frontend.text import Tokenizer
-from draftproof.models.vision import VideoFamily
+from draftproof.models.vision_families import VideoFamily
 from draftproof.schema import shown
 
 MOST_FRAMES = 768
@@ -177,7 +177,9 @@ def _sampled(metadata: Mapping[str, Any], num_frames: int, where: str) -> _Sampl
     if not all(isinstance(i, (int, np.integer)) and 0 <= i <= schema.MOST for i in indices):
         raise ValueError(f"{within}: frames_indices={shown(indices)}: must be numbers of frames")
     taken = fps if metadata.get("fps") is None else num_frames / total * fps
-    schema.check_number(f"{within}: frames a second", taken, low=SLOWEST)  # else times are no numbers any more
+    schema.check_number(
+        f"{within}: frames a second", taken, low=SLOWEST
+    )  # else times are no numbers any more
     return _Sampled(fps, [int(i) for i in indices], taken)
 
 
