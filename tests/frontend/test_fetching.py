@@ -19,8 +19,10 @@ from draftproof import LLM, SamplingParams
 from draftproof.config import EngineConfig
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.fetching import Fetcher, is_public
-from tests.frontend.test_images import IMAGE, A, encoded, image_url, message
+from tests.frontend.images.cases import A, image_url, message
 from tests.made import vision
+from tests.made.pictures import encoded
+from tests.made.vision import IMAGE
 
 PUBLIC = "93.184.215.14"  # stands for the server of these tests
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

@@ -31,6 +31,7 @@ IMAGE = "image"  # the kind of item, and the key of multi_modal_data
 VIDEO = "video"  # a key of multi_modal_data
 MOST_PIXELS = 1 << 26  # of an image as it is stored: a file of a few bytes may claim any number
 MOST_BYTES = 1 << 26  # of a file, whoever holds it
+MOST_FRAMES = 768  # of a video
 MOST_ASPECT = 200  # of its longer side to its shorter one
 # Pillow's, of files: others run programs (EPS), decode before anybody can look at their size (ICO), or are no pictures
 # of today
@@ -279,6 +280,8 @@ def _frames_of_url(url: str, where: str) -> list[bytes]:
             f"{where}: {shown(url)}: files of videos are not decoded; give frames, as 'data:video/jpeg;base64,' and a "
             'JPEG in base64 for each, commas between, or {"type": "video", "video": frames}'
         )
+    if (num_frames := body.count(",") + 1) > MOST_FRAMES:
+        raise ValueError(f"{where}: has {num_frames} frames: must be 1 to {MOST_FRAMES}; leave some out")
     return [_data(f"data:image/jpeg;base64,{each}", where) for each in body.split(",")]
 
 

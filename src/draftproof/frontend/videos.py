@@ -17,12 +17,11 @@ from torch import Tensor
 
 from draftproof import schema
 from draftproof.engine.items import ItemInput, Places
-from draftproof.frontend.images import IMAGE, ImageReader, Parts
+from draftproof.frontend.images import IMAGE, MOST_FRAMES, ImageReader, Parts
 from draftproof.frontend.text import Tokenizer
 from draftproof.models.vision_families import VideoFamily
 from draftproof.schema import shown
 
-MOST_FRAMES = 768
 MOST_PIXELS = 1 << 28  # as they are given: the bound of all frames together
 SLOWEST = 1e-6  # frames a second
 KNOWN = schema.words(

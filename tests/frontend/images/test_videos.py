@@ -16,7 +16,7 @@ import torch
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.frontend.videos import VideoReader
-from tests.frontend.test_images import GREEDY, seen, text
+from tests.frontend.images.cases import GREEDY, seen, text
 from tests.made import vision
 from tests.made.vision import IMAGE, VIDEO, picture
 from tests.slow import some
@@ -264,10 +264,13 @@ def test_forms_of_a_video(made: tuple[Any, Path]) -> None:
         ]
         assert not compare(found[:1], found[1:]) and not found[0].error
         assert llm.requests.inputs._store.num_encoded == num_encoded
-        with pytest.raises(ValueError, match="not decoded"):
-            llm.chat(
-                [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x/a.mp4"}}]}]
-            )
+        for url, said in (
+            ("http://x/a.mp4", "not decoded"),
+            ("data:video/jpeg;base64," + "," * 800, "has 801 frames"),
+        ):
+            part = {"type": "video_url", "video_url": {"url": url}}
+            with pytest.raises(ValueError, match=said):
+                llm.chat([{"role": "user", "content": [part]}])
 
 
 def test_frames_of_messages_name_no_other_files(made: tuple[Any, Path], tmp_path: Path) -> None:
@@ -305,8 +308,8 @@ SENSELESS: list[tuple[Any, str]] = [
     ((FRAMES, {"total_num_frames": "5"}), "total_num_frames='5'"),
     ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
 ]
-# Refused by the family whose times are positions and whose bounds are of a frame: three groups, 16000 positions from one to the
-# next; and more rows than a prompt has room for, which nobody makes pixels of.
+# What the family refuses whose times are positions and whose bounds are a frame's: three groups, 16000 positions from
+# one to the next; and more rows than a prompt has room for, which nobody makes pixels of.
 PACED: list[tuple[Any, str]] = [
     ((FRAMES, {"fps": 0.001}), "stands at position 16"),
     (FRAMES[:1] * 700, "video 0: with it there are .* rows .* max_model_len=1024"),
