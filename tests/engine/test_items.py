@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def store(max_bytes: int = 1 << 20) -> ItemStore:
-    """Of embeddings of two numbers, 8 bytes a row."""
+    """A store of embeddings of two numbers, 8 bytes a row."""
     made = ItemStore(2, CPU, torch.float32, max_bytes)
     made.encoders["image"] = lambda tensors: tensors["a"]
     return made
@@ -32,7 +32,7 @@ def grid(*axes: list[int], advance: int) -> Places:
 
 
 def test_whatever_embeddings_are_made_of_tells_items_apart() -> None:
-    """The same 16 bytes under different names, shapes, types, kinds, numbers of rows and places."""
+    """Equal bytes under different names, shapes, types, kinds, numbers of rows and places."""
     zeros = torch.zeros(4)
     places = grid([0, 0], [0, 0], [0, 1], advance=2)
     forms: list[tuple[str, dict[str, Tensor], int, Places | None]] = [
