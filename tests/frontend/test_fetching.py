@@ -19,8 +19,10 @@ from draftproof import LLM, SamplingParams
 from draftproof.config import EngineConfig
 from draftproof.frontend.async_llm import AsyncLLM
 from draftproof.frontend.fetching import Fetcher, is_public
-from tests.frontend.test_images import IMAGE, A, encoded, image_url, message
+from tests.frontend.images.cases import A, image_url, message
 from tests.made import vision
+from tests.made.pictures import encoded
+from tests.made.vision import IMAGE
 
 PUBLIC = "93.184.215.14"  # stands for the server of these tests
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -117,19 +119,30 @@ def test_an_url_tells_whether_it_may_be_fetched(world: World, url: str, words: s
         world.fetcher("pictures.example").check(url, "image 0")
 
 
-OWN = """127.0.0.1 10.0.0.7 169.254.169.254 192.168.1.1 100.64.0.1 0.0.0.0 224.0.0.1 ::1 fe80::1%eth0 fd00::1
-::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::"""
+OWN = [
+    *("127.0.0.1", "10.0.0.7", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
+    *("192.0.0.192", "168.63.129.16", "::1", "fe80::1%eth0", "fd00::1", "fec0::2", "3fff::1", "::127.0.0.1"),
+    *("::ffff:127.0.0.1", "::ffff:168.63.129.16", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d80e", "2002:7f00:1::"),
+]
+EVERYBODYS = [PUBLIC, "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
 
 
-@pytest.mark.parametrize("address", OWN.split())
-def test_addresses_of_ones_own_network_are_not_asked(world: World, address: str) -> None:
-    assert (
-        not is_public(address) and is_public(PUBLIC) and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
-    )
-    world.names["pictures.example"] = [[PUBLIC, address]]
-    with pytest.raises(ValueError, match=r"has the address .*, which is not public"):
-        world.fetch("http://pictures.example/a")
+def test_addresses_of_ones_own_network_are_not_asked(world: World) -> None:
+    assert all(map(is_public, EVERYBODYS))
+    for address in OWN:
+        assert not is_public(address), address
+        world.names["pictures.example"] = [[PUBLIC, address]]
+        with pytest.raises(ValueError, match=r"has the address .*, which is not public"):
+            world.fetch("http://pictures.example/a")
     assert not world.gone_to
+
+
+@pytest.mark.parametrize("host", ["127.1", "0x7f.1", "2130706433", "[::1]", "[::ffff:127.0.0.1]", "0"])
+def test_addresses_in_other_words_are_looked_at_too(host: str) -> None:
+    """By the system's own resolver, which asks nobody about numbers."""
+    fetcher = Fetcher(["*"], 10, connect=lambda *given: pytest.fail("somebody connected"))
+    with pytest.raises(ValueError, match="which is not public"):
+        fetcher.fetch(fetcher.check(f"http://{host}/a", "image 0"))
 
 
 def test_a_name_that_changes_its_mind_reaches_nothing_else(world: World) -> None:
@@ -156,6 +169,9 @@ def test_redirects_are_requests_like_others(world: World) -> None:
     world.send("/file", b"", 302, Location="file:///etc/passwd")
     with pytest.raises(ValueError, match="must be http"):
         world.fetch("http://pictures.example/file")
+    world.send("/odd", b"", 302, Location="http://[")
+    with pytest.raises(ValueError, match=r"image 0: .* is redirected to 'http://\[', no URL"):
+        world.fetch("http://pictures.example/odd")
     world.send("/loop", b"", 301, Location="/loop")
     with pytest.raises(ValueError, match="redirected more than 3 times"):
         world.fetch("http://pictures.example/loop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from draftproof.engine import step_vector
 from draftproof.engine.interface import StepInput
 from tests.conformance.cases import CASES, REPEATS
 from tests.made.shared import prompts
-from tests.slow import few
+from tests.slow import slow, some
 
 TEXTS = [REPEATS, *prompts()[:3]]
 PARAMS = [
@@ -43,32 +44,41 @@ def plain() -> list[RequestOutput]:
         return answers(llm.generate(TEXTS, PARAMS, use_tqdm=False))
 
 
-@pytest.mark.parametrize("method", few([None, *CASES], None, "eagle3"))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks of 1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "preempted": {"num_kv_blocks": 41, "max_model_len": 320},
+}
+METHODS = [name for name, case in CASES.items() if case.own_target is None]  # on the target of all
+# Each method once, whatever its weights are in; every setting for those of different kinds.
+CELLS = [
+    *itertools.product([None, "eagle3"], SETTINGS),
+    *itertools.product(["draft_model"], ["chunks of 64", "preempted"]),
+    *[(name, "chunks of 7") for name in METHODS if "/" not in name and name != "eagle3"],
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("method", "settings"),
     [
-        {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 4},
-        {"max_num_batched_tokens": 64},
-        {"num_kv_blocks": 41, "max_model_len": 320},
+        cell if cell[0] in (None, "eagle3") else pytest.param(*cell, marks=slow)
+        for cell in some(itertools.product([None, *METHODS], SETTINGS), CELLS)
     ],
-    ids=["chunks of 1", "chunks of 7", "chunks of 64", "preempted"],
 )
 def test_embeddings_of_tokens_give_what_the_tokens_give(
-    plain: list[RequestOutput], method: str | None, settings: dict[str, Any]
+    plain: list[RequestOutput], method: str | None, settings: str
 ) -> None:
-    drafting = {} if method is None else CASES[method].llm()
-    if drafting.get("model"):
-        pytest.skip("has a target of its own")
-    with LLM(dtype="float32", **{**drafting, **settings}) as llm:
+    drafting, rows = {} if method is None else CASES[method].llm(), SETTINGS[settings]
+    with LLM(dtype="float32", **{**drafting, **rows}) as llm:
         mixed: list[Any] = [embedded(llm, text) for text in TEXTS]
         mixed[2] = TEXTS[2]  # beside a request of tokens
         outputs = llm.generate(mixed, PARAMS, use_tqdm=False)
         assert outputs[0].prompt_token_ids == [0] * len(mixed[0]["prompt_embeds"])
         assert not compare(plain, answers(outputs))
-        assert (llm.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
+        assert (llm.stats.num_preemptions > 0) == (settings == "preempted")
         assert method is None or llm.stats.num_drafter_faults == 0
-        if method in ("ngram", "eagle3", "draft_model") and settings.get("max_num_batched_tokens") != 1:
+        if method in ("ngram", "eagle3", "draft_model") and settings != "chunks of 1":
             assert llm.stats.speculation.num_accepted_tokens > 0  # a pass of one row has no room for drafts
 
 

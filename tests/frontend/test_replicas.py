@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -352,7 +353,8 @@ def test_a_grammar_that_a_replica_cannot_compile_ends_its_request() -> None:
 def test_a_spec_and_its_items_arrive_as_they_were() -> None:
     item = ItemInput.of("image", {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3)}, 4)
     places = Places(torch.arange(12).view(3, 4).numpy(), 9)
-    item = ItemInput(item.kind, item.tensors, item.num_rows, item.content, places)
+    carries = np.array([True, True, False, True])
+    item = ItemInput(item.kind, item.tensors, item.num_rows, item.content, places, carries)
     params = SamplingParams(stop=["a"], logit_bias={5: 1.5}, structured_outputs={"regex": "a+"})
     spec = RequestSpec(
         token_ids=[1, 2, 3],
@@ -382,6 +384,12 @@ def test_a_spec_and_its_items_arrive_as_they_were() -> None:
     assert torch.equal(back.tensors["a"], item.tensors["a"]) and back.content == item.content
     assert back.places is not None and (back.places.axes_3N == places.axes_3N).all()
     assert back.places.advance == 9
+    assert back.carries is not None and back.carries.tolist() == carries.tolist() and back.num_carried == 3
+    assert wire.unpack_item(wire.pack_item(ItemInput.of("image", item.tensors, 4))).carries is None
+    assert set(wire.WireItem.__struct_fields__) == {f.name for f in fields(ItemInput)} - {"places"} | {
+        "axes",
+        "advance",
+    }
     assert set(wire.WireSpec.__struct_fields__) == {f.name for f in fields(RequestSpec)} - {"grammar"}
 
 

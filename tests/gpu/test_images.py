@@ -10,9 +10,9 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
-from tests.frontend.test_images import FAMILIES, PARAMS, PROMPTS, drafters_for
-from tests.frontend.test_videos import MODELS
-from tests.frontend.test_videos import PROMPTS as VIDEOS
+from tests.frontend.images.cases import FAMILIES, PARAMS, PROMPTS, drafters_for
+from tests.frontend.images.test_videos import MODELS
+from tests.frontend.images.test_videos import PROMPTS as VIDEOS
 from tests.made import vision
 
 DRAFTERS = [None, "ngram", "eagle3", "text model"]

@@ -113,14 +113,15 @@ def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
     return model
 
 
-def llava(folder: Path) -> Any:
-    """As `qwen2_5_vl`: positions in a row, and as many rows for every image."""
+def llava(folder: Path, tower: str = "clip_vision_model", strategy: str = "default") -> Any:
+    """As `qwen2_5_vl`: positions in a row, and as many rows for every image. strategy: which of the tower's rows."""
     config = transformers.LlavaConfig(
         text_config={**_TEXT, "model_type": "llama"},
         vision_config={
-            **{"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48},
+            **{"model_type": tower, "hidden_size": 32, "intermediate_size": 48},
             **{"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
         },
+        vision_feature_select_strategy=strategy,
         image_token_index=IMAGE,
         image_seq_length=16,
     )
@@ -290,7 +291,9 @@ def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[lis
         return [[IMAGE] * n for n in (found["image_grid_thw"].prod(1) // 4).tolist()]
     if "num_soft_tokens_per_image" in found:
         return [[IMAGE] * int(n) for n in found["num_soft_tokens_per_image"]]
-    return [[IMAGE] * 16] * count
+    has_own = getattr(model.config.vision_config, "model_type", "") == "clip_vision_model"
+    is_less = getattr(model.config, "vision_feature_select_strategy", "full") == "default"
+    return [[IMAGE] * (16 + has_own - is_less)] * count
 
 
 def tokenizer(folder: Path) -> None:

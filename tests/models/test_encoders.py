@@ -14,13 +14,15 @@ from torch import Tensor
 
 from draftproof import LLM
 from draftproof.engine.encoders import CertifiedEncoder, name_of
-from draftproof.engine.items import ItemInput
+from draftproof.engine.items import ItemStore
 from draftproof.engine.loading import build
+from draftproof.frontend.images import ImageReader
 from draftproof.models.config import read_vision
-from draftproof.models.vision import ImageEncoder
+from draftproof.models.image_encoder import ImageEncoder
+from draftproof.models.weights import Weights
 from draftproof.runtime.threads import threads
-from tests.frontend.test_images import FAMILIES
-from tests.made.vision import picture
+from tests.frontend.images.cases import FAMILIES, GREEDY, PROMPTS
+from tests.made.vision import HIDDEN, picture
 
 Tensors = dict[str, Tensor]
 
@@ -38,13 +40,11 @@ def encoding(
     folder = tmp_path_factory.mktemp(request.param)
     FAMILIES[request.param](folder)
     pictures = [picture(w, h, seed) for seed, (w, h) in enumerate([(64, 24), (30, 50), (90, 90), (20, 21)])]
-    with LLM(str(folder), dtype=dtype, max_model_len=256) as llm:
-        inputs: list[ItemInput] = llm.requests.inputs.images.read(pictures)  # type: ignore[union-attr]
-        certified = llm.requests.inputs._store.encoders["image"]  # type: ignore[union-attr]
-        assert isinstance(certified, CertifiedEncoder)
-        encoder = certified.inner
-        assert isinstance(encoder, ImageEncoder)
-        return encoder, [dict(given.tensors) for given in inputs]
+    vision, device = read_vision(folder), torch.device("cpu")
+    assert vision is not None
+    encoder = ImageEncoder(vision, Weights.open(folder), device, getattr(torch, dtype))
+    inputs = ImageReader(vision, ItemStore(HIDDEN, device, torch.float32, 1), 1024).read(pictures)
+    return encoder, [dict(given.tensors) for given in inputs]
 
 
 def _unaligned(tensor: Tensor) -> Tensor:
@@ -167,8 +167,6 @@ def test_the_first_image_shows_whether_bits_follow_threads(tmp_path: Path, count
 
 
 def test_embeddings_that_follow_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.frontend.test_images import GREEDY, PROMPTS
-
     monkeypatch.setattr(build, "name_of", lambda *given: str(tmp_path))  # never certified before
     FAMILIES["llava"](tmp_path / "model")
     encode = ImageEncoder.__call__
@@ -210,8 +208,6 @@ def test_progress_of_encoding_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
 
         def close(self) -> None:
             pass
-
-    from tests.frontend.test_images import GREEDY, PROMPTS
 
     monkeypatch.setattr(module, "_bar", Bar)
     FAMILIES["llava"](tmp_path)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from draftproof import LLM
-from tests.frontend.test_images import HOSTILE, encoded
 from tests.made import vision
+from tests.made.pictures import HOSTILE, encoded
 from tests.made.vision import picture
 from tests.server.running import LONG, Running, running
 

@@ -10,7 +10,7 @@ from draftproof.checkpoints.masks import mask_token
 from draftproof.drafters.context import DraftCheckpoint
 from draftproof.drafters.model_head import DraftModelSettings
 from draftproof.models import config as model_config
-from draftproof.models import vision
+from draftproof.models import vision, vision_families
 from draftproof.models.families import FAMILIES
 from draftproof.models.weights import Weights, WeightSource
 
@@ -19,7 +19,7 @@ _OWN_KEYS = (*_MASK_KEYS, "spd_type")
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    return raw.get("model_type") in {*FAMILIES, *vision.FAMILIES}
+    return raw.get("model_type") in {*FAMILIES, *vision_families.FAMILIES}
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:

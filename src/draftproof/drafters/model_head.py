@@ -18,7 +18,8 @@ from draftproof.models import cost
 from draftproof.models.config import ModelConfig
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
-from draftproof.models.vision import ImageEncoder, Vision
+from draftproof.models.image_encoder import ImageEncoder
+from draftproof.models.vision import Vision
 from draftproof.models.weights import WeightSource
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.items import Encoder
-from draftproof.models import vision as families
+from draftproof.models import image_encoder
 from draftproof.models.vision import Vision
 from draftproof.runtime import environment, native
 from draftproof.runtime.store import Store
@@ -60,7 +60,7 @@ def name_of(vision: Vision, dtype: torch.dtype) -> str:
     """The encoder's own part of a certificate's key: its sizes, and the code that computes it."""
     import transformers
 
-    code = Path(families.__file__).read_bytes()
+    code = Path(image_encoder.__file__).read_bytes()
     facts = json.dumps(vision.config.get("vision_config"), sort_keys=True, default=str).encode()
     digest = hashlib.sha256(facts + code).hexdigest()[:20]
     return f"{vision.family.model_type} {dtype} transformers {transformers.__version__} {digest}"

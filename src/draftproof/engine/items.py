@@ -9,6 +9,7 @@ Shapes: N rows of an item, H hidden size, S slots, W positions of a window, E em
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,11 +107,14 @@ class ItemStore:
         self._device = device
         self._dtype = dtype
         self._inputs: WeakValueDictionary[bytes, ItemInput] = WeakValueDictionary()
+        self._lock = threading.Lock()  # whose `setdefault` is several steps
         self._embeddings: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def hold(self, given: ItemInput) -> ItemInput:
-        """The input by which an item of this content is known; it stays known while somebody refers to it."""
-        return self._inputs.setdefault(given.content, given)
+        """The input by which an item of this content is known; it stays known while somebody refers to it. Any thread
+        may call this."""
+        with self._lock:
+            return self._inputs.setdefault(given.content, given)
 
     def input(self, content: bytes) -> ItemInput:
         """The input of an item that whoever asked for it still holds."""

@@ -101,7 +101,7 @@ class Fetcher:
                 found = self._answer(place, where, deadline)
                 if isinstance(found, bytes):
                     return found
-                url = urllib.parse.urljoin(url, found)
+                url = _led_to(url, found, where)
                 scheme, place = place.scheme, self._place(url, where)
                 if scheme == "https" != place.scheme:
                     raise ValueError(
@@ -232,17 +232,35 @@ def is_public(address: str) -> bool:
     """Whether an address is one that anybody in the world reaches, and so is any that it wraps."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
-        wrapped = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
-        if found in _TRANSLATED:
-            wrapped.append(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF))
+        if found.ipv4_mapped is not None or found in _TRANSLATED:  # other words for an address of four bytes
+            return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
+        wrapped = [found.sixtofour, *(found.teredo or ())]
         if any(each is not None and not is_public(str(each)) for each in wrapped):
             return False
-        if found.ipv4_mapped is not None:
-            return True
+    if any(found in network for network in _INNER):
+        return False
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
 
 
-_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")  # NAT64: what names of such networks resolve to
+# Addresses that Python takes for global, not every version the same of them, and that are not: of protocols (clouds
+# answer at some), of Azure's hosts, of documentation, of sites, and of a network's own NAT64.
+_INNER = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.0.0.0/24", "168.63.129.16/32", "64:ff9b:1::/48", "3fff::/20", "5f00::/16", "fec0::/10"),
+    )
+)
+
+
+def _led_to(url: str, target: str, where: str) -> str:
+    """Where a redirect from an URL leads. ValueError where that is no URL."""
+    try:
+        return urllib.parse.urljoin(url, target)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {shown(url)}: is redirected to {shown(target)}, no URL ({error})"
+        ) from error
 
 
 def _shut(connected: socket.socket) -> None:

@@ -30,10 +30,12 @@ from draftproof.schema import shown
 IMAGE = "image"  # the kind of item, and the key of multi_modal_data
 VIDEO = "video"  # a key of multi_modal_data
 MOST_PIXELS = 1 << 26  # of an image as it is stored: a file of a few bytes may claim any number
-MOST_BYTES = 1 << 26  # of a file, or of a data URI
+MOST_BYTES = 1 << 26  # of a file, whoever holds it
+MOST_FRAMES = 768  # of a video
 MOST_ASPECT = 200  # of its longer side to its shorter one
-# Pillow's, of files: others run programs (EPS), or are no pictures of today
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA")
+# Pillow's, of files: others run programs (EPS), decode before anybody can look at their size (ICO), or are no pictures
+# of today
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, of 8 bits and fewer a channel
 
 
@@ -46,12 +48,18 @@ class ImageReader:
     """Makes items of images. Holds nothing that changes but the processor, which is loaded when it is first needed."""
 
     def __init__(
-        self, vision: Vision, store: ItemStore, allowed: Path | None = None, fetcher: Fetcher | None = None
+        self,
+        vision: Vision,
+        store: ItemStore,
+        max_model_len: int,
+        allowed: Path | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         """allowed: the folder that messages may name files of; fetcher: of what they may name elsewhere; None: they may
         not."""
         self.vision = vision
         self.store = store
+        self._max_model_len = max_model_len
         self._fetcher = fetcher
         self._allowed = None if allowed is None else allowed.resolve()
 
@@ -68,9 +76,22 @@ class ImageReader:
             ) from error
 
     def read(self, images: Any) -> list[ItemInput]:
-        """The inputs of the images of a prompt, one or several. ValueError names the first that cannot be read."""
-        listed = list(images) if isinstance(images, (list, tuple)) else [images]
-        return [self._read(image, f"image {number}") for number, image in enumerate(listed)]
+        """The inputs of the images of a prompt, one or several. ValueError names the first that cannot be read, or that
+        no prompt has room for: what an encoder reads may be a thousand times as long as a file."""
+        found, num_rows = list[ItemInput](), 0
+        for number, image in enumerate(images if isinstance(images, (list, tuple)) else [images]):
+            found.append(self._read(image, f"image {number}"))
+            num_rows += found[-1].num_rows
+            self.check_room(num_rows, f"image {number}")
+        return found
+
+    def check_room(self, num_rows: int, where: str) -> None:
+        """ValueError where a prompt has no room for so many rows, the last of which are those of `where`."""
+        if num_rows >= self._max_model_len:
+            raise ValueError(
+                f"{where}: with it there are {num_rows} rows of images or frames, which leave no room for an answer in "
+                f"max_model_len={self._max_model_len}; scale them down or leave some out"
+            )
 
     def _read(self, image: Any, where: str) -> ItemInput:
         seen = self.picture(image, where)
@@ -148,7 +169,8 @@ class ImageReader:
         """What a message's part names: data, or a file in the allowed folder. ValueError for anything else."""
         if url.startswith("data:"):
             return _data(url, where)
-        parts = urllib.parse.urlsplit(url)
+        with _errors_of(where):
+            parts = urllib.parse.urlsplit(url)
         if parts.scheme in PORTS and self._fetcher is not None:
             return self._fetcher.check(url, where)
         if parts.scheme not in ("", "file"):
@@ -156,7 +178,8 @@ class ImageReader:
                 f"{where}: {shown(url)}: nothing is fetched; give a data URI, a file inside allowed_local_media_path, "
                 "or set allowed_media_domains"
             )
-        path = Path(urllib.parse.unquote(parts.path) if parts.scheme else url).resolve()
+        with _errors_of(where):
+            path = Path(urllib.parse.unquote(parts.path) if parts.scheme else url).resolve()
         if self._allowed is None or not path.is_relative_to(self._allowed):
             raise ValueError(
                 f"{where}: {shown(url)}: is not inside allowed_local_media_path="
@@ -222,7 +245,8 @@ _PARTS: Mapping[str, str] = {
 
 def is_image(part: Any) -> bool:
     """Whether a part of a message's content is an image, or a video."""
-    return isinstance(part, Mapping) and part.get("type") in _PARTS
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in _PARTS
 
 
 def _given(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
@@ -256,14 +280,18 @@ def _frames_of_url(url: str, where: str) -> list[bytes]:
             f"{where}: {shown(url)}: files of videos are not decoded; give frames, as 'data:video/jpeg;base64,' and a "
             'JPEG in base64 for each, commas between, or {"type": "video", "video": frames}'
         )
+    if (num_frames := body.count(",") + 1) > MOST_FRAMES:
+        raise ValueError(f"{where}: has {num_frames} frames: must be 1 to {MOST_FRAMES}; leave some out")
     return [_data(f"data:image/jpeg;base64,{each}", where) for each in body.split(",")]
 
 
 def _data(url: str, where: str) -> bytes:
     """The bytes of a data URI."""
     header, _, body = url.partition(",")
-    if len(body) > 2 * MOST_BYTES:
-        raise ValueError(f"{where}: is a data URI of {len(body)} characters; give a smaller image")
+    if len(body) > (MOST_BYTES + 2) // 3 * 4:  # four characters for three bytes
+        raise ValueError(
+            f"{where}: is a data URI of more than {MOST_BYTES} bytes, {len(body)} characters; give a smaller image"
+        )
     if not header.endswith(";base64"):
         raise ValueError(f"{where}: {header[:40]!r}: must be a data URI in base64")
     try:
@@ -292,12 +320,7 @@ def _picture(image: Any, where: str) -> Any:
     if isinstance(image, np.ndarray):
         image = Image.fromarray(_pixels(image, where))
     if isinstance(image, (str, os.PathLike)):
-        size = Path(image).stat().st_size
-        if size > MOST_BYTES:
-            raise ValueError(
-                f"{where}: is a file of {size} bytes, more than {MOST_BYTES}; give a smaller one"
-            )
-        image = Path(image).read_bytes()
+        image = _content(Path(image), where)
     if isinstance(image, bytes):
         image = _opened(image, where)
     if not isinstance(image, Image.Image):
@@ -315,14 +338,25 @@ def _picture(image: Any, where: str) -> Any:
         raise ValueError(
             f"{where}: has {width} x {height} pixels: one side is more than {MOST_ASPECT} times the other; cut it"
         )
-    # a photo (MPO) may hold smaller ones of itself
-    num_frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if num_frames > 1:
-        raise ValueError(f"{where}: is animated, with {num_frames} frames; give one of them")
+    # A photo (MPO) may hold smaller ones of itself. Nobody counts frames: in some formats that takes their number
+    # squared.
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise ValueError(f"{where}: is animated, or has several pages; give one of them")
     if image.mode not in MODES:
         raise ValueError(f"{where}: is of mode {image.mode!r}: must be one of {', '.join(MODES)}; convert it")
     turned = ImageOps.exif_transpose(image)
     return turned.convert("RGB")
+
+
+def _content(path: Path, where: str) -> bytes:
+    """The bytes of a file, and of nothing that may have no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{where}: {shown(str(path))}: is no file; give one")
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{where}: is a file of more than {MOST_BYTES} bytes; give a smaller one")
+    return content
 
 
 def _opened(data: bytes, where: str) -> Any:

@@ -150,7 +150,7 @@ class LLM:
             return None
         folder = None if allowed is None else Path(allowed)
         fetcher = Fetcher(domains, MOST_BYTES) if domains else None
-        return ImageReader(loaded.vision, loaded.items, folder, fetcher)
+        return ImageReader(loaded.vision, loaded.items, loaded.max_model_len, folder, fetcher)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from draftproof import schema
 from draftproof.engine.items import ItemInput, Places
-from draftproof.frontend.images import IMAGE, ImageReader, Parts
+from draftproof.frontend.images import IMAGE, MOST_FRAMES, ImageReader, Parts
 from draftproof.frontend.text import Tokenizer
-from draftproof.models.vision import VideoFamily
+from draftproof.models.vision_families import VideoFamily
 from draftproof.schema import shown
 
-MOST_FRAMES = 768
 MOST_PIXELS = 1 << 28  # as they are given: the bound of all frames together
+SLOWEST = 1e-6  # frames a second
 KNOWN = schema.words(
     "fps frames_indices total_num_frames duration video_backend do_sample_frames width height"
 )
@@ -40,9 +40,14 @@ class VideoReader:
         """What stands in a prompt for each of its videos, one or several. ValueError names the first that cannot be
         read."""
         listed = videos if isinstance(videos, list) and not _is_frame(next(iter(videos), None)) else [videos]
-        return [self._read(video, f"video {number}") for number, video in enumerate(listed)]
+        found, num_rows = list[Parts](), 0
+        for number, video in enumerate(listed):
+            found.append(self._read(video, f"video {number}", num_rows))
+            num_rows += sum(part.num_rows for part in found[-1] if isinstance(part, ItemInput))
+        return found
 
-    def _read(self, video: Any, where: str) -> Parts:
+    def _read(self, video: Any, where: str, num_before: int) -> Parts:
+        """num_before: rows of the prompt's other videos so far."""
         family = self._images.vision.family.video
         if family is None:
             raise ValueError(f"{where}: this model sees no videos; give its frames as images")
@@ -50,15 +55,15 @@ class VideoReader:
         if isinstance(video, tuple) and len(video) == 2 and isinstance(video[1], Mapping):
             video, metadata = video
         frames = _frames(video, self._images, where)
-        seconds = _seconds(metadata, len(frames), where)
-        groups = self._groups(frames, family, where)
+        sampled = _sampled(metadata, len(frames), where)
+        groups = self._groups(frames, family, where, num_before)
         return (
-            self._stamped(groups, seconds, family)
-            if family.marks
-            else self._paced(groups, metadata, frames, family)
+            self._stamped(groups, sampled, family) if family.marks else self._paced(groups, sampled, family)
         )
 
-    def _groups(self, frames: Sequence[Any], family: VideoFamily, where: str) -> list[dict[str, Tensor]]:
+    def _groups(
+        self, frames: Sequence[Any], family: VideoFamily, where: str, num_before: int
+    ) -> list[dict[str, Tensor]]:
         """The tensors of each group, as of an image."""
         processor = self._images.processor
         each, size = processor.temporal_patch_size, processor.patch_size
@@ -69,6 +74,8 @@ class VideoReader:
             height, width = family.frame_size(len(frames), height, width, factor, each, pixels)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        num_rows = -(-len(frames) // each) * (height // factor) * (width // factor)
+        self._images.check_room(num_before + num_rows, where)
         scaled = [frame.resize((width, height), resample=processor.resample) for frame in frames]
         scaled += [scaled[-1]] * (-len(scaled) % each)
         found = processor(images=scaled, do_resize=False, return_tensors="pt")
@@ -83,15 +90,14 @@ class VideoReader:
         num_rows = self._images.vision.num_rows(tensors)
         return self._images.store.hold(ItemInput.of(IMAGE, tensors, num_rows, places))
 
-    def _stamped(
-        self, groups: list[dict[str, Tensor]], seconds: Sequence[float], family: VideoFamily
-    ) -> Parts:
+    def _stamped(self, groups: list[dict[str, Tensor]], sampled: _Sampled, family: VideoFamily) -> Parts:
         """Groups between marks, each behind its time: that in the middle of its frames."""
         if self._tokenizer is None:
             raise ValueError("multi_modal_data: a video's times are text, and this model has no tokenizer")
         vision, each = self._images.vision, self._images.processor.temporal_patch_size
         first, last = (schema.whole(vision.config, key, "config.json", 0) for key in family.marks)
-        seconds = [*seconds, *[seconds[-1]] * (-len(seconds) % each)]
+        seconds = [i / sampled.fps for i in sampled.indices]
+        seconds += [seconds[-1]] * (-len(seconds) % each)
         parts = list[ItemInput | list[int]]()
         for number, tensors in enumerate(groups):
             time = (seconds[number * each] + seconds[number * each + each - 1]) / 2
@@ -101,22 +107,11 @@ class VideoReader:
             parts += [[*ids, first], self._item(tensors, Places(*found)), [last]]
         return parts
 
-    def _paced(
-        self,
-        groups: list[dict[str, Tensor]],
-        metadata: Mapping[str, Any],
-        frames: Sequence[Any],
-        family: VideoFamily,
-    ) -> Parts:
+    def _paced(self, groups: list[dict[str, Tensor]], sampled: _Sampled, family: VideoFamily) -> Parts:
         """Groups in one run, each at its time; text goes on past what lies furthest: the last time or a side."""
-        from transformers.video_utils import VideoMetadata
-
         vision, each = self._images.vision, self._images.processor.temporal_patch_size
-        total = metadata.get("total_num_frames") or len(frames)
-        indices = metadata.get("frames_indices") or list(range(len(frames)))
-        known = VideoMetadata(total_num_frames=total, fps=metadata.get("fps"), frames_indices=list(indices))
         pace = vision.config["vision_config"].get(family.pace, family.default_pace)
-        times = (torch.arange(len(groups)) * (pace * (each / known.sampled_fps))).long().tolist()
+        times = (torch.arange(len(groups)) * (pace * (each / sampled.fps_taken))).long().tolist()
         parts = list[ItemInput]()
         for time, tensors in zip(times, groups, strict=True):
             found = vision.places(tensors)
@@ -158,18 +153,33 @@ def _frames(video: Any, images: ImageReader, where: str) -> list[Any]:
     return frames
 
 
-def _seconds(metadata: Mapping[str, Any], num_frames: int, where: str) -> list[float]:
-    """When each frame was taken; transformers takes a video that does not say for one of 24 frames a second."""
+class _Sampled(NamedTuple):
+    """Frames of a video: `fps` of the video that they were taken from, their places in it, and how many of them were
+    taken of a second."""
+
+    fps: float
+    indices: list[int]
+    fps_taken: float
+
+
+def _sampled(metadata: Mapping[str, Any], num_frames: int, where: str) -> _Sampled:
+    """transformers takes a video that does not say for one of 24 frames a second."""
     within = f"{where}: metadata"
     schema.check_known(metadata, within, KNOWN)
+    metadata = {key: x.item() if isinstance(x, np.generic) else x for key, x in metadata.items()}
     fps = schema.number(metadata, "fps", within, above=0, default=24)
+    total = schema.whole(metadata, "total_num_frames", within, default=num_frames)
     indices = metadata.get("frames_indices")
     indices = list(range(num_frames)) if indices is None else list(indices)
     if len(indices) != num_frames:
         raise ValueError(f"{within}: frames_indices: are {len(indices)}, but there are {num_frames} frames")
-    if not all(isinstance(i, (int, np.integer)) and i >= 0 for i in indices):
+    if not all(isinstance(i, (int, np.integer)) and 0 <= i <= schema.MOST for i in indices):
         raise ValueError(f"{within}: frames_indices={shown(indices)}: must be numbers of frames")
-    return [int(i) / fps for i in indices]
+    taken = fps if metadata.get("fps") is None else num_frames / total * fps
+    schema.check_number(
+        f"{within}: frames a second", taken, low=SLOWEST
+    )  # else times are no numbers any more
+    return _Sampled(fps, [int(i) for i in indices], taken)
 
 
 def _pixels(directory: Path, family: VideoFamily) -> tuple[int, int]:

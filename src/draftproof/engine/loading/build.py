@@ -20,7 +20,8 @@ from draftproof.engine.loading.plans import Files, draft_plans
 from draftproof.engine.loading.wiring import make_engine
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import Decoder
-from draftproof.models.vision import ImageEncoder, Vision
+from draftproof.models.image_encoder import ImageEncoder
+from draftproof.models.vision import Vision
 from draftproof.models.weights import RandomWeights, Weights, WeightSource
 from draftproof.runtime.room import give_back_freed_memory, keep_freed_memory
 from draftproof.runtime.threads import own_precision

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from draftproof.engine.core import TokenDelta
+from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import Resumed
 from draftproof.engine.items import ItemInput
 from draftproof.frontend.llm import LLM

@@ -74,6 +74,7 @@ class WireItem(msgspec.Struct):
     content: bytes
     axes: Array | None = None
     advance: int = 0
+    carries: Array | None = None
 
 
 class Start(msgspec.Struct, tag=True):
@@ -287,13 +288,16 @@ def pack_item(item: ItemInput) -> WireItem:
     if item.places is not None:
         wire.axes = _pack(torch.from_numpy(np.ascontiguousarray(item.places.axes_3N)))
         wire.advance = item.places.advance
+    if item.carries is not None:
+        wire.carries = _pack(torch.from_numpy(item.carries))
     return wire
 
 
 def unpack_item(wire: WireItem) -> ItemInput:
     tensors = {name: _unpack(array) for name, array in wire.tensors.items()}
     places = None if wire.axes is None else Places(_unpack(wire.axes).numpy(), wire.advance)
-    return ItemInput(wire.kind, tensors, wire.num_rows, wire.content, places)
+    carries = None if wire.carries is None else _unpack(wire.carries).numpy()
+    return ItemInput(wire.kind, tensors, wire.num_rows, wire.content, places, carries)
 
 
 def _pack(tensor: Tensor) -> Array:

@@ -16,7 +16,7 @@ import torch
 from draftproof import LLM, SamplingParams
 from draftproof.bench.compare import compare
 from draftproof.frontend.videos import VideoReader
-from tests.frontend.test_images import GREEDY, seen, text
+from tests.frontend.images.cases import GREEDY, seen, text
 from tests.made import vision
 from tests.made.vision import IMAGE, VIDEO, picture
 from tests.slow import some
@@ -264,10 +264,13 @@ def test_forms_of_a_video(made: tuple[Any, Path]) -> None:
         ]
         assert not compare(found[:1], found[1:]) and not found[0].error
         assert llm.requests.inputs._store.num_encoded == num_encoded
-        with pytest.raises(ValueError, match="not decoded"):
-            llm.chat(
-                [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://x/a.mp4"}}]}]
-            )
+        for url, said in (
+            ("http://x/a.mp4", "not decoded"),
+            ("data:video/jpeg;base64," + "," * 800, "has 801 frames"),
+        ):
+            part = {"type": "video_url", "video_url": {"url": url}}
+            with pytest.raises(ValueError, match=said):
+                llm.chat([{"role": "user", "content": [part]}])
 
 
 def test_frames_of_messages_name_no_other_files(made: tuple[Any, Path], tmp_path: Path) -> None:
@@ -298,18 +301,24 @@ SENSELESS: list[tuple[Any, str]] = [
     (5, "video 0=5: must be its frames"),
     ((FRAMES, {"fsp": 3}), "fsp"),
     ((FRAMES, {"fps": 0}), "fps"),
+    ((FRAMES, {"fps": 1e-300}), "frames a second"),
     ((FRAMES, {"frames_indices": [1]}), "frames_indices: are 1"),
+    ((FRAMES, {"frames_indices": [10**400] * 5}), "must be numbers of frames"),
+    ((FRAMES, {"total_num_frames": -5, "fps": 2}), "total_num_frames=-5"),
+    ((FRAMES, {"total_num_frames": "5"}), "total_num_frames='5'"),
     ([FRAMES, FRAMES], "has 1 places for videos.*2 are given"),
 ]
-TOO_LATE = (
-    (FRAMES, {"fps": 0.001}),
-    "stands at position 16",
-)  # three groups, 16000 positions from one to the next
+# What the family refuses whose times are positions and whose bounds are a frame's: three groups, 16000 positions from
+# one to the next; and more rows than a prompt has room for, which nobody makes pixels of.
+PACED: list[tuple[Any, str]] = [
+    ((FRAMES, {"fps": 0.001}), "stands at position 16"),
+    (FRAMES[:1] * 700, "video 0: with it there are .* rows .* max_model_len=1024"),
+]
 
 
 def test_videos_without_sense_get_one_error_each(made: tuple[Any, Path]) -> None:
     paced = made[0].config.model_type == "qwen2_5_vl"
-    senseless = [*SENSELESS, *([TOO_LATE] if paced else [])]
+    senseless = [*SENSELESS, *(PACED if paced else [])]
     bad, good = [prompt(video, [5], [6]) for video, _ in senseless], prompt(FRAMES, [5], [6, 7])
     with LLM(str(made[1]), dtype="float32") as llm:
         *refused, last = llm.generate([*bad, good], GREEDY, use_tqdm=False)
