@@ -210,7 +210,7 @@ def complaints(llm: LLM, found: Examined) -> list[str]:
 
 
 def advice(predictions: Sequence[Prediction]) -> str:
-    """The final line: the recommended setting."""
+    """The final line: at which numbers of requests speculation is predicted to pay."""
     from draftproof.engine.reporting import speculation_line
 
     return speculation_line(predictions)
