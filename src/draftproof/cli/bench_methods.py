@@ -173,7 +173,7 @@ def all_drafters(
 
 
 def _check(method: Variant, engine: Mapping[str, Any]) -> None:
-    """Raise ValueError for a given config that is invalid for any target; loads nothing."""
+    """ValueError for a config that was given and makes no sense, whatever the target; nothing is loaded for it."""
     from draftproof.engine.plans import Files, draft_plans
     from draftproof.models.weights import RandomWeights
 

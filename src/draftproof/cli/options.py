@@ -201,8 +201,8 @@ def is_embedded(engine: Mapping[str, Any]) -> bool:
 
 
 def apart(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """As `with_drafter`; a draft head given as the model becomes the drafter of the target that it names. For commands
-    that also run the target alone."""
+    """`with_drafter`, and a draft head given as the model becomes the drafter of the target that it names: for
+    commands that run the target alone, too."""
     from draftproof.engine.locate import locate
     from draftproof.frontend.llm import show_progress
 
