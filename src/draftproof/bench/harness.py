@@ -119,7 +119,7 @@ def medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
 
 
 class Benchmark:
-    """Engines and their measurements. `make` builds a variant's engine; `tell` is called with lines of progress.
+    """Engines and their measurements. `make` builds a variant's engine; `tell` is called with progress lines.
 
     `reference`: plain outputs by prompt, which others are compared with. Measurements made before an exception stay.
     """

@@ -1,4 +1,4 @@
-"""`draftproof bench latency|throughput|serve-like|methods`: plain decoding beside speculation, measured."""
+"""`draftproof bench latency|throughput|serve-like|methods`: measures plain decoding and speculation."""
 
 from __future__ import annotations
 

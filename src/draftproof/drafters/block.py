@@ -1,4 +1,4 @@
-"""The network of the block methods: mask rows that attend to each other, over keys and values made of target states.
+"""The network of the block methods: mask rows that attend to each other, over keys and values of target states.
 
 The cache holds each layer's keys and values of fused target states. A pass over one block (the newest token and its
 masks) writes keys and values past them, which the next target states overwrite.

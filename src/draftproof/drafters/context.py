@@ -46,7 +46,7 @@ class DraftContext:
 
     `own`: this drafter's settings (a chain member's too), with K resolved. `max_model_len`: maximum number of tokens;
     `max_positions`: that plus the positions of drafts beyond the end; `inner`: the drafter built from the config's
-    `drafters`, for methods that run others; `vision`: the target's image encoder. `notes`: what the log line says
+    `drafters`, for methods that run others; `vision`: the target's image settings. `notes`: what the log line says
     about the drafter: where "taps" come from, whose "embed_tokens" and "lm_head" it uses, how the "vocabulary" is
     mapped.
     """

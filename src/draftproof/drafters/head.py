@@ -83,7 +83,7 @@ class DraftHead(Protocol):
     def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
         """The tapped target states, fused: [T, F]; None where the head reads tokens only.
 
-        A head whose mask rows have features returns those as row T + 1.
+        A head whose mask rows have features returns those as an extra last row.
         """
         ...
 

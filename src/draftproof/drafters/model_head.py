@@ -24,7 +24,7 @@ from draftproof.models.weights import WeightSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelSettings:
-    """A draft model's config, its `mask_token` if it was trained to fill masks, and its image encoder if any."""
+    """A draft model's config, its `mask_token` if it was trained to fill masks, and its image settings if any."""
 
     model: ModelConfig
     mask_token: int | None = None

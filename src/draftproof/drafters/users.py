@@ -1,4 +1,4 @@
-"""A user's drafter as the engine sees it: given copies, contained while it runs, its proposals checked; or trusted.
+"""Wrappers for users' drafters: copies as input, containment while it runs, checked proposals; or trusted access.
 
 Shapes: R requests, K drafts, M rows that are sampled, V columns of logits.
 """
@@ -51,7 +51,7 @@ class TrustedDrafter(Drafter):
         return found
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        """Unknown if it has a KV cache; else assumed to be a lookup, which costs nothing."""
         return None if self.spec.kv else Cost()
 
 
@@ -87,7 +87,7 @@ class UsersDrafter(Drafter):
         return _proposal(ids, verified.k_R.device)
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        """Unknown if it has a KV cache; else assumed to be a lookup, which costs nothing."""
         return None if self.spec.kv else Cost()
 
 

@@ -122,5 +122,5 @@ def load(name: str, maker: Any, ctx: DraftContext) -> VllmProposer:
     config = VllmConfig.of(name, ctx)
     proposer = maker(config)
     if hasattr(proposer, "load_model"):
-        proposer.load_model(None)  # vLLM gives its target, a module; ours is none
+        proposer.load_model(None)  # vLLM passes its target module, which has no counterpart here
     return VllmProposer(proposer, config)

@@ -149,7 +149,7 @@ def language_model(
     *,
     extra: Collection[str] = (),
 ) -> ModelConfig:
-    """The config of a language model from the file's content; ValueError also if `architectures` is not one."""
+    """The config of a language model from the file's content; ValueError also if `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
     seeing = vision.family_of(raw)

@@ -106,7 +106,7 @@ class MixerConfig(Protocol):
         ...
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, place: Place) -> Mixer:
-        """The module; prefix: what the layer's tensors begin with."""
+        """The module; prefix: of the layer's tensors."""
         ...
 
     def num_weights(self, input_size: int, hidden_size: int) -> int:
@@ -134,7 +134,7 @@ class FfnConfig(Protocol):
     """One layer's feed-forward part as data; compared by value."""
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, hidden_size: int) -> Ffn:
-        """The module; prefix: what the layer's tensors begin with."""
+        """The module; prefix: of the layer's tensors."""
         ...
 
     def num_weights(self, hidden_size: int, rows: int) -> WeightCount:

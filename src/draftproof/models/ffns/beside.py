@@ -1,7 +1,7 @@
 """Experts in parallel to a layer's MLP (Gemma 4): each row goes through the MLP and the experts that a router chooses.
 
 Router and experts both read the stream after the mixer, each through its own norm.
-Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
+Shapes: T rows, E experts, K experts per row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A mixture of experts: each row goes through the K experts with the best scores, and through the shared ones.
 
-Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
+Shapes: T rows, E experts, K experts per row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
 """
 
 from __future__ import annotations
