@@ -1,6 +1,6 @@
 """Every figure of docs/benchmarks.md's CPU part: `python -m bench [--models DIR] [--only NAME,...] [--quick]`.
 
-DIR holds `small`, `small-eagle3` and so on; without it the embedded model is measured alone.
+DIR contains `small`, `small-eagle3` and so on; without it only the embedded model is measured.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""Adaptive speculation beside plain decoding, every fixed number of drafts and the rules that others ship.
+"""Compares adaptive speculation with plain decoding, every fixed number of drafts and the rules of other engines.
 
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --batches 1,4,16
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"model": "HEAD"}' --rates 0 --batches 1,4
     PYTHONPATH=src:. python bench/adaptive.py --model MODEL --drafter '{"method": "ngram"}' --changing --batches 1
     PYTHONPATH=src:. python bench/adaptive.py --shape 8b --rates 0.3,0.6,0.8,0.9 --batches 1,4,16,64 --waves 1
-    PYTHONPATH=src:. python bench/adaptive.py --matrix cpu --jobs 1   # every cell that is to be shown on a CPU
+    PYTHONPATH=src:. python bench/adaptive.py --matrix cpu --jobs 1   # all cells shown for a CPU
 
-All of them take turns. A turn is as many requests as are decoded at once, times --waves: with one wave the slowest
-request of each turn ends alone, with several its place is taken, as in a server. The best fixed number is chosen on
-the even turns and compared on the odd ones. `new` is adaptive with everything forgotten before each turn, as in a new
-engine. A cell fails where the upper end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed
-number, 0.97 of plain decoding. Exit status 1 if a cell fails or an output differs.
+All of them take turns. A turn has batch size times --waves requests: with one wave the slowest request of each turn
+ends alone, with several its slot is reused, as in a server. The best fixed number is chosen on the even turns and
+compared on the odd ones. `new` is adaptive with all estimates reset before each turn, as in a new engine. A cell fails
+if the upper end of the 90 % interval of a ratio lies below its bound: 0.95 of the best fixed number, 0.97 of plain
+decoding. Exit status 1 if a cell fails or an output differs.
 
-Predictions are of steps in which all decode, after every prompt was decoded once with the most drafts; they are
-compared with the same steps, with as many drafts as predicted (or none) and with `auto`.
+Predictions are for decode-only steps, after every prompt was decoded once with the maximum of drafts; they are
+compared with measured steps of that kind, with the predicted number of drafts (or none) and with `auto`.
 
 A fixed number that is far slower than the best in the first turn is left out of the later ones. With one wave one pair
-of engines serves all batches. At the end there is a table of all cells.
+of engines serves all batches. At the end a table of all cells is printed.
 
---seconds: turns of a cell until that much time is gone, of four at least and --num-turns at most.
---rates: the drafter takes its time, and what it proposes are the target's own tokens, right as often as that.
---changing: a third of the turns are the prompts, a third noise, the last third the prompts again. There every fixed
-number has to be beaten, by all turns.
+--seconds: turns of a cell run until that much time is spent, at least four and at most --num-turns.
+--rates: the drafter runs for its time, but the proposals are the target's own tokens, right at these rates.
+--changing: a third of the turns are the prompts, a third noise, the last third the prompts again. Here every fixed
+number must be beaten, over all turns.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from draftproof.engine.policy import AutoPolicy, FixedPolicy, Policy
 
 PLAIN_BOUND, FIXED_BOUND, RULES_BOUND = 0.97, 0.95, 1.0
 RESAMPLES = 2000
-HOPELESS = 0.75  # part of the best way's speed in the first turn: a fixed number below it is not tried again
+HOPELESS = 0.75  # share of the best way's speed in the first turn: a fixed number below it is not tried again
 FEWEST_TURNS = 4
-TURNS_OFF = 2  # turns of the drafting engine without drafts, which only predictions are compared with
+TURNS_OFF = 2  # turns of the drafting engine without drafts, used only to check predictions
 Ids = list[list[int]]
 
 
 @dataclass
 class Watched:
-    """A policy, and the decoding steps that it hears of."""
+    """A policy, and the decoding steps reported to it."""
 
     policy: Policy
     steps: list[StepOutcome]
@@ -77,11 +77,11 @@ class Watched:
 
 @dataclass
 class Way:
-    """One way of choosing, and what it took: seconds and tokens of each turn."""
+    """One way of choosing the number of drafts, with seconds and tokens of each turn."""
 
     name: str
     llm: LLM
-    policy: Callable[[], Policy] | None = None  # made before each turn; None: the engine's own stays
+    policy: Callable[[], Policy] | None = None  # called before each turn; None: the engine's own policy stays
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Way:
             kept.clear()
 
     def decoding_speed(self, batch: int) -> float:
-        """Tokens per second of steps in which so many requests decode, and nobody's prompt is computed."""
+        """Tokens per second of steps in which `batch` requests decode."""
         steps = [step for step in self.steps if step.num_requests == batch]
         return sum(step.num_tokens for step in steps) / sum(step.seconds for step in steps)
 
@@ -111,7 +111,7 @@ class Way:
 
 
 def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, float]:
-    """Speed of `ours` over that of `theirs` in these turns, with its 90 % interval, by resampling turns."""
+    """Speed of `ours` divided by that of `theirs` in these turns, with its 90 % interval by resampling turns."""
     generator, found = random.Random(0), []
     for _ in range(RESAMPLES):
         some = generator.choices(turns, k=len(turns))
@@ -121,14 +121,14 @@ def ratio(ours: Way, theirs: Way, turns: Sequence[int]) -> tuple[float, float, f
 
 
 def _leave_out(ways: list[Way], fixed: Sequence[Way], least: float) -> None:
-    """Fixed numbers that reach less than this part of the best way's speed go."""
+    """Remove fixed numbers that reach less than the share `least` of the best way's speed."""
     best = max(way.speed(range(len(way.seconds))) for way in ways)
     ways[:] = [way for way in ways if way not in fixed or way.speed(range(len(way.seconds))) >= least * best]
 
 
 @dataclass
 class Bench:
-    """One pair of engines; a turn has `waves` times as many requests as are decoded at once."""
+    """One pair of engines; a turn has `waves` times the batch size of requests."""
 
     plain: LLM
     drafting: LLM
@@ -136,7 +136,7 @@ class Bench:
     waves: int
     num_tokens: int
     num_turns: int
-    seconds: float  # about what a cell may take
+    seconds: float  # approximate time limit of a cell
     temperature: float
     new: Policy  # a copy of the drafting engine's, as it was at the start
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -144,8 +144,8 @@ class Bench:
     def cell(
         self, name: str, batch: int, prompts: Ids, accepted: Acceptance, noise: Ids | None = None
     ) -> dict[str, Any]:
-        """All ways over the prompts, as new engines; over `noise`, too, where the workload is to change. `accepted`:
-        what is known of drafts for these prompts."""
+        """Measure all ways over the prompts, with fresh policies; for a changing workload also over `noise`.
+        `accepted`: known acceptance for these prompts."""
         engine = self.drafting.core
         engine.policy = auto = copy.deepcopy(self.new)
         assert isinstance(auto, AutoPolicy)
@@ -167,7 +167,7 @@ class Bench:
             Way("new", self.drafting, lambda: copy.deepcopy(self.new)),
         ]
         alike = next((way for way in fixed if way.name == f"K={table.at(batch)}"), None)
-        if alike is not None and self.waves == 1:  # the rule is a fixed number for so many requests
+        if alike is not None and self.waves == 1:  # for this batch size the rule is a fixed number
             ways.remove(by_table)
             by_table = alike
         tried = list(ways)
@@ -197,7 +197,7 @@ class Bench:
     def _take_turns(
         self, ways: list[Way], fixed: Sequence[Way], batch: int, prompts: Ids, noise: Ids | None
     ) -> int:
-        """The number of turns that all ways had, but for fixed numbers that are hopeless."""
+        """Run the turns; returns the number of turns of all ways except dropped fixed numbers."""
         num, start = batch * self.waves, time.perf_counter()
         for number in range(self.num_turns):
             is_late = time.perf_counter() - start > self.seconds
@@ -208,7 +208,7 @@ class Bench:
             given = workload.cycled(source[number * num % len(source) :] + source, num)
             params = [self._params(number * num + i) for i in range(num)]
             if number == 0 and not internals.runs_ahead(self.drafting):
-                for way in ways:  # what is met first is recorded
+                for way in ways:  # warm-up: new shapes are recorded
                     way.run(given, params)
                 _leave_out(ways, fixed, HOPELESS**2)
                 for way in ways:
@@ -222,7 +222,7 @@ class Bench:
         return self.num_turns
 
     def asked(self, prompts: Ids) -> Acceptance:
-        """What is accepted of drafts for these prompts, of which as many as possible are always asked for."""
+        """Measure the acceptance for these prompts, always with the maximum of drafts."""
         self.drafting.core.policy = copy.deepcopy(self.new)
         asker = internals.asking_anyway(self.drafting)
         params = [self._params(i) for i in range(len(prompts))]
@@ -267,7 +267,7 @@ class Bench:
 
 
 def benches(given: argparse.Namespace) -> Iterator[tuple[str, Bench, Ids]]:
-    """What is asked for, one after the other: name, engines, prompts."""
+    """(name, engines, prompts) of each requested benchmark."""
     batches = tuple(map(int, given.batches.split(",")))
     for together in [batches] if given.waves == 1 else [(batch,) for batch in batches]:
         for config in given.drafter:
@@ -310,7 +310,7 @@ def bench_of(given: argparse.Namespace, plain: LLM, drafting: LLM, batches: tupl
 
 
 def real(given: argparse.Namespace, config: dict[str, Any], batches: tuple[int, ...]) -> tuple[Bench, Ids]:
-    """A model and a drafter as they are, or with the drafter's time and the target's own tokens."""
+    """A model and a drafter; with --rates the drafter runs but the target's own tokens are proposed."""
     settings: dict[str, Any] = {
         "max_num_seqs": max(batches),
         "enable_prefix_caching": False,
@@ -325,7 +325,7 @@ def real(given: argparse.Namespace, config: dict[str, Any], batches: tuple[int, 
 
 
 def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a drafter that proposes what `plain` answers, at the cost of another."""
+    """Settings of a replay drafter that proposes the outputs of `plain`, at the cost of the drafter `head`."""
     params = [
         SamplingParams(temperature=0, seed=i, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
         for i in range(len(prompts))
@@ -337,7 +337,7 @@ def recorded(plain: LLM, prompts: Ids, given: argparse.Namespace, head: dict[str
 
 
 def replayed(given: argparse.Namespace, batches: tuple[int, ...]) -> tuple[Bench, Ids]:
-    """A published shape with random weights, whose own plain output is proposed at the cost of an EAGLE-3 head."""
+    """A published shape with random weights; its own plain output is proposed at the cost of an EAGLE-3 head."""
     shape = Shape(given.shape, given.device, given.small)
     settings: dict[str, Any] = {
         "max_num_seqs": max(batches),
@@ -382,7 +382,7 @@ def parse() -> argparse.Namespace:
 
 
 def cells(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of the cells that are asked for."""
+    """The rows of the requested cells."""
     for name, bench, prompts in benches(given):
         noise = None
         if given.changing:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and clients of few lines, so that measuring costs little."""
+"""A server in its own process, and minimal clients, so that measuring costs little."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROUTE = "/v1/completions"
 
 @dataclass
 class Asked:
-    """One request, and what became of it."""
+    """One request and its result."""
 
     body: dict[str, Any]
     leaves_after: int | None = None  # events
     text: str = ""
     finish_reason: str | None = None
-    gaps: list[float] = field(default_factory=list)  # seconds until each event, from the one before
-    token_ids: list[int] = field(default_factory=list)  # where the body asks for them
+    gaps: list[float] = field(default_factory=list)  # seconds between events
+    token_ids: list[int] = field(default_factory=list)  # if the body requests them
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -38,7 +38,7 @@ class Asked:
 
 
 def as_flag(name: str, value: object) -> list[str]:
-    """A setting on the command line; none where it is None."""
+    """A setting as command-line flags; empty for None."""
     flag = name.replace("_", "-")
     if value is None:
         return []
@@ -60,7 +60,7 @@ async def ask(address: tuple[str, int], asked: Asked, route: str = ROUTE) -> Non
 
 
 class Reading(asyncio.Protocol):
-    """Takes one answer in, event by event. `over`: done when it has ended, or the client has had enough."""
+    """Receives one answer, event by event. `over`: done when it has ended, or the client has disconnected."""
 
     def __init__(self, asked: Asked, over: asyncio.Future[None]) -> None:
         self.over = over
@@ -101,7 +101,7 @@ class Reading(asyncio.Protocol):
 
 
 class Server:
-    """`draftproof serve` in a process of its own, with settings of its engine."""
+    """`draftproof serve` in its own process, with settings of its engine."""
 
     def __init__(self, settings: Mapping[str, Any], *flags: str) -> None:
         own = [part for name, value in settings.items() for part in as_flag(name, value)]
@@ -125,7 +125,7 @@ class Server:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     async def metrics(self) -> dict[str, float]:
-        """Values by name, summed over labels."""
+        """Values of /metrics by name, summed over labels."""
         reader, writer = await asyncio.open_connection(*self.address)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         text = (await reader.read()).decode()

@@ -1,6 +1,6 @@
 """CPU figures: a pass by rows and by parts, speculation, exactness, start-up.
 
-What is compared takes turns, and each figure is the median of its repeats, because a shared machine's speed drifts.
+Compared runs take turns, and each figure is the median of its repeats, because a shared machine's speed drifts.
 Times in seconds unless a name says otherwise.
 """
 
@@ -59,7 +59,7 @@ class Setup:
     def measure(
         self, bench: Benchmark, variants: Sequence[Variant], prompts: list[list[int]], most_at_once: int
     ) -> list[Measured]:
-        """All variants on all prompts, `repeats` times after one that warms up."""
+        """Measure all variants on all prompts, `repeats` times after a warm-up."""
         jobs, cell = workload.jobs(prompts, range(len(prompts)), PARAMS), object()
         for variant in variants:
             bench.run_once(variant, jobs, most_at_once)
@@ -73,7 +73,7 @@ def speed(measured: Measured) -> float:
 
 
 def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
-    """Code the models never saw; with `length`, ids of exactly that many tokens."""
+    """Prompts of code that the models were not trained on; `length`: number of ids of each."""
     texts = [json.loads(line).get("prompt") for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     ids = [llm.tokenizer.encode(text) for text in texts if text]
     if length is None:
@@ -83,7 +83,7 @@ def code_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[i
 
 
 def speculation(setup: Setup) -> Iterator[Row]:
-    """Greedy decoding at batch 1 with a drafter, beside plain decoding in the same rounds."""
+    """Greedy decoding at batch 1 with a drafter, compared with plain decoding in the same rounds."""
     bench = setup.benchmark()
     code = code_prompts(bench.engine(PLAIN), 10)
     generator = torch.Generator().manual_seed(0)
@@ -116,7 +116,7 @@ def speculation(setup: Setup) -> Iterator[Row]:
 
 
 def exactness(setup: Setup) -> Iterator[Row]:
-    """What `exact=True` costs against `exact=False`."""
+    """Cost of `exact=True` relative to `exact=False`."""
     bench, loose = setup.benchmark(), Variant("exact=False", settings={"exact": False})
     for batch in (1, 8):
         prompts = code_prompts(bench.engine(PLAIN), batch, NUM_PROMPT)
@@ -126,10 +126,10 @@ def exactness(setup: Setup) -> Iterator[Row]:
 
 
 def target_passes(setup: Setup) -> Iterator[Row]:
-    """One target pass, logits included, by rows at context 300: time against one row, and where it goes.
+    """One target pass, logits included, by rows at context 300: time relative to one row, and by parts.
 
-    The parts are measured by running only the calls of some operators of the recorded pass; what is left is Python
-    and torch around it. Without the compiled operators nothing is recorded, and the parts are left out.
+    The parts are measured by running only the calls of some operators of the recorded pass; the rest is Python and
+    torch around it. Without the compiled operators nothing is recorded, and the parts are left out.
     """
     llm, counts = setup.benchmark().engine(PLAIN), (1, 2, 4, 6, 8)
     internals.fill_cache(llm, 1, CONTEXT + max(counts))
@@ -151,8 +151,8 @@ def target_passes(setup: Setup) -> Iterator[Row]:
 
 
 def steps(setup: Setup) -> Iterator[Row]:
-    """Where a step's time goes in generation at batch 1: target, drafting, and the host's share around them, prompts
-    included; and what of a decoding step no pass hides."""
+    """Parts of a step's time in generation at batch 1: target, drafting and host, prompts included; and the part of a
+    decoding step that overlaps with no pass."""
     variants = [PLAIN, Variant("ngram", {"method": "ngram", "policy": "fixed"})]
     if setup.has_head():
         head = {"model": setup.path("-eagle3"), "num_speculative_tokens": 3, "policy": "fixed"}
@@ -175,7 +175,7 @@ def steps(setup: Setup) -> Iterator[Row]:
 
 
 def threads(setup: Setup) -> Iterator[Row]:
-    """Eight threads with one request each beside one call with the eight: their steps are one batch either way."""
+    """Eight threads with one request each, compared with one call with eight: both form one batch per step."""
     llm = setup.benchmark().engine(PLAIN)
     prompts = code_prompts(llm, 8, NUM_PROMPT)
     found: list[list[list[int]]] = []
@@ -200,7 +200,7 @@ def threads(setup: Setup) -> Iterator[Row]:
 
 
 def startup(setup: Setup) -> Iterator[Row]:
-    """A new process to its first token, caches warm; and what importing the package adds to importing torch."""
+    """Time of a new process to its first token, with warm caches; and of importing the package after torch."""
     script = (
         "import time; t = time.perf_counter(); import torch; a = time.perf_counter(); import draftproof;"
         f"from draftproof import LLM, SamplingParams; b = time.perf_counter(); llm = LLM({setup.path()!r});"

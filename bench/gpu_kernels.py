@@ -1,4 +1,4 @@
-"""GPU kernels beside their rooflines: `python bench/gpu_kernels.py`.
+"""GPU kernels compared with their rooflines: `python bench/gpu_kernels.py`.
 
 Shapes of Llama-3.1-8B, bf16; device time of calls inside one CUDA graph, weights and caches not in the L2 cache.
 """
@@ -32,7 +32,7 @@ from draftproof.matmul.triton.quantized import Fp8Tile
 from draftproof.runtime.triton.launch import num_processors
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
-BANDWIDTH = H200.bytes / 1e6  # a microsecond, by the datasheet
+BANDWIDTH = H200.bytes / 1e6  # per microsecond, from the datasheet
 LAYERS, HEADS, KV_HEADS, D = 32, 32, 8, 128
 PRODUCTS = {
     "qkv": (6144, 4096, LAYERS, BF16),
@@ -49,7 +49,7 @@ FEW_CASES = tuple(case for case in CASES if case[1] * case[2] in (1024, 8192, 32
 
 
 def products() -> tuple[dict[str, dict[int, float]], int]:
-    """All products of a pass in one graph, "exact" and "cublas": (milliseconds by rows, bytes of the weights)."""
+    """(milliseconds by rows for "exact" and "cublas", all products of a pass in one graph; bytes of the weights)."""
     passes: dict[str, dict[int, list[Callable[[], object]]]] = {
         name: {rows: [] for rows in ROWS} for name in ("exact", "cublas")
     }
@@ -109,10 +109,10 @@ FP8_CASES = (((1, 6, 16), FP8_FEW), ((32, 64), FP8_SOME), ((96, 512), FP8_SOME[2
 
 
 def fp8() -> None:
-    """A draft head's products with fp8 weights: the three best of each, and what all six take together."""
+    """A draft head's products with fp8 weights: the three best candidates of each, and the time of all six together."""
 
     def make(cut: Fp8Tile | None, weight: Tensor, out_dtype: torch.dtype) -> LinearFn:
-        """None: as the table has it."""
+        """A product with fp8 weights; `cut` None: the table's tiling."""
         made, scale = kept.setdefault(weight.data_ptr(), quantized.quantize(weight))
         return lambda x: gpu_quantized.product(x, made, scale, None, out_dtype, cut)
 
@@ -153,7 +153,7 @@ def fp8() -> None:
 
 
 class Cache:
-    """One layer's cache of 2^21 tokens; requests get blocks scattered over all of it."""
+    """One layer's cache of 2^21 tokens; requests' blocks are scattered over all of it."""
 
     def __init__(self) -> None:
         blocks = (1 << 21) // 16
@@ -164,7 +164,7 @@ class Cache:
     def calls(
         self, backend: TritonAttention, batch: int, rows: int, context: int, bound: int = 0
     ) -> list[Callable[[], object]]:
-        """Calls over disjoint parts of the cache, together far more than the L2 holds."""
+        """Calls over disjoint parts of the cache, together much larger than L2."""
         bound = bound or context
         copies = max(1, min((1 << 21) // (batch * bound), 1 + (400 << 20) // (batch * context * 4096)))
         slots = torch.arange(batch, device=DEVICE).repeat_interleave(rows)
@@ -173,7 +173,7 @@ class Cache:
         found: list[Callable[[], object]] = []
         for part in self.order.split(batch * bound // 16)[:copies]:
             args = (q, self.k, self.v, part.view(batch, -1), slots, ends, 0, D**-0.5)
-            attend = backend.begin()  # a plan a call, as the first layer of a pass has it
+            attend = backend.begin()  # each call plans, like the first layer of a pass
             attend(*args)
             found.append(partial(attend, *args))
         return found
@@ -182,7 +182,7 @@ class Cache:
 def attention(
     variants: Sequence[Tiling], prompts: Sequence[Tiling], cases: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Decode and verify rows; then a prompt."""
+    """Print attention times for decode and verify rows, then for a prompt."""
     cache = Cache()
     print("attention, us a layer: rows x batch at context: roof | " + " | ".join(map(_short, variants)))
     for rows, batch, context in cases:
@@ -210,7 +210,7 @@ def _short(t: Tiling) -> str:
 
 
 def _timed(cache: Cache, tiling: Tiling, batch: int, rows: int, context: int, bound: int = 0) -> str:
-    """Microseconds, or why there are none."""
+    """Microseconds as text, or the error."""
     try:
         calls = cache.calls(TritonAttention(tiling), batch, rows, context, bound)
         return f"{TimedGraph(calls[:64]).microseconds():8.1f}"
@@ -242,7 +242,7 @@ def sampling() -> None:
 
 
 def small() -> None:
-    """The operators between the products; and what the host pays for a launch."""
+    """Print the times of operators between the products, and the host's cost of a launch."""
     table = ops.triton_ops()
     for rows in (1, 8, 64, 2048):
         x, gate_up = (

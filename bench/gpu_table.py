@@ -1,11 +1,11 @@
-"""Speed of the Llama-3.1-8B shape with random weights, in bf16 at a context of 1000, each figure beside its roofline.
+"""Speed of the Llama-3.1-8B shape with random weights, in bf16 at a context of 1000, each figure with its roofline.
 
     PYTHONPATH=src:. python bench/gpu_table.py --json table.json --stages plain,passes,unchecked
 
 `plain`: tokens/s. `passes`: target passes by requests and rows, the draft pass, a prompt, each inside a CUDA graph.
 `unchecked`: the same with exact=False. `long`: at 8k and 32k tokens. `replay`: tokens/s with drafts that are right at
-given rates, at the cost of an EAGLE-3 head. `idle`: of steady steps. `products`: against cuBLAS; these two are of the
-Llama-3.1-8B shape whatever `--shape` says. `transformers`: the same weights there.
+given rates, at the cost of an EAGLE-3 head. `idle`: idle time of steady steps. `products`: compared with cuBLAS; these
+two always use the Llama-3.1-8B shape. `transformers`: the same weights in transformers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CONTEXT, BATCHES = 1000, (1, 8, 64)
 PASSES = (*((1, rows) for rows in (1, 2, 4, 6, 8)), (16, 1), (16, 6), (64, 1))
 RATES = "0.6,0.8"
 WARM, PROFILED = 6, 33  # steps before a clock starts, steps under the profiler
-PROMPT = 64  # tokens of the shortest request whose idle time is looked at
+PROMPT = 64  # tokens of the shortest request whose idle time is measured
 
 
 @dataclass
 class Table:
-    """Figures as they come. A roof is the best that could be, in the figure's unit."""
+    """Collects and prints figures. A roof is the best possible value, in the figure's unit."""
 
     log: CheckLog
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Speed:
-    """`tau`: tokens a request and step; `context`: mean length of the requests meanwhile."""
+    """Measured speed. `tau`: tokens per request and step; `context`: mean length of the requests meanwhile."""
 
     tokens_per_second: float
     tau: float
@@ -79,7 +79,7 @@ class Speed:
 
 @dataclass
 class Stages:
-    """One model, measured in stages. `scratch` takes files that only a run needs."""
+    """One model, measured in stages. `scratch`: folder for temporary files."""
 
     shape: Shape
     table: Table
@@ -103,7 +103,7 @@ class Stages:
 
     @property
     def cases(self) -> Sequence[tuple[int, int]]:
-        """Requests and rows of each."""
+        """(requests, rows per request) of each pass."""
         return ((1, 1), (1, 6), (2, 1)) if self.quick else PASSES
 
     @property
@@ -119,14 +119,14 @@ class Stages:
         return LLM(**{**self.shape.target(), **shared, **settings})
 
     def eager(self, **settings: Any) -> LLM:
-        """Parts are measured alone: nothing may capture inside a capture."""
+        """An engine without graphs, to measure single passes: captures cannot be nested."""
         return self.engine(enforce_eager=True, **settings)
 
     def prompts(self, llm: LLM, lengths: Sequence[int]) -> list[list[int]]:
         return workload.random_ids(lengths, internals.model_of(llm).vocab_size, random.Random(0))
 
     def params(self) -> SamplingParams:
-        """Long enough that no request ends: while the last prompts are read, the first requests decode already."""
+        """Parameters with enough tokens that no request ends: the first decode while the last are prefilled."""
         reading = 2 * max(self.batches) * self.context // 2048
         most = (NUM_DRAFTS + 1) * (max(self.steps, PROFILED) + WARM + reading)
         return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
@@ -135,7 +135,7 @@ class Stages:
         return Decoding(internals.Stepper(llm), self.prompts(llm, lengths), self.params())
 
     def speed(self, llm: LLM, batch: int, repeats: int = 3) -> Speed:
-        """Speed of decoding once all prompts are through; median of repeats."""
+        """Speed of decoding after all prompts; median of repeats."""
         found = []
         for _ in range(repeats):
             with self.decoding(llm, [self.context] * batch) as decoding:
@@ -160,7 +160,7 @@ class Stages:
             self.table.add(f"plain, batch {batch}", "tokens/s", s.tokens_per_second, batch / least)
 
     def passes(self) -> None:
-        """Beside each, its roofline; and beside what it is compared with, the ratio."""
+        """Measure target and draft passes, each with its roofline, some with a ratio."""
         llm = self.eager(speculative_config=self.shape.drafter())
         for requests, rows in self.cases:
             one_row = self.exact_ms.get((requests, 1))
@@ -173,7 +173,7 @@ class Stages:
         self.draft(self.eager(speculative_config=head), ", head in fp8")
 
     def draft(self, llm: LLM, title: str) -> None:
-        """The draft pass of one request; with a round's target pass against a plain one."""
+        """Measure the draft pass of one request; note its sum with a verify pass relative to a plain pass."""
         call = internals.draft_pass(llm, self.context, NUM_DRAFTS)
         ms, least = self.milliseconds(call), passes.draft_cost(llm, 1, self.context, NUM_DRAFTS)
         assert least is not None
@@ -183,7 +183,7 @@ class Stages:
         self.profile(call)
 
     def unchecked(self) -> None:
-        """After `passes` in the same run: what exactness costs."""
+        """Measure the cost of exactness; `passes` must have run before."""
         llm = self.eager(exact=False)
         for requests, rows in self.cases:
             self.one_pass(llm, requests, rows, self.context, self.exact_ms.get((requests, rows)))
@@ -198,7 +198,7 @@ class Stages:
     def one_pass(
         self, llm: LLM, requests: int, rows: int, context: int, against: float | None = None
     ) -> float:
-        """Milliseconds. `against`: those of the pass it is compared with."""
+        """Milliseconds of a target pass. `against`: those of the pass it is compared with."""
         internals.fill_cache(llm, requests, context + rows)
         call = internals.TargetPass(llm, rows, context, requests)
         ms = self.milliseconds(call)
@@ -271,7 +271,7 @@ class Stages:
         peer = Transformers(spec)
         for batch in batches:
             for way in ("", *(w for w, reach in peer.ways.items() if (reach == "single") == (batch == 1))):
-                peer.generate(prompts[:batch], num_new, way)  # first use is not timed
+                peer.generate(prompts[:batch], num_new, way)  # warm-up
                 found, seconds = peer.generate(prompts[:batch], num_new, way)
                 expected = [list(bench.reference[i].outputs[0].token_ids) for i in range(batch)]
                 equal = sum(a == b for a, b in zip(found, expected, strict=True))
@@ -301,7 +301,7 @@ class Stages:
         llm = self.engine()
         prompts = self.prompts(llm, [self.context] * max(self.batches))
         recordings.save(file, llm.generate(prompts, self.params(), use_tqdm=False))
-        if not self.plain_speeds:  # measured beside what it is compared with
+        if not self.plain_speeds:  # measured in the same run as what it is compared with
             self.plain_speeds = {b: self.speed(llm, b, 1).tokens_per_second for b in self.batches}
         del llm
         drafter = self.shape.drafter()

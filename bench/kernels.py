@@ -25,7 +25,7 @@ ROWS = (1, 2, 8)
 
 
 def measure(run: Callable[[], object], repeats: int) -> float:
-    """Microseconds of a call, 10th percentile: other programs on the machine only ever add."""
+    """Microseconds of a call, 10th percentile, because other programs on the machine only add time."""
     host_seconds(run, 20)
     return 1e6 * percentile([host_seconds(run, 1) for _ in range(repeats)], 10)
 
@@ -33,7 +33,7 @@ def measure(run: Callable[[], object], repeats: int) -> float:
 def operators(
     table: ops.Ops, attend: Callable[..., object], rows: int, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
-    """One call of each operator with inputs like a pass's; the rows belong to one request."""
+    """One call of each operator with inputs as in a pass; all rows belong to one request."""
     x, gate_up = torch.randn(rows, H).to(dtype), torch.randn(rows, 2 * WIDE).to(dtype)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * D).to(dtype)
     weight, head_norm = torch.ones(H, dtype=dtype), torch.ones(D, dtype=dtype)
@@ -57,7 +57,7 @@ def operators(
 
 
 def products(planner: LinearPlanner, dtype: torch.dtype) -> dict[str, tuple[int, list[PackedLinear]]]:
-    """Name -> (inputs, a packed product per layer): as in a pass, a weight is not in the cache when its turn comes."""
+    """Name -> (inputs, a packed product per layer): several layers, so that weights are not cached, as in a pass."""
 
     def pack(
         outputs: int, inputs: int, copies: int = LAYERS, out_dtype: torch.dtype | None = None

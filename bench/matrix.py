@@ -1,6 +1,6 @@
-"""Cells of adaptive speculation that are to be shown, each drafter of them in a process on cores of its own.
+"""The published cells of adaptive speculation, each drafter in its own process on its own cores.
 
-`rows` runs them and gives the rows of `bench/adaptive.py`; `table` is what goes into docs/benchmarks.md.
+`rows` runs them and returns the rows of `bench/adaptive.py`; `table` formats them for docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ NAMES = ("cpu",)
 CORES_EACH = 2
 PREDICTED_WITHIN = 0.10
 VLLM, SGLANG = "auto/vLLM's", "auto/SGLang's"
-MODELS = Path(
-    os.environ.get("DRAFTPROOF_MODELS", "../shared/models")
-)  # `small` and its head, where there are any
+MODELS = Path(os.environ.get("DRAFTPROOF_MODELS", "../shared/models"))  # `small` and its head, if present
 DATA, ASSETS = Path("tests/data"), Path("src/draftproof/assets")
 CHAIN = [{"method": "suffix"}, {"model": str(ASSETS / "tiny-eagle3")}]
 
@@ -55,7 +53,7 @@ def small() -> Drafters:
 
 
 def processes() -> Iterator[tuple[str, list[str]]]:
-    """What each process is called and given; the longest first."""
+    """(name, arguments) of each process, the longest first."""
     models = {"small": (MODELS / "small", small()), "tiny": (ASSETS / "tiny", tiny())}
     for model, (path, drafters) in models.items():
         if not path.is_dir():
@@ -63,7 +61,7 @@ def processes() -> Iterator[tuple[str, list[str]]]:
             continue
         for name, config in drafters.items():
             drafter = ["--model", str(path), "--drafter", json.dumps(config), "--waves", "1"]
-            # one request at a time has the fewest tokens a turn, and needs the most turns
+            # one request at a time has the fewest tokens per turn, and needs the most turns
             yield f"{model}, {name}", [*drafter, "--batches", "64,16,4,1", "--seconds", "9"]
             if name == "eagle3":
                 never = [*drafter, "--batches", "1,4,16,64", "--rates", "0", "--seconds", "8"]
@@ -74,7 +72,7 @@ def processes() -> Iterator[tuple[str, list[str]]]:
 
 
 def rows(name: str, num_jobs: int, program: str) -> list[dict[str, Any]]:
-    """The rows of all cells, `num_jobs` processes at a time, each on two cores that no other has."""
+    """The rows of all cells, `num_jobs` processes at a time, each on two cores of its own."""
     assert name in NAMES
     mine = sorted(os.sched_getaffinity(0))
     free: queue.Queue[set[int]] = queue.Queue()
@@ -111,7 +109,7 @@ def _run(program: str, name: str, arguments: Sequence[str], cores: set[int]) -> 
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether the outputs are equal and no interval lies below its bound."""
+    """Whether the outputs are equal and no interval is below its bound."""
     return bool(row["same"] and all(r["ok"] for r in row["ratios"].values()))
 
 

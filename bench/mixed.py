@@ -1,15 +1,15 @@
-"""What prompts cost the requests that decode beside them: steps with prompts as graphs or programs and as they are.
+"""Slowdown of decoding requests by concurrent prefill: mixed steps captured or recorded, and eager.
 
     python bench/mixed.py --device cuda --shape 8b --budgets 256,512,2048
     python bench/mixed.py --device cpu --model tiny --drafter '{"model": "EAGLE3 HEAD"}' --batch 4 --prompt 64
 
-So many requests decode while one prompt is being computed and the next one waits, so that every step has rows of
-prompts. A budget is the most rows of a step (`max_num_batched_tokens`). Plain decoding and a drafter take turns, each
-with steps with prompts run again as what was captured or recorded (`on`) and each operator called for itself (`off`).
-Prints the decoding requests' tokens a second, how long their steps take, and how long the host is at work in one; the
-exit status is 1 if the tokens of any two ways differ.
+--batch requests decode while one prompt is being computed and the next one waits, so that every step has rows of
+prompts. A budget is the maximum of rows in a step (`max_num_batched_tokens`). Plain decoding and a drafter take turns,
+each with steps with prompts as captured graphs or recorded programs (`on`) and eager (`off`). Prints the decoding
+requests' tokens per second, the time of their steps, and the host's working time per step; exit status 1 if the tokens
+of any two ways differ.
 
---shape: random weights, and the target's own tokens as drafts, right as often as --rate, at an EAGLE-3 head's cost.
+--shape: random weights, and the target's own tokens as drafts, right at --rate, at an EAGLE-3 head's cost.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from draftproof.bench.figures import percentile
 from draftproof.drafters import recordings
 
 Ids = list[list[int]]
-CONTEXT = 200  # tokens of the prompts of those who decode
-WARM_STEPS = 6  # a turn's first, which do not count: what comes often is captured in them
+CONTEXT = 200  # prompt tokens of the decoding requests
+WARM_STEPS = 6  # first steps of a turn, not measured: frequent shapes are captured in them
 
 
 @dataclass
 class Way:
-    """An engine, whether steps with prompts are captured, and what was measured of it."""
+    """An engine, whether its steps with prompts are captured, and its measurements."""
 
     name: str
     llm: LLM
     is_captured: bool
     seconds: list[float] = field(default_factory=list)
-    num_tokens: int = 0  # what the decoding requests got
+    num_tokens: int = 0  # output of the decoding requests
     host_seconds: float = 0.0
     texts: list[list[int]] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Way:
 
 
 class Turn:
-    """Requests that decode, while one prompt after the other is computed."""
+    """Requests that decode while one prompt after the other is computed."""
 
     def __init__(self, way: Way, decoding: Ids, prompts: Ids, num_tokens: int) -> None:
         self._way, self._prompts, self._next = way, prompts, 0
@@ -82,7 +82,7 @@ class Turn:
         self._way.texts = list(self._texts.values())
 
     def step(self, num_waiting: int = 0) -> int:
-        """One step, `num_waiting` prompts being there; the tokens that it gave to those who decode."""
+        """Run a step with `num_waiting` prompts queued; returns the number of tokens of the decoding requests."""
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         while len(self._others) < num_waiting:
             ids = self._prompts[self._next % len(self._prompts)]
@@ -116,7 +116,7 @@ class Turn:
 
 
 def cell(ways: list[Way], given: argparse.Namespace, budget: int, vocab_size: int) -> dict[str, Any]:
-    """All ways with so many rows a step."""
+    """Measure all ways with at most `budget` rows per step."""
     decoding, prompts = requests(given, vocab_size)
     num_steps = max(12, given.rows // budget)
     same = True
@@ -127,20 +127,20 @@ def cell(ways: list[Way], given: argparse.Namespace, budget: int, vocab_size: in
                 Turn(way, decoding, prompts, given.tokens) as turn,
             ):
                 turn.measure(num_steps)
-            if not number:  # what comes often is captured
+            if not number:  # warm-up: frequent shapes are captured
                 way.seconds, way.num_tokens, way.host_seconds = [], 0, 0.0
         same &= alike([way.texts for way in ways])
     return {"budget": budget, "same": same, "ways": [way.shown() for way in ways]}
 
 
 def alike(texts: Sequence[Ids]) -> bool:
-    """Whether each request's tokens are the same as far as they go."""
+    """Whether each request's tokens are equal, up to the shorter length."""
     each = zip(*texts, strict=True)
     return all(a[: len(b)] == b[: len(a)] for first, *rest in each for a, b in ((first, x) for x in rest))
 
 
 def requests(given: argparse.Namespace, vocab_size: int) -> tuple[Ids, Ids]:
-    """Prompts of those who decode, and prompts that come one by one."""
+    """(prompts of the decoding requests, prompts that are computed meanwhile)."""
     decoding = workload.random_ids([CONTEXT] * given.batch, vocab_size, random.Random(0))
     return decoding, workload.random_prompts(16, given.prompt, given.spread, vocab_size, seed=1)
 

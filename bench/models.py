@@ -1,4 +1,4 @@
-"""Models that are measured with random weights: the published shapes whose configs lie in bench/shapes."""
+"""Models measured with random weights: published shapes, with configs in bench/shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_DRAFTS = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its EAGLE-3 head, as keywords of `LLM`. `small`: a folder to make small ones of the same kind in."""
+    """A model and its EAGLE-3 head, as keywords of `LLM`. `small`: folder for shrunk versions, which are used then."""
 
     name: str
     device: str
@@ -30,7 +30,7 @@ class Shape:
         return {"model": folder, "device": self.device, "dtype": "bfloat16", "load_format": "dummy"}
 
     def drafter(self) -> dict[str, Any]:
-        """`speculative_config` of the head, `NUM_DRAFTS` drafts always."""
+        """`speculative_config` of the head, with always `NUM_DRAFTS` drafts."""
         head = str(self.folder("-eagle3"))
         return {"model": head, "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
 
@@ -40,7 +40,7 @@ class Shape:
 
 
 def shrunk(source: Path, into: Path) -> Path:
-    """The folder `into` with a model or head of the same make, small enough to try a script on a CPU."""
+    """Write a shrunk model or head of the same architecture into the folder `into`, to try a script on a CPU."""
     sizes = {
         **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 4096},
@@ -58,8 +58,8 @@ def shrunk(source: Path, into: Path) -> Path:
 
 
 def with_words(source: Path, into: Path) -> Path:
-    """The folder `into` with a model's config and a tokenizer for as many ids, whose tokens are words: so that making
-    text of them is part of what is measured."""
+    """Write a model's config and a tokenizer for as many ids, with words as tokens, into the folder `into`, so that
+    detokenizing is part of the measurement."""
     config = json.loads((source / "config.json").read_text())
     words = {f" {number:x}": number for number in range(config["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token=" 0"))

@@ -1,9 +1,9 @@
-"""What a request with penalties, lists or a grammar costs: a decoding step with it and without it, by turns.
+"""Cost of requests with penalties, token lists or a grammar: decoding steps with and without them, alternating.
 
     python bench/processing.py [--device cuda] [--model MODEL] [--batch 16] [--drafter '{"model": "..."}']
 
-Prints the median time of a step for each batch: nobody asks for processing of logits, one request does, all do. And
-tokens a second, which with a drafter depend on the text, too: answers that follow a grammar are others.
+Prints the median time of a step for each batch: no request asks for logits processing, one does, all do. And tokens per
+second, which with a drafter also depend on the text: answers that follow a grammar differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE_THAT_ASKS: dict[str, dict[str, Any]] = {
 
 
 def arms(batch: int, num_tokens: int) -> dict[str, list[SamplingParams]]:
-    """The parameters of each request, by the name of the arm."""
+    """The parameters of each request, by arm (experimental condition)."""
     common: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
     plain = [SamplingParams(**common)] * batch
     found = {"nobody": plain}
@@ -44,7 +44,7 @@ def arms(batch: int, num_tokens: int) -> dict[str, list[SamplingParams]]:
 
 
 def speed(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> tuple[float, float]:
-    """(milliseconds of a step, tokens a second); the prompts' own time is included: they are short."""
+    """(milliseconds per step, tokens per second), including the prompts, which are short."""
     steps, start = llm.stats.num_steps, time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds, num_steps = time.perf_counter() - start, llm.stats.num_steps - steps
@@ -84,7 +84,7 @@ def main() -> None:
         for number in range(given.repeats + 2):
             for name in found:
                 measured = speed(llm, prompts, asked[name])
-                if number >= 2:  # graphs are made in the first
+                if number >= 2:  # the first two are warm-up: graphs are captured
                     found[name].append(measured)
     nobody_ms, nobody_speed = map(statistics.median, zip(*found["nobody"], strict=True))
     for name, measurements in found.items():

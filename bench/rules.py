@@ -1,7 +1,7 @@
-"""Other ways to choose the number of drafts, to compare ours with: what vLLM and SGLang ship, one fixed number.
+"""Other engines' rules for the number of drafts, to compare ours with: vLLM's and SGLang's.
 
-Written from what the projects document (vLLM: num_speculative_tokens_per_batch_size; SGLang:
---speculative-adaptive, defaults of 2026-11).
+Written from the projects' documentation (vLLM: num_speculative_tokens_per_batch_size; SGLang: --speculative-adaptive,
+defaults of 2026-11).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from draftproof.engine.costs import StepOutcome
 from draftproof.engine.policy import FixedPolicy
 from draftproof.engine.progress import Progress
 
-# SGLang's slots: from so many requests on, one of these numbers of drafts.
+# SGLang's slots: (minimum batch size, allowed numbers of drafts).
 SLOTS = ((1, (1, 3, 5, 7)), (8, (0, 1, 3)), (32, (0, 1)), (64, (0,)))
 
 
 class BatchTable(FixedPolicy):
-    """vLLM: a number of drafts by the number of requests. `table`: (most requests, drafts), ascending; beyond it 0."""
+    """vLLM: the number of drafts by the number of requests. `table`: (max requests, drafts), ascending; beyond it 0."""
 
     def __init__(self, table: Sequence[tuple[int, int]]) -> None:
         super().__init__(max(num_drafts for _, num_drafts in table))  # the drafter sees every prompt
@@ -31,8 +31,8 @@ class BatchTable(FixedPolicy):
 
 
 class AverageAcceptance(FixedPolicy):
-    """SGLang: for each slot of batch sizes the accepted drafts of a round, on average of late, move the number up and
-    down among few; from 0 the smallest is tried again."""
+    """SGLang: for each slot of batch sizes, a moving average of accepted drafts per round moves the number up and down
+    among the slot's; from 0 the smallest is tried again."""
 
     RATE, WARM_UP, EVERY, DOWN = 0.2, 10, 5, {1: -0.25}
 

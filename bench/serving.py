@@ -1,4 +1,4 @@
-"""A server under load: whether its answers are still the plain ones, whether it keeps anything, what it costs.
+"""A server under load: whether answers still equal plain decoding, whether resources leak, and its overhead.
 
     PYTHONPATH=src:. python bench/serving.py soak --seconds 600
     PYTHONPATH=src:. python bench/serving.py soak --seconds 60 --drafter '{"method": "bench.serving.Faulty"}'
@@ -7,12 +7,12 @@
     PYTHONPATH=src:. python bench/serving.py overhead [--model MODEL] [--streams 32]
     PYTHONPATH=src:. python bench/serving.py overhead --shape 8b [--small DIR --device cpu]
 
-`soak`: clients of mixed lengths, of which some hang up midway, at a server whose cache is too small for them. Every
-answer that was finished must be the one that plain decoding gives offline to the same seed, and in the end nothing may
-be held. `chats`: conversations with a long start in common grow, all at once. `idle`: connections that ask nothing.
-`overhead`: the same requests offline, by `AsyncLLM`'s tasks and by a server's clients in another process, by turns;
+`soak`: clients with requests of mixed lengths, some of which disconnect midway, at a server whose cache is too small
+for them. Every finished answer must equal plain offline decoding with the same seed, and at the end no resources may be
+held. `chats`: concurrent growing conversations with a long common prefix. `idle`: connections without requests.
+`overhead`: the same requests offline, by `AsyncLLM` tasks and by clients of a server in another process, alternating;
 with a shape, random weights and a drafter that replays their plain output at the cost of an EAGLE-3 head. Exit status 1
-if an answer differs, is missing, or something is left.
+if an answer differs or is missing, or resources are held.
 """
 
 from __future__ import annotations
@@ -44,16 +44,19 @@ from draftproof.frontend.async_llm import AsyncLLM
 EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "num_speculative_tokens": 4}
 MAX_MODEL_LEN = 512
 CHAT_ROUTE = "/v1/chat/completions"
-LONGEST_CHAT, SHARED = 3000, 0.8  # tokens of a conversation's last prompt, and what all of them begin with
-MOST_GROWTH = 0.05  # of memory, in the second half of a soak of so many seconds:
+LONGEST_CHAT, SHARED = (
+    3000,
+    0.8,
+)  # tokens of a conversation's last prompt, and the share that is a common prefix
+MOST_GROWTH = 0.05  # maximum growth of memory in the second half of a soak of at least this many seconds:
 LONG_SOAK = 300
-MOST_SECONDS_LEFT = 60  # until nobody is served, once nobody asks
+MOST_SECONDS_LEFT = 60  # time limit until no request is running, after the last client
 NAMES = ("num_preemptions_total", "drafter_faults_total", "spec_decode_num_accepted_tokens_total")
 
 
 class Faulty:
-    """A drafter that fails in every way that one can, by turns: it raises, proposes ids that there are not, numbers of
-    the wrong shape, NaN, takes two seconds, or proposes noise."""
+    """A drafter that fails in every possible way in turn: it raises, proposes invalid ids, wrong shapes or NaN, takes
+    two seconds, or proposes noise."""
 
     spec = DraftSpec(host_tokens=True)
 
@@ -79,7 +82,7 @@ class Faulty:
 
 
 def requests(rng: random.Random, prompts: Sequence[str], leaving: float) -> Asked:
-    """A request of random length, greedy or sampled; some leave before they have everything."""
+    """A request of random length, greedy or sampled; with probability `leaving` its client disconnects early."""
     body: dict[str, Any] = {"prompt": rng.choice(prompts)[: rng.randrange(8, 400)]}
     body |= {"max_tokens": rng.choice((4, 16, 64, 160)), "ignore_eos": rng.random() < 0.5}
     body |= {"temperature": rng.choice((0, 0.7, 1.0)), "seed": rng.randrange(1 << 30)}
@@ -88,8 +91,7 @@ def requests(rng: random.Random, prompts: Sequence[str], leaving: float) -> Aske
 
 @dataclass
 class Sample:
-    """A look at a server: resident MiB, share of its key-value blocks in use, requests that hold a slot, and those
-    that wait for one."""
+    """A server's state: resident MiB, share of KV blocks in use, requests in slots, and waiting requests."""
 
     memory: float
     blocks: float
@@ -104,7 +106,7 @@ async def look(server: Server) -> Sample:
 
 
 async def load(server: Server, given: argparse.Namespace) -> tuple[list[Asked], list[Sample]]:
-    """(requests, looks over time): clients that ask one thing after the other until the time is over."""
+    """(requests, samples over time) of clients that send one request after the other until the time is over."""
     prompts = [str(p.text or p.messages) for p in read_file(assets.path(assets.PROMPTS))]
     everything: list[Asked] = []
     samples: list[Sample] = []
@@ -129,7 +131,7 @@ async def load(server: Server, given: argparse.Namespace) -> tuple[list[Asked], 
 
 
 async def emptied(server: Server) -> dict[str, float]:
-    """What the server counts, once nobody is being served; RuntimeError where that does not come."""
+    """The server's metrics once no request is running; RuntimeError after `MOST_SECONDS_LEFT`."""
     end = time.perf_counter() + MOST_SECONDS_LEFT
     while True:
         told = await server.metrics()
@@ -139,7 +141,7 @@ async def emptied(server: Server) -> dict[str, float]:
             raise RuntimeError(
                 f"{told['num_requests_running']:g} requests hold slots, though nobody asks any more"
             )
-        await asyncio.sleep(0.1)  # those that were left a moment ago
+        await asyncio.sleep(0.1)  # recently disconnected clients' requests are still ending
 
 
 def soak(given: argparse.Namespace) -> int:
@@ -184,7 +186,7 @@ def soak(given: argparse.Namespace) -> int:
 
 
 def chats(given: argparse.Namespace) -> int:
-    """Conversations grow a turn at a time until their prompts have `LONGEST_CHAT` tokens."""
+    """Run conversations that grow a turn at a time until their prompts have `LONGEST_CHAT` tokens."""
     plain = LLM(given.model, max_model_len=LONGEST_CHAT + 500, enable_prefix_caching=False)
     num_shared = int(SHARED * LONGEST_CHAT)
     text = " ".join(str(p.text or p.messages) for p in read_file(assets.path(assets.PROMPTS))) * 20
@@ -238,7 +240,7 @@ def chats(given: argparse.Namespace) -> int:
 
 
 def idle(given: argparse.Namespace) -> int:
-    """Connections that ask nothing, and what becomes of somebody who asks something."""
+    """Open idle connections, and measure requests next to them."""
     server = Server({"model": given.model, "max_model_len": MAX_MODEL_LEN})
 
     async def one() -> float:
@@ -273,7 +275,7 @@ def idle(given: argparse.Namespace) -> int:
 
 
 class Setup:
-    """What `overhead` compares: settings of an engine, for here and for the server, and the prompts."""
+    """Setup of `overhead`: engine settings for this process and the server, and the prompts."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.settings: dict[str, Any] = {"model": given.model, "max_model_len": MAX_MODEL_LEN}
@@ -299,7 +301,7 @@ class Setup:
         self.settings["speculative_config"] = {"method": "replay", **replay, **own}
 
     def share(self, number: int) -> dict[str, Any]:
-        """Settings of the engine made as number 0, 1 or 2: on a GPU each has a third of the memory."""
+        """Settings of engine number 0, 1 or 2, in order of creation: on a GPU each has a third of the memory."""
         return {**self.settings, "gpu_memory_utilization": 0.3 * (number + 1)}
 
     def body(self, prompt: Any) -> dict[str, Any]:
@@ -310,7 +312,7 @@ class Setup:
 
 
 def overhead(given: argparse.Namespace) -> int:
-    """Tokens a second offline, by tasks and by clients, with so many requests at once."""
+    """Compare tokens per second offline, by tasks and by clients, with --streams requests at once."""
     setup = Setup(given)
     made = [time.perf_counter()]
     offline = LLM(**setup.share(0))
@@ -354,7 +356,7 @@ def overhead(given: argparse.Namespace) -> int:
     offline.close()
     wanted = [o.outputs[0].token_ids for o in expected] * (1 + given.repeats)
     different = sum(a.token_ids != ids for a, ids in zip(asked, wanted, strict=True))
-    # the first turn warms up; of the others what comes while everybody decodes, without the last event: it has no token
+    # without the first turn (warm-up), each request's first quarter (prefill of others) and last event (no token)
     gaps = sorted(gap for a in asked[given.streams :] for gap in a.gaps[len(a.gaps) // 4 : -1])
     seconds = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
     each = [sorted(row[0] / row[2] for row in rows[1:])]
@@ -372,7 +374,7 @@ def overhead(given: argparse.Namespace) -> int:
 
 
 def between_events(gaps: Sequence[float]) -> dict[str, float]:
-    """What clients see of seconds between events, which are sorted."""
+    """Statistics of the sorted seconds between events."""
     middle, high = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
     return {
         "ms between events, median": round(1e3 * middle, 2),

@@ -1,4 +1,4 @@
-"""Other people's tools at a server of ours, and whether what they read is what was counted.
+"""Runs third-party tools against our server, and compares their figures with the server's own.
 
     PYTHONPATH=src:. python bench/serving_tools.py aiperf guidellm lm-eval compatcanary [--site DIR]
 
@@ -68,7 +68,7 @@ ENDINGS = (" a + b", "10):", " sys", " __init__(self):", " 3]")
 
 
 def run(module: str, site: Path | None, *arguments: str) -> None:
-    """Run a tool to its end; it says nothing unless it fails."""
+    """Run a tool to its end; its output is shown only if it fails."""
     paths = [str(site)] if site else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
@@ -125,7 +125,7 @@ def guidellm(server: Server, site: Path | None, folder: Path) -> dict[str, tuple
 
 
 def compatcanary(server: Server, site: Path | None, folder: Path) -> dict[str, tuple[str, str]]:
-    """(what became of it, "pass") by probe."""
+    """(result, "pass") by probe."""
     host, port = server.address
     script = (site or Path()) / "node_modules/compatcanary/src/cli.js"
     command = ["node", str(script)] if script.exists() else [shutil.which("compatcanary") or ""]
@@ -207,7 +207,7 @@ def main() -> int:
             else:
                 pairs = with_server(LOADING[name], given.site, Path(folder))
         for what, (theirs, ours) in pairs.items():
-            # figures in files are rounded; a mean of ratios is near the ratio of sums where requests are as long
+            # figures in files are rounded; a mean of ratios is close to the ratio of sums for requests of equal length
             is_exact = name in ("lm-eval", "compatcanary")
             is_equal = theirs == ours if is_exact else math.isclose(theirs, ours, rel_tol=0.02)
             is_wrong |= not is_equal

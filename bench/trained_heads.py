@@ -1,5 +1,5 @@
-"""What heads that were trained for `tiny` are worth beside those of golden.json: fp32, greedy, its prompts and drafts a
-round, counted as it counts.
+"""Compares heads trained for `tiny` with those of golden.json: fp32, greedy, with its prompts, drafts per round and way
+of counting.
 
     python -m bench.trained_heads FOLDER/eagle3 FOLDER/dflash --like tiny-eagle3,tiny-dflash
 """
@@ -15,7 +15,7 @@ from tests.drafters import golden
 
 
 def row(head: Path, like: str) -> str:
-    """A line of the table: tokens a round and the share of rounds that accepted a first, second, ... draft."""
+    """A line of the table: tokens per round, and the share of rounds that accepted a first, second, ... draft."""
     wanted = golden.GOLDEN[like]
     llm = golden.drafting(assets.path(assets.TARGET), head, wanted["k"])
     found = golden.acceptance(llm, wanted["k"], wanted["max_new"])

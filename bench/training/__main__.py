@@ -1,9 +1,9 @@
 """Train an EAGLE-3 head further, on one GPU: how `smollm2-eagle3` was made from a head of `draftproof train`.
 
-`draftproof train` keeps the target's states on disk (37.7 GB for 8 M tokens) and answers through the engine, whose bits
-do not depend on the batch. Here target and head are one process in plain torch: thousands of answers at once, and each
-step computes the states that it learns from, so many more tokens are seen in the same time. Prompts, vocabulary,
-layout and the last check are draftproof's own; FOLDER gets a head that the engine reads.
+`draftproof train` stores the target's states on disk (37.7 GB for 8 M tokens) and generates answers with the engine,
+whose bits do not depend on the batch. Here target and head run in one process in plain torch: thousands of answers at
+once, and each step computes the states that it trains on, so many more tokens are used in the same time. Prompts,
+vocabulary, layout and the final check are draftproof's own; FOLDER gets a head that the engine reads.
 
     pip install 'draftproof[train,demo]'
     python -m draftproof.train.corpus prompts --num-prompts 60000 --seed 1
@@ -14,9 +14,9 @@ layout and the last check are draftproof's own; FOLDER gets a head that the engi
         --prompt-file prompts/train.jsonl --held-out-file prompts/held_out.jsonl \\
         --held-out-file src/draftproof/assets/prompts/demo.jsonl
 
-Without --start it goes on from the head that comes with the package. Stages (--stages answers,train,check) go on where
-they were stopped: `answers.safetensors` is written once, checkpoints every --save-every seconds. `train.json` has all
-settings and what was reached, `log.jsonl` the losses, `report.md` tokens a round (tau) on held-out prompts.
+Without --start it continues from the head in the package. Stages (--stages answers,train,check) resume where they were
+stopped: `answers.safetensors` is written once, checkpoints every --save-every seconds. `train.json` has all settings
+and results, `log.jsonl` the losses, `report.md` tokens per round (tau) on held-out prompts.
 Other settings: the flags of settings.py. Keys and values of 3072 answers take 45 GB of GPU memory; a smaller GPU takes
 --answers-at-once 512 and --tokens-per-step 8192. It runs on a CPU at toy size:
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
     device = memory.pick_device(given.device)
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for each shape
     model = given.model or assets.default_model().where
     target = Target(resolve(model), settings.num_positions, device)
     tokenizer = Tokenizer(target.directory)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _train(loop.Learner(target, head, settings, loss), given.folder, record)
     if "check" in stages and given.held_out_file:
         held_out = _held_out(given.held_out_file, given.num_held_out, tokenizer)
-        torch.cuda.empty_cache()  # what training took; without a GPU it does nothing
+        torch.cuda.empty_cache()  # frees memory of training; does nothing without a GPU
         engine = {"model": str(model), "dtype": "bfloat16", "device": str(device)}
         rows = check.check(engine, given.folder, held_out, TEMPERATURES, CHECK_TOKENS)
         print(check.report(rows, given.folder))
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open(
     folder: Path, target: Target, name: str, start: Path, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, Any]:
-    """The record of the folder. ValueError where it holds what was made with other settings."""
+    """The record of the folder. ValueError if its files were made with other settings."""
     if not prompts:
         raise ValueError(f"--prompt-file: no prompt has 4 to {settings.max_prompt_tokens} tokens")
     record = {
@@ -128,7 +128,7 @@ def _train(learner: loop.Learner, folder: Path, record: dict[str, Any]) -> None:
 
 
 def _held_out(files: Sequence[Path], num_each: int, tokenizer: Tokenizer) -> list[check.HeldOutPrompt]:
-    """The first prompts of each domain; those of a file without domains are told apart as chats and texts."""
+    """The first prompts of each domain; without domains a file's prompts are split into chats and texts."""
     chosen: dict[str, list[check.HeldOutPrompt]] = {}
     for file in files:
         for prompt in read_file(file):

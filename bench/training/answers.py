@@ -1,6 +1,6 @@
 """Texts to train on: the target's own answers, thousands at once, each prompt answered greedily and sampled.
 
-Shapes: N requests, R those that are not dropped yet, L longest prompt, M longest answer, H hidden size, K key heads,
+Shapes: N requests, R those not dropped yet, L longest prompt, M longest answer, H hidden size, K key heads,
 S positions of the cache, D size of a head, T tokens of a text, V vocabulary.
 """
 
@@ -23,15 +23,15 @@ from bench.training.target import DTYPE, Target, causal
 from draftproof.frontend.llm import show_progress
 from draftproof.train.data import LEAST_ANSWER, Texts
 
-TEMPERATURES = (0.8, 0.8, 0.8, 0.6, 1.0)  # one of them for a prompt's sampled answer
+TEMPERATURES = (0.8, 0.8, 0.8, 0.6, 1.0)  # one is drawn for a prompt's sampled answer
 READ_AT_ONCE = 256  # prompts
 SAMPLED_AT_ONCE = 2048  # rows of logits
-ALIGNED = 64  # positions of the cache that are attended to
-DROP_EVERY = 16  # steps; requests that ended are dropped then, if they are a quarter
+ALIGNED = 64  # attended cache positions are rounded up to this multiple
+DROP_EVERY = 16  # steps between checks that drop ended requests, if they are more than a quarter
 
 
 class Text(NamedTuple):
-    """A prompt with its answer. `temperature` 0: a greedy one."""
+    """A prompt with its answer. `temperature` 0: greedy."""
 
     tokens_T: Tensor
     num_prompt: int
@@ -47,7 +47,7 @@ def up_to(num: int, multiple: int) -> int:
 
 
 class _Requests:
-    """Requests side by side. `rows_R`: their numbers; `places_R`: where each one's next token goes."""
+    """A batch of requests. `rows_R`: their numbers; `places_R`: position of each one's next token."""
 
     def __init__(
         self, target: Target, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_tokens: int
@@ -77,7 +77,7 @@ class _Requests:
             self._read(tokens_NL, slice(start, min(start + READ_AT_ONCE, num)))
 
     def _read(self, tokens_NL: Tensor, part: slice) -> None:
-        """Read some prompts: their keys and values, and the state after each."""
+        """Prefill some prompts: store their keys and values, and the state after each."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._caches_RKSD[layer]
@@ -91,7 +91,7 @@ class _Requests:
         self._last_RH[part] = states_NLH[rows, self.places_R[part] - 1]
 
     def sample(self) -> Tensor:
-        """The next token of each: the best one, or one drawn at its temperature by the Gumbel trick."""
+        """The next token of each: the best one, or one sampled at its temperature by the Gumbel trick."""
         new = []
         for last_RH, t_R in zip(
             self._last_RH.split(SAMPLED_AT_ONCE), self._temperatures_R.split(SAMPLED_AT_ONCE), strict=True
@@ -104,7 +104,7 @@ class _Requests:
         return torch.cat(new)
 
     def drop_done(self, new_R: Tensor) -> Tensor:
-        """Drop those that ended where they are many; the tokens of the others."""
+        """Drop ended requests if they are more than a quarter; returns the tokens of the others."""
         live = (~self.is_done_R).nonzero()[:, 0]
         if len(live) >= 0.75 * len(self.rows_R):
             return new_R
@@ -115,7 +115,7 @@ class _Requests:
         return new_R[live]
 
     def step(self, new_R: Tensor, most: int) -> None:
-        """Read a token of each; `most`: tokens of the longest, this one included."""
+        """Compute a token of each; `most`: tokens of the longest request, this one included."""
         num_seen = up_to(most, ALIGNED)
         is_seen = torch.arange(num_seen, device=self._target.device) <= self.places_R[:, None]
         index_R = torch.arange(len(new_R), device=self._target.device)
@@ -142,7 +142,7 @@ def answer(
     max_tokens: int,
     ends: Sequence[int],
 ) -> list[list[int]]:
-    """The target's answers to some prompts; one that ended has the token that ended it."""
+    """The target's answers to some prompts, including the end token if one was sampled."""
     requests = _Requests(target, prompts, temperatures, max_tokens)
     ends_E = torch.tensor(ends, device=target.device)
     out_NM = torch.full((len(prompts), max_tokens), -1, dtype=torch.int64, device=target.device)
@@ -161,7 +161,7 @@ def answer(
 def answer_all(
     target: Target, prompts: Sequence[Sequence[int]], ends: Sequence[int], settings: Settings, path: Path
 ) -> None:
-    """Write the texts: each prompt twice, in random order, until all are answered or the time is spent."""
+    """Write the texts: each prompt twice, in random order, until all are answered or the time is over."""
     rng = random.Random(settings.seed)
     jobs = [(p, t) for p in prompts for t in (0.0, rng.choice(TEMPERATURES))]
     rng.shuffle(jobs)
@@ -195,7 +195,8 @@ def load(path: Path) -> list[Text]:
 
 
 def hold_back(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """(to train on, to check with): both texts of a prompt are in the same part. Checks are made at 0 and 0.8."""
+    """(training texts, held-out texts): both texts of a prompt are in the same part; held out are only temperatures 0
+    and 0.8."""
     texts = list(texts)
     random.Random(1).shuffle(texts)
     prompts = {text.prompt for text in texts[: max(1, min(192, len(texts) // 40))]}

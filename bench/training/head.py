@@ -1,8 +1,9 @@
-"""An EAGLE-3 head of one layer as it learns: its folder's weights in fp32, products in bf16, and its target's embedding
-and output layer.
+"""A one-layer EAGLE-3 head in training: its folder's weights in fp32, products in bf16, and its target's embedding and
+output layer.
 
-Draft i of a place is made by pass i: the layer reads the token i places later, and the stream of the pass before
-(at pass 0 the target's fused states); it attends to the tokens before at pass 0, and to its own at the passes since.
+Pass i computes draft i of every position: the layer reads the token i positions later, and the stream of the pass
+before (at pass 0 the target's fused states); it attends to earlier tokens' keys of pass 0, and to its own of later
+passes.
 Shapes: N texts, L longest text, H hidden size, A heads, K key heads, D size of a head, C draft vocabulary,
 V vocabulary, P positions.
 """
@@ -38,7 +39,7 @@ _WANTED = {
 
 
 class Head:
-    """The head of `folder`, written by `draftproof train`. `weights`: what learns, by their names in the file."""
+    """The head of `folder`, written by `draftproof train`. `weights`: trained tensors, by their names in the file."""
 
     def __init__(self, folder: Path, target: Target, num_positions: int) -> None:
         raw = read_json(folder / "config.json")
@@ -84,7 +85,8 @@ class Head:
         context: list[tuple[Tensor, Tensor]],
         bias_LL: Tensor,
     ) -> Tensor:
-        """Pass `number`: the stream after the layer. `context`: keys and values of the passes, to which its own go."""
+        """Run pass `number`; returns the stream after the layer. `context`: keys and values of the passes so far, to
+        which this pass appends its own."""
         num_texts, length = tokens_NL.shape
         normed_NLH = self._normed(hidden_NLH, f"{LAYER}.hidden_norm")
         embedded_NLH = self._normed(self.embed_VH[tokens_NL], f"{LAYER}.input_layernorm")
@@ -106,7 +108,7 @@ class Head:
         return x_NLH + F.linear(F.silu(gate) * up, self._w(f"{LAYER}.mlp.down_proj"))
 
     def _attend(self, q_NALD: Tensor, context: Sequence[tuple[Tensor, Tensor]], bias_LL: Tensor) -> Tensor:
-        """Attention to the tokens before at pass 0, and to a row's own at the passes since, in one softmax."""
+        """Attention to earlier tokens' keys of pass 0 and a row's own keys of later passes, in one softmax."""
         num_texts, _, length, size = q_NALD.shape
         grouped = (q_NALD * size**-0.5).reshape(num_texts, self._num_keys, -1, length, size)
         k_NKLD, v_NKLD = context[0]
@@ -124,7 +126,7 @@ class Head:
         return F.linear(self._normed(stream_NLH, "norm"), self.unembed_CH)
 
     def save(self, folder: Path) -> None:
-        """Write the head as the engine reads it: bf16, the config of the head that it started from."""
+        """Write the head in the engine's format: bf16, with the config of the head that it started from."""
         tensors = {name: t.detach().to("cpu", DTYPE).contiguous() for name, t in self.weights.items()}
         partial = folder / f"{WEIGHTS}.partial"
         save_file(
@@ -137,9 +139,9 @@ class Head:
 
 
 class Draft(NamedTuple):
-    """What one pass makes at each place, and what it should be. `p`: the target's probabilities of the draft
-    vocabulary; `best`: its choice among all; `is_text`: the place lies in a text; `is_answer`: what is drafted is in
-    its answer."""
+    """Logits of one pass at each position, and their targets. `p`: the target's probabilities of the draft vocabulary;
+    `best`: its argmax over all; `is_text`: the position is in a text; `is_answer`: the drafted token is in its
+    answer."""
 
     logits_NLC: Tensor
     p_NLC: Tensor
@@ -157,7 +159,7 @@ def drafts(
     noise: float = 0.0,
     temperature: float = 1.0,
 ) -> Iterator[Draft]:
-    """The passes over some texts. The target reads them here and now: no state is kept on disk."""
+    """The passes over some texts. The target computes its states on the fly; none are stored on disk."""
     tokens_NL, lengths_N, num_prompt_N = _padded(texts, target.device)
     with torch.no_grad():
         last_NLH, taps = target.read(tokens_NL, head.taps)
@@ -170,7 +172,7 @@ def drafts(
     context: list[tuple[Tensor, Tensor]] = []
     place_1L = torch.arange(length, device=target.device)[None]
     for number in range(settings.num_drafts):
-        ahead = 1 + number  # places from here to the last token that this pass knows
+        ahead = 1 + number  # offset of the last token known to this pass
         stream_NLH = head.step(number, _ahead(tokens_NL, ahead), stream_NLH, context, bias_LL)
         yield Draft(
             head.logits(stream_NLH),
@@ -182,7 +184,7 @@ def drafts(
 
 
 def _padded(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens_NL, lengths_N, num_prompt_N."""
+    """Texts as padded tensors: (tokens_NL, lengths_N, num_prompt_N)."""
     longest = up_to(max(len(text.tokens_T) for text in texts), 16)
     tokens_NL = torch.zeros(len(texts), longest, dtype=torch.int64)
     for i, text in enumerate(texts):
@@ -193,7 +195,7 @@ def _padded(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _wanted(target: Target, head: Head, last_NLH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The target's probabilities of the draft vocabulary [N, L, C], and its choice among all [N, L]."""
+    """(the target's probabilities of the draft vocabulary [N, L, C], its argmax over all [N, L])."""
     p, best = [], []
     for part in last_NLH.flatten(0, 1).split(PARTS):
         logits = F.linear(part, target.unembed_VH)
@@ -210,5 +212,5 @@ def _noisy(tap_NLH: Tensor, share: float) -> Tensor:
 
 
 def _ahead(t: Tensor, num: int) -> Tensor:
-    """What lies `num` places later, zeros at the end."""
+    """`t` shifted by `num` positions to the left, with zeros at the end."""
     return torch.cat([t[:, num:], t.new_zeros(t.shape[0], num, *t.shape[2:])], 1)

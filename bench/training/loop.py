@@ -1,7 +1,7 @@
-"""The training loop: matrices by Muon, norms by AdamW, the learning rate falls by the clock. A step is as long as the
-machine takes, so two runs do not end with the same bits; texts and their order follow the seed.
+"""The training loop: Muon for matrices, AdamW for norms, learning rate decay by wall clock. Steps depend on the
+machine's speed, so two runs do not end with the same bits; texts and their order depend only on the seed.
 
-A run that was killed goes on from its last checkpoint, with the texts in a new order.
+A killed run resumes from its last checkpoint, with the texts in a new order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from bench.training.target import Target
 from draftproof.train.loop import CHECKPOINT, LOG
 
 WARM_UP = 150  # steps
-LEAST_RATE = 0.01  # of the highest
-POOL = 8192  # texts that are sorted by length together
+LEAST_RATE = 0.01  # minimum learning rate, as a share of the highest
+POOL = 8192  # texts sorted by length at a time
 CHECKED_AT_ONCE = 48  # texts
-SYNC_EVERY = 20  # steps: the host must not run far ahead of the clock
+SYNC_EVERY = (
+    20  # steps between device syncs: the host must not run far ahead, as the schedule follows the clock
+)
 
 
 @dataclass
 class Learner:
-    """A head that learns. `step`, `seconds`: done and spent, by all runs together."""
+    """A head in training. `step`, `seconds`: totals over all runs."""
 
     target: Target
     head: Head
@@ -63,7 +65,7 @@ class Learner:
         ]
 
     def learn(self, texts: Sequence[Text]) -> list[Tensor]:
-        """One step; the loss of each draft."""
+        """Run one step; returns the loss of each draft."""
         s = self.settings
         rate = s.learning_rate * share_of_rate(s, self.step, self.seconds)
         for optimizer in self.optimizers:
@@ -111,18 +113,18 @@ class Learner:
                 value = tensors.pop(key)
                 state[key.partition("/")[0]] = (
                     value.to(weight.device) if value.ndim else value
-                )  # counts stay here
+                )  # step counts stay on the CPU
 
 
 def share_of_rate(settings: Settings, step: int, seconds: float) -> float:
-    """The share of the highest learning rate: up over the first steps, flat, then down by a cosine of the clock."""
+    """The learning rate as a share of the highest: linear warm-up, flat, then cosine decay by the clock."""
     done = (seconds / settings.max_seconds - settings.flat_share) / (1 - settings.flat_share)
     fall = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
     return min(1.0, (step + 1) / WARM_UP) * max(LEAST_RATE, fall)
 
 
 def batches(texts: Sequence[Text], size: int, rng: random.Random) -> Iterator[list[Text]]:
-    """For ever: texts of nearly equal length, at most `size` tokens with padding."""
+    """Endless batches of texts of similar length, at most `size` tokens with padding."""
     while True:
         order = list(texts)
         rng.shuffle(order)
@@ -138,7 +140,7 @@ def batches(texts: Sequence[Text], size: int, rng: random.Random) -> Iterator[li
 
 
 def train(learner: Learner, texts: Sequence[Text], held: Sequence[Text], folder: Path) -> dict[str, Any]:
-    """Train until the seconds are spent; tokens a round as estimated by the texts held back."""
+    """Train until the time is over; returns tokens per round as estimated on held-out texts."""
     s = learner.settings
     if (folder / CHECKPOINT).is_file():
         learner.load(folder / CHECKPOINT)
@@ -175,8 +177,8 @@ def _keep(learner: Learner, folder: Path) -> None:
 
 @torch.no_grad()
 def check(learner: Learner, held: Sequence[Text]) -> dict[str, Any]:
-    """Tokens a round, estimated draft by draft: by greedy texts the share that is right with all before it, by texts
-    sampled at 0.8 the overlap of both distributions there."""
+    """Estimated tokens per round, draft by draft: on greedy texts the share of drafts that are right with all before
+    them, on texts sampled at 0.8 the overlap of both distributions."""
     found = {}
     for name, temperature in (("greedy", 0.0), ("sampled", 0.8)):
         texts = [text for text in held if text.temperature == temperature]

@@ -1,4 +1,4 @@
-"""Cross entropy with the target's probabilities, whose gradient is made with it in one pass, compiled on a GPU.
+"""Cross entropy with the target's probabilities; loss and gradient are computed in one pass, compiled on a GPU.
 
 Shapes: M drafts, C draft vocabulary.
 """
@@ -15,7 +15,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def soft_cross_entropy(logits_MC: Tensor, p_MC: Tensor, weight_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted sum, and its gradient. `p_MC` sums to less than 1: the draft vocabulary is a part."""
+    """(weighted loss, its gradient). `p_MC` sums to less than 1, as the draft vocabulary is only a part."""
     x, p = logits_MC.float(), p_MC.float()
     total_M1 = x.logsumexp(-1, keepdim=True)
     mass_M1 = p.sum(-1, keepdim=True)
@@ -24,7 +24,7 @@ def soft_cross_entropy(logits_MC: Tensor, p_MC: Tensor, weight_M: Tensor) -> tup
 
 
 class _Weighted(torch.autograd.Function):
-    """Keeps the gradient that `loss` made, instead of what it was made from."""
+    """Stores the gradient computed by `loss` instead of its inputs."""
 
     @staticmethod
     def forward(ctx: Any, loss: Loss, logits_MC: Tensor, p_MC: Tensor, weight_M: Tensor) -> Tensor:
@@ -38,12 +38,12 @@ class _Weighted(torch.autograd.Function):
 
 
 def weighted(loss: Loss, logits_MC: Tensor, p_MC: Tensor, weight_M: Tensor) -> Tensor:
-    """`loss` as torch differentiates it; nothing but a sum may follow, since the gradient is taken as it is."""
+    """`loss` as a differentiable function; only a sum may follow, since the incoming gradient is ignored."""
     return _Weighted.apply(loss, logits_MC, p_MC, weight_M)  # type: ignore[no-untyped-call]
 
 
 def make_loss(num_choices: int, device: torch.device) -> Loss:
-    """The loss as the device runs it best; compiled now, so that training does not wait."""
+    """The loss function for the device; on a GPU compiled here, not during training."""
     if device.type != "cuda":
         return soft_cross_entropy
     compiled: Loss = torch.compile(soft_cross_entropy, dynamic=True)

@@ -1,4 +1,4 @@
-"""Settings of a training; the defaults are those that `smollm2-eagle3` was trained with."""
+"""Settings of the training; the defaults are those that `smollm2-eagle3` was trained with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftproof.schema import check_number, check_whole, documented
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the target answers, and how the head learns."""
+    """How the target answers, and how the head is trained."""
 
     max_prompt_tokens: int = documented(384, "Longer prompts are left out.")
     max_tokens: int = documented(256, "Longest answer of the target.")
@@ -43,5 +43,5 @@ class Settings:
 
     @property
     def num_positions(self) -> int:
-        """Positions that anything is computed at: a padded text and the drafts after it."""
+        """Number of positions used: a padded text and the drafts after it."""
         return self.max_prompt_tokens + self.max_tokens + self.num_drafts + 64

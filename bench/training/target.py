@@ -1,6 +1,6 @@
-"""The target in plain torch and bf16: whole texts, or one token of each of many requests, as fast as one GPU goes.
+"""The target in plain torch and bf16: whole texts, or one token of each of many requests, at full GPU speed.
 
-The engine keeps its bits whatever the batch, which costs time and which training does not need.
+The engine's bits do not depend on the batch, which costs time and which training does not need.
 Shapes: N texts, L longest text, A heads, K key heads, D size of a head, H hidden size, P positions.
 """
 
@@ -41,7 +41,7 @@ def causal(q_NALD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of a layer. `qkv`, `gate_up`: several products in one; `head_norms`: of q and k, where there are any."""
+    """Weights of a layer. `qkv`, `gate_up`: fused weights; `head_norms`: of q and k, if any."""
 
     norm_H: Tensor
     qkv: Tensor
@@ -53,7 +53,7 @@ class Layer:
 
 
 class Target:
-    """A model of the Llama and Qwen 3 families. `embed_VH`, `unembed_VH`: what heads share with it."""
+    """A model of the Llama and Qwen 3 families. `embed_VH`, `unembed_VH`: shared with heads."""
 
     def __init__(self, directory: Path, num_positions: int, device: torch.device) -> None:
         self.directory, self.device = directory, device
@@ -89,7 +89,7 @@ class Target:
     def run(
         self, tokens_NL: Tensor, positions_NL: Tensor, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Normed last states [N, L, H], and the states before the layers `taps`."""
+        """(normed last states [N, L, H], states before the layers `taps`)."""
         x_NLH, kept = self.embed_VH[tokens_NL], []
         cos, sin = self._cos_PD[positions_NL][:, None], self._sin_PD[positions_NL][:, None]
         num_texts, length = tokens_NL.shape
@@ -118,7 +118,7 @@ class Target:
 
 
 def _mixer(directory: Path, config: ModelConfig) -> AttentionConfig:
-    """The attention that all layers share. ValueError for a model that has more than `Target` computes."""
+    """The attention settings, equal in all layers. ValueError for a model with features that `Target` lacks."""
     mixers = {layer.mixer for layer in config.layers}
     mixer = next(iter(mixers))
     if (

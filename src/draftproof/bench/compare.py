@@ -1,4 +1,4 @@
-"""Compares two runs of the same requests, bit for bit: ids, log-probabilities and how each output ended."""
+"""Compares two runs of the same requests, bit for bit: ids, log-probabilities and finish reasons."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from draftproof.types import CompletionOutput, Logprob, RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two runs of one request part for the first time.
+    """The first difference between two runs of one request.
 
     `what` is "token", "logprob", "prompt logprob", "length", "finish", "text", "prompt", "choices" or "error";
-    `position` counts output tokens (prompt tokens for prompt log-probabilities); `plain` and `other` say what each
-    run has there, with its likeliest tokens where log-probabilities were asked for.
+    `position` counts output tokens (prompt tokens for prompt log-probabilities); `plain` and `other` show what each
+    run has there, with its likeliest tokens if log-probabilities were requested.
     """
 
     request: int
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Tally:
-    """How much a comparison rests on: it proves nothing where nothing was compared, or nothing drafted."""
+    """What was compared, in numbers: without tokens or drafts, equality proves nothing."""
 
     requests: int = 0
     tokens: int = 0
@@ -51,9 +51,9 @@ class Tally:
 
 
 def compare(plain: Sequence[RequestOutput], other: Sequence[RequestOutput]) -> list[Difference]:
-    """The first difference of each choice of each request; empty where the runs are equal.
+    """The first difference of each choice of each request; empty if the runs are equal.
 
-    The runs must hold the same requests in the same order; ValueError if their numbers differ.
+    The runs must have the same requests in the same order; ValueError if their numbers differ.
     """
     if len(plain) != len(other):
         raise ValueError(f"compare: {len(plain)} outputs against {len(other)}: run the same requests twice")
@@ -105,7 +105,7 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 def _first_unequal(a: Entries | None, b: Entries | None) -> int | None:
-    """The first position at which two lists of log-probabilities are not the same bits."""
+    """The first position at which two lists of log-probabilities differ in any bit."""
     a, b = a or [], b or []
     for position in range(max(len(a), len(b))):
         if position >= min(len(a), len(b)) or not _same_entry(a[position], b[position]):
@@ -134,7 +134,7 @@ def _shown_token(choice: CompletionOutput, position: int) -> str:
 
 
 def _shown_entry(entry: Mapping[int, Logprob] | None) -> str:
-    """The likeliest tokens with all digits of their log-probabilities, for people."""
+    """The likeliest tokens with all digits of their log-probabilities, for display."""
     if entry is None:
         return "no log-probabilities"
     best = sorted(entry.items(), key=lambda item: item[1].rank)

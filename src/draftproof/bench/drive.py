@@ -1,6 +1,6 @@
-"""Drives an engine's step loop with requests as they arrive, and keeps the times of what comes back.
+"""Drives an engine's step loop with requests as they arrive, and records when tokens are delivered.
 
-All times are seconds of wall clock, counted from the start of the run.
+All times are seconds of wall clock from the start of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftproof.types import RequestOutput, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request. `index` says which of the benchmark's prompts it is; `arrival` None: as soon as there is room."""
+    """One request. `index`: of the benchmark's prompt; `arrival` None: sent as soon as there is room."""
 
     index: int
     prompt_token_ids: list[int]
@@ -26,7 +26,7 @@ class Job:
 
 @dataclass(slots=True)
 class Timing:
-    """When a request came (its arrival, or when it was sent) and when how many of its tokens were delivered."""
+    """Times of a request. `came`: its arrival, or when it was sent; `times`, `counts`: of each delivery of tokens."""
 
     index: int
     came: float
@@ -49,19 +49,19 @@ class Timing:
 
     @property
     def per_token(self) -> float | None:
-        """Time of a token after the first; None where there is only one."""
+        """Mean time per token after the first; None if there is only one."""
         later = self.num_tokens - 1
         return (self.end_to_end - self.first_token) / later if later > 0 else None
 
     @property
     def between(self) -> list[float]:
-        """From each delivery to the next: with accepted drafts a delivery is several tokens."""
+        """Times between deliveries; with accepted drafts a delivery has several tokens."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step in which everybody was past the prompt. `context`: tokens of all its requests together."""
+    """One decode-only engine step. `context`: total tokens of its requests."""
 
     num_requests: int
     context: int
@@ -71,10 +71,10 @@ class Step:
 
 @dataclass(slots=True)
 class ClientResult:
-    """What one run gave. `outputs` are in the order of `timings`, which is the order in which the requests came.
+    """Result of one run. `outputs` and `timings` are in the order in which the requests came.
 
-    `steps` are the decoding ones, `decoding` what the engine's clock saw of them, `clock` what it saw of all;
-    `stepping` is the time in steps of any kind.
+    `steps`: the decode-only steps; `decoding`: the engine's clock over these, `clock`: over all steps; `stepping`: time
+    in steps of any kind.
     """
 
     seconds: float = 0.0
@@ -87,26 +87,26 @@ class ClientResult:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of the requests that were served."""
+        """Output tokens of requests that did not fail."""
         return sum(timing.num_tokens for timing in self.timings if not timing.failed)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request in flight. `context`: its tokens, prompt and output."""
+    """A request in flight. `context`: number of its tokens, prompt and output."""
 
     timing: Timing
     context: int
 
     def take(self, count: int, now: float) -> None:
-        """So many tokens were delivered."""
+        """Record a delivery of `count` tokens."""
         self.timing.times.append(now)
         self.timing.counts.append(count)
         self.context += count
 
 
 class Client:
-    """Sends jobs to one engine, at most `most_at_once` in flight, and runs it until all are done."""
+    """Sends jobs to one engine, at most `most_at_once` in flight, and steps it until all are done."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Client:
         self._decoding_since: Clock | None = None
 
     def run(self, jobs: Sequence[Job]) -> ClientResult:
-        """Raises ValueError for a job that the engine cannot serve. Jobs with arrivals come in their order."""
+        """Run all jobs; those with arrivals must be in order of arrival. ValueError for a job that cannot be served."""
         before = self._stepper.clock()
         run, waiting, start = ClientResult(), deque(jobs), self._clock()
         self._live, self._all, self._decoding_since = {}, {}, None
@@ -175,7 +175,7 @@ class Client:
             run.steps.append(Step(num_requests, context, delivered.total(), after - before))
 
     def _note_phase(self, run: ClientResult, decoding: bool) -> None:
-        """Read the engine's clock where decoding begins or ends; reading it every step would cost time."""
+        """Read the engine's clock only where decode-only phases begin or end; reading it every step would cost time."""
         if decoding and self._decoding_since is None:
             self._decoding_since = self._stepper.clock()
         elif not decoding and self._decoding_since is not None:
@@ -184,7 +184,7 @@ class Client:
 
 
 class Decoding:
-    """Requests that are driven step by step, all of them to the end of what is measured; closed after `with`."""
+    """Requests that are stepped together, none of which may end while measured; closed after `with`."""
 
     def __init__(self, stepper: Stepper, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         self._stepper = stepper
@@ -203,12 +203,12 @@ class Decoding:
         return sum(self._counts.values())
 
     def prefill(self) -> None:
-        """Until every request has its first token."""
+        """Step until every request has its first token."""
         while not all(self._counts.values()):
             self.steps(1)
 
     def steps(self, count: int) -> None:
-        """None of the requests may end meanwhile: a batch that shrinks is not steady."""
+        """Run `count` steps. No request may end in them, so that the batch size stays constant."""
         for _ in range(count):
             for delta in self._stepper.step():
                 self._counts[delta.request_id] += len(delta.token_ids)

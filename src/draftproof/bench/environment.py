@@ -1,4 +1,4 @@
-"""What a figure was measured on: device, versions, commit."""
+"""Describes where a figure was measured: device, versions, commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("draftproof", "torch", "transformers", "triton", "numpy")
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Nothing in it says whose machine it is."""
+    """The environment as a dict, without anything that identifies the machine."""
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "device": device_name(device),
@@ -30,7 +30,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that a GPU gives itself; for a CPU its model and the cores that may be used."""
+    """A GPU's name; for a CPU its model and the number of usable cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -40,12 +40,12 @@ def device_name(device: torch.device) -> str:
 
 
 def num_cores() -> int:
-    """Cores that may be used."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def commit() -> str | None:
-    """The commit of the working copy that the package is imported from, `-dirty` where files differ; None outside."""
+    """The commit of the working copy that the package is imported from, `-dirty` if files differ; None outside one."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
     try:
@@ -57,7 +57,7 @@ def commit() -> str | None:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # an installed copy may lie inside somebody else's repository
+    # an installed copy may lie inside another repository
     return found.stdout.strip() or None if tracked.returncode == found.returncode == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""From runs to figures, under the names that `vllm bench serve` gives them where it has them."""
+"""Computes figures from runs, with the names of `vllm bench serve` where it has them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between neighbours, as numpy does; 0 of nothing."""
+    """Percentile with linear interpolation, like numpy; 0 for no values."""
     if not values:
         return 0.0
     ordered, place = sorted(values), share / 100 * (len(values) - 1)
@@ -57,7 +57,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def summarise(runs: Sequence[ClientResult], goodput: Mapping[str, float]) -> Figures:
-    """All iterations of one setting together."""
+    """Figures over all iterations of one setting."""
     timings = [t for run in runs for t in run.timings]
     done, duration = [t for t in timings if not t.failed], sum(run.seconds for run in runs)
     prompts, outputs = sum(t.num_prompt for t in done), sum(t.num_tokens for t in done)
@@ -82,7 +82,7 @@ def summarise(runs: Sequence[ClientResult], goodput: Mapping[str, float]) -> Fig
 
 
 def record(measured: Measured, runs: Sequence[ClientResult], goodput: Mapping[str, float]) -> Figures:
-    """Everything that is known of a variant in a cell, its figures those of `runs`: all it made, or the best."""
+    """All figures of a variant in a cell, computed from `runs`: all of its runs, or the best ones."""
     return {
         "name": measured.variant.name,
         "num_speculative_tokens": measured.num_drafts,
@@ -102,19 +102,19 @@ def record(measured: Measured, runs: Sequence[ClientResult], goodput: Mapping[st
 
 
 def title(record: Mapping[str, Any]) -> str:
-    """Its name, and the rate at which requests came."""
+    """The variant's name, with the request rate if any."""
     name, rate = str(record["name"]), record.get("request_rate")
     return name if rate is None else f"{name}, {rate:g} requests/s"
 
 
 def is_good(timing: Timing, goodput: Mapping[str, float]) -> bool:
-    """Whether a request kept all the promises."""
+    """Whether a request met all limits of `goodput`."""
     took = {"ttft": timing.first_token, "tpot": timing.per_token or 0.0, "e2el": timing.end_to_end}
     return all(1e3 * took[name] <= most for name, most in goodput.items())
 
 
 def most_at_once(run: ClientResult) -> int:
-    """Requests that had come and were not through, at the busiest moment."""
+    """Maximum number of requests that had arrived and were not finished."""
     events = sorted([(t.came, 1) for t in run.timings] + [(t.times[-1], -1) for t in run.timings if t.times])
     now = most = 0
     for _, change in events:
@@ -124,7 +124,7 @@ def most_at_once(run: ClientResult) -> int:
 
 
 def speculation(runs: Sequence[ClientResult]) -> Figures:
-    """Acceptance: pooled over all rounds, by position of the draft, and of each request by itself (tau)."""
+    """Acceptance: pooled over all rounds, by position of the draft, and per request (tau)."""
     pooled, each = SpeculationStats(), []
     for run in runs:
         for output in run.outputs:
@@ -152,7 +152,7 @@ def speculation(runs: Sequence[ClientResult]) -> Figures:
 
 
 def decoding(runs: Sequence[ClientResult]) -> Figures | None:
-    """The steps in which everybody decoded; None where there was none."""
+    """Figures of decode-only steps; None if there were none."""
     steps: list[Step] = [step for run in runs for step in run.steps]
     if not steps:
         return None
@@ -168,7 +168,7 @@ def decoding(runs: Sequence[ClientResult]) -> Figures | None:
 
 
 def step_parts(runs: Sequence[ClientResult]) -> Figures:
-    """Milliseconds of a decoding step: the target's, the drafter's, the rest; None where no clock sees them."""
+    """Milliseconds per decoding step: target, drafter, rest; None if no clock measures them."""
     steps = max(1, sum(len(run.steps) for run in runs))
     whole = 1e3 * sum(step.seconds for run in runs for step in run.steps) / steps
     verify = 1e3 * sum(run.decoding.target for run in runs) / steps
@@ -179,7 +179,7 @@ def step_parts(runs: Sequence[ClientResult]) -> Figures:
 
 
 def host_time(runs: Sequence[ClientResult]) -> Figures | None:
-    """Milliseconds of a decoding step that the host spends on each of its parts; None where the engine counts none."""
+    """Milliseconds per decoding step that the host spends on each of its parts; None if the engine counts none."""
     steps = sum(run.decoding.steps for run in runs)
     seconds = [sum(getattr(run.decoding, part) for run in runs) for part in HOST_PARTS]
     if not steps or not any(seconds):
@@ -188,15 +188,15 @@ def host_time(runs: Sequence[ClientResult]) -> Figures | None:
 
 
 def unhidden_host(runs: Sequence[ClientResult]) -> float | None:
-    """Microseconds of a decoding step in which the device has nothing to do: neither the target's nor a draft pass
-    runs. None where the host runs ahead of a device, whose clock it does not see."""
+    """Microseconds per decoding step in which neither a target nor a draft pass runs. None if the host runs ahead of
+    the device, whose times it does not see."""
     rest = step_parts(runs)["rest_ms"]
     ahead = any(run.decoding.waiting > run.decoding.target for run in runs)
     return None if rest is None or ahead else 1e3 * float(rest)
 
 
 def time_split(measured: Measured, runs: Sequence[ClientResult]) -> Figures | None:
-    """Shares of a step: on a device that works on alone by the times of its graphs, else by the engine's clock."""
+    """Shares of a step: by the times of captured graphs if the device is asynchronous, else by the engine's clock."""
     drafts, inside, found = measured.variant.config is not None, measured.device_split, decoding(runs)
     if inside is not None and found is not None:
         step = inside["step"]
@@ -207,12 +207,12 @@ def time_split(measured: Measured, runs: Sequence[ClientResult]) -> Figures | No
     verify, draft = sum(run.clock.target for run in runs), sum(run.clock.draft for run in runs)
     if measured.runs_ahead or not stepping or not verify:
         return None
-    # without a drafter the engine's second clock times bookkeeping alone
+    # without a drafter the engine's draft clock only measures bookkeeping
     return split(stepping, verify, draft if drafts else 0.0, "clock of the engine's steps, prompts included")
 
 
 def split(total: float, verify: float, draft: float, method: str) -> Figures:
-    """Parts of `total` (seconds); what is neither the target's nor the drafter's is the host's."""
+    """Shares of `total` (seconds); what is neither target nor drafter counts as host."""
     return {
         "method": method,
         "verify": verify / total,

@@ -1,6 +1,6 @@
-"""The one way a benchmark runs: variants take turns on the same jobs, and every output is compared with the plain one.
+"""The harness of all benchmarks: variants take turns on the same jobs, and every output is compared with the plain one.
 
-A machine's speed drifts; what takes turns has the same weather. All times are seconds of wall clock.
+A machine's speed drifts; taking turns exposes all variants to the same drift. All times are seconds of wall clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Variant:
     """One way of decoding.
 
-    `config`: its speculative_config; None decodes plainly. `settings`: of `LLM`, where they differ from the others'.
-    `acceptance`: of replayed drafts. `found`: nobody named it, so it is left out, with a note, where it does not fit
+    `config`: its speculative_config; None: plain decoding. `settings`: its own keywords of `LLM`. `acceptance`: of
+    replayed drafts. `found`: not named by the user but discovered, so it is skipped, with a note, if it does not match
     the target.
     """
 
@@ -47,9 +47,9 @@ PLAIN = Variant("plain")
 
 @dataclass(slots=True)
 class Measured:
-    """What a benchmark knows of one variant in one cell. `rounds`: its runs of the same jobs, by number of the round.
+    """Measurements of one variant in one cell. `rounds`: its runs of the same jobs, by round number.
 
-    `device_split` and `roofline_share` are looked for at the end, where they are of use.
+    `device_split` and `roofline_share` are measured at the end, where they apply.
     """
 
     variant: Variant
@@ -68,17 +68,17 @@ class Measured:
 
     @property
     def fastest(self) -> list[ClientResult]:
-        """The best run of each round: what disturbs a clock only adds to it."""
+        """The fastest run of each round: disturbances only add time."""
         return [min(runs, key=lambda run: run.seconds) for runs in self.rounds.values()]
 
     @property
     def speed(self) -> float:
-        """Output tokens a second, of the fastest runs."""
+        """Output tokens per second, over the fastest runs."""
         return sum(run.num_tokens for run in self.fastest) / sum(run.seconds for run in self.fastest)
 
     @property
     def outputs(self) -> dict[int, RequestOutput]:
-        """By prompt; the last run's."""
+        """Outputs by prompt, from the last run."""
         return {
             timing.index: output
             for run in self.runs
@@ -86,7 +86,7 @@ class Measured:
         }
 
     def add(self, other: Measured) -> None:
-        """Count what the variant did in another cell as rounds of this one."""
+        """Add the variant's runs in another cell as rounds of this one."""
         first = len(self.rounds)
         self.rounds |= {first + i: runs for i, runs in enumerate(other.rounds.values())}
         for run in other.runs:
@@ -96,20 +96,20 @@ class Measured:
 
 
 def free_memory() -> None:
-    """Give back the memory of engines that nobody holds any more."""
+    """Free the memory of engines that are no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def take_turns(runs: Sequence[Callable[[int], T]], num_rounds: int) -> list[tuple[T, ...]]:
-    """What each of `runs` gave, called with the number of the round: all of them in every round."""
+    """Call all of `runs` in every round, with the round's number; returns the results of each run."""
     found = [[run(number) for run in runs] for number in range(num_rounds)]
     return list(zip(*found, strict=True))
 
 
 def medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """The median of what each gave, all taking turns; the first round warms up."""
+    """The median result of each of `runs`, which take turns; the first round is a warm-up."""
 
     def measure(run: Callable[[], float], number: int) -> float:
         return run()
@@ -119,9 +119,9 @@ def medians(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
 
 
 class Benchmark:
-    """Engines, and what they gave. `make` builds a variant's engine; `tell` gets a line when something begins.
+    """Engines and their measurements. `make` builds a variant's engine; `tell` is called with progress lines.
 
-    `reference`: plain outputs by prompt, which others are compared with. What was measured before an exception stays.
+    `reference`: plain outputs by prompt, which others are compared with. Measurements made before an exception stay.
     """
 
     def __init__(
@@ -133,30 +133,33 @@ class Benchmark:
         self.reference: dict[int, RequestOutput] = {}
         self.notes: list[str] = []
         self.environment: Record = {}
-        self.memory: dict[str, str] = {}  # the line of each variant's engine
-        self.device, self.dtype = torch.device("cpu"), torch.float32  # of the engines, once there is one
+        self.memory: dict[str, str] = {}  # summary line of each variant's engine
+        self.device, self.dtype = (
+            torch.device("cpu"),
+            torch.float32,
+        )  # the engines' own, set when the first is built
 
     def engine(self, variant: Variant) -> LLM:
-        """The variant's engine, made when it is first asked for."""
+        """The variant's engine, built on first use."""
         if variant not in self._engines:
             llm = self._engines[variant] = self._make(variant)
             self.memory[variant.name] = str(llm.memory)
         return self._engines[variant]
 
     def describe(self) -> None:
-        """Say what figures are measured on. Makes the plain engine."""
+        """Fill `environment`, `device` and `dtype`. Builds the plain engine."""
         keys = keys_of(self.engine(PLAIN))
         self.device, self.dtype = keys.device, keys.dtype
         self.environment = environment.describe(self.device, self.dtype)
 
     def release(self, variants: Sequence[Variant]) -> None:
-        """Give back the memory of their engines."""
+        """Free the memory of these variants' engines."""
         for variant in variants:
             self._engines.pop(variant, None)
         free_memory()
 
     def run_once(self, variant: Variant, jobs: Sequence[Job], most_at_once: int) -> ClientResult:
-        """A run that nothing is kept of."""
+        """Run the jobs without recording anything."""
         return Client(Stepper(self.engine(variant)), most_at_once).run(jobs)
 
     def measure(
@@ -167,9 +170,9 @@ class Benchmark:
         most_at_once: int,
         told_as: str = "",
     ) -> None:
-        """Every round's jobs by every variant; plain decoding comes first where prompts are new.
+        """Run every round's jobs with every variant; for new prompts plain decoding must come first.
 
-        `told_as`: what a round is called when it is told that one begins; "": nothing is told.
+        `told_as`: name of a round in progress lines; "": no such lines.
         """
 
         def run(variant: Variant, number: int) -> None:
@@ -180,7 +183,7 @@ class Benchmark:
         take_turns([partial(run, variant) for variant in variants], len(rounds))
 
     def take(self, cell: Hashable, variant: Variant, number: int, run: ClientResult) -> None:
-        """Keep a run of round `number`, and compare its outputs; those of a prompt that is new are the reference."""
+        """Record a run of round `number`, and compare its outputs; outputs of new prompts become the reference."""
         num_drafts = self.engine(variant).num_speculative_tokens
         found = self.measured.setdefault((cell, variant), Measured(variant, num_drafts))
         found.rounds.setdefault(number, []).append(run)

@@ -1,4 +1,4 @@
-"""What benchmarks need of an engine beyond `LLM`. No other file of them knows how an engine is made.
+"""Access to an engine's internals for benchmarks; the only file of them that depends on the engine's structure.
 
 Shapes: T rows, R requests, M rows that are sampled.
 """
@@ -36,9 +36,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What an engine has counted of itself: steps, where their seconds went, and faults of its drafter.
+    """An engine's own counters: steps, their seconds by part, and faults of its drafter.
 
-    `target`, `draft`: 0 where the host does not see what the device does. The other four make up the host's step.
+    `target`, `draft`: 0 if the host does not see the device's times. The other four add up to the host's step.
     """
 
     steps: int = 0
@@ -58,7 +58,7 @@ class Clock:
 
 
 def clock(llm: LLM) -> Clock:
-    """The engine's own counters, as they stand."""
+    """The engine's own counters now."""
     stats = llm.stats
     return Clock(
         steps=stats.num_steps,
@@ -73,7 +73,7 @@ def clock(llm: LLM) -> Clock:
 
 
 class Stepper:
-    """An engine that is driven step by step: requests may come in between, which `LLM.generate` has no way for."""
+    """An engine driven step by step: requests may be added between steps, which `LLM.generate` does not offer."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -81,13 +81,13 @@ class Stepper:
         self._requests: dict[str, Request] = {}
 
     def add(self, prompt_token_ids: list[int], params: SamplingParams) -> str:
-        """Queue a request; its id. Raises ValueError where it cannot be served."""
+        """Queue a request; returns its id. Raises ValueError if it cannot be served."""
         request = self._queue.add({"prompt_token_ids": prompt_token_ids}, params)
         self._requests[request.request_id] = request
         return request.request_id
 
     def step(self) -> list[Delta]:
-        """One step; what it gave to the requests that were added here."""
+        """Run one step; returns the deltas of the requests added here."""
         self._queue.step()
         deltas: list[Delta] = []
         for request in self._requests.values():
@@ -113,7 +113,7 @@ def model_of(llm: LLM) -> ModelConfig:
 
 
 def keys_of(llm: LLM) -> Tensor:
-    """Keys of the target's first layer: they have the engine's device and dtype."""
+    """Key cache of the target's first layer, which has the engine's device and dtype."""
     return _runner(llm).cache.layers[0].k
 
 
@@ -124,12 +124,12 @@ def drafter_of(llm: LLM) -> Drafter | None:
 
 
 def runs_ahead(llm: LLM) -> bool:
-    """Whether passes are in flight between steps, so that the host's clock tells nothing of them."""
+    """Whether passes are in flight between steps, so that the host's clock cannot time them."""
     return bool(llm.core.runner.async_depth)
 
 
 def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
-    """Blocks for `context` tokens of requests 0, 1 and so on, and something in every cache."""
+    """Assign blocks for `context` tokens to requests 0, 1, ..., and fill every cache with noise."""
     p = _runner(llm)
     each = -(-context // llm.config.block_size)
     width = p.state.block_table_SB.shape[1]
@@ -137,7 +137,7 @@ def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
     assert fits, "the cache has no room for that"
     blocks_RB = 1 + torch.arange(num_requests * each, device=p.state.device).view(num_requests, each)
     for layer in (*p.cache.layers, *p.draft_cache.layers):
-        # layers of a window have fewer blocks: what is far behind lies anywhere
+        # layers with a window have fewer blocks, so far pages share blocks
         layer.block_table_SB[:num_requests, :each] = (blocks_RB - 1) % (len(layer.k) - 1) + 1
         layer.k[: num_requests * each + 1].normal_()
         layer.v[: num_requests * each + 1].normal_()
@@ -146,7 +146,7 @@ def fill_cache(llm: LLM, num_requests: int, context: int) -> None:
 class TargetPass:
     """The target pass of a step: `rows` rows for each of `num_requests`, from position `context` on.
 
-    `last_only`: logits of each request's last row alone, as for a prompt.
+    `last_only`: logits only of each request's last row, as for a prompt.
     """
 
     def __init__(
@@ -163,15 +163,15 @@ class TargetPass:
         self._inputs = (self.tokens_T, self.positions_T, self.slots_T, self.positions_T + 1, sampled_M)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """(logits, tapped states), each operator called for itself."""
+        """(logits, tapped states), computed eagerly."""
         return self._compute(*self._inputs)
 
     def repeat(self) -> tuple[Tensor, ...]:
-        """The computation as the engine repeats it: from the second call on as one graph or one recorded program."""
+        """The pass as the engine replays it: from the second call on as one graph or recorded program."""
         return self._runner.graphs.run(self._key, self._compute, self._inputs)
 
     def calls_of(self, operators: Mapping[str, Sequence[str]]) -> dict[str, Call]:
-        """The calls of some compiled operators alone, after `repeat`; empty where nothing was recorded."""
+        """The calls of only some compiled operators, after `repeat`; empty if nothing was recorded."""
         graphs = self._runner.graphs
         program = graphs.program(self._key) if isinstance(graphs, Recorded) else None
         return {} if program is None else {name: program.part(own) for name, own in operators.items()}
@@ -192,7 +192,7 @@ class TargetPass:
 
 
 def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
-    """The draft pass after a round of `num_drafts` + 1 rows of request 0, of which 3 survived."""
+    """The draft pass after a round with `num_drafts` + 1 rows of request 0, of which 3 survived."""
     p, target, drafter = _runner(llm), TargetPass(llm, num_drafts + 1, context), drafter_of(llm)
     assert drafter is not None
 
@@ -217,7 +217,7 @@ def draft_pass(llm: LLM, context: int, num_drafts: int) -> Call:
 
 @contextlib.contextmanager
 def using(llm: LLM, policy: Policy) -> Iterator[None]:
-    """Inside `with`, the engine's policy is another."""
+    """Context manager that replaces the engine's policy."""
     engine, before = llm.core, llm.core.policy
     engine.policy = policy
     try:
@@ -227,7 +227,7 @@ def using(llm: LLM, policy: Policy) -> Iterator[None]:
 
 
 def asking_for(llm: LLM, num_drafts: int) -> contextlib.AbstractContextManager[None]:
-    """Inside `with`, always so many drafts; 0: plain decoding, in which the drafter sees nothing."""
+    """Context manager for a fixed number of drafts; 0: plain decoding, in which the drafter sees no rows."""
     return using(llm, FixedPolicy(num_drafts))
 
 
@@ -235,10 +235,10 @@ def asking_for(llm: LLM, num_drafts: int) -> contextlib.AbstractContextManager[N
 def captured_step(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Iterator[tuple[Call, Call] | None]:
-    """(a whole decoding step of these requests, its first half: without drafts), each a graph to be run again and
-    again inside `with`. None where no such step was captured.
+    """Context manager with (a whole decoding step of these requests, the step without drafts), each a graph that can be
+    replayed repeatedly. None if no such step was captured.
 
-    What they leave behind on the device is thrown away at the end.
+    Their effects on the device are discarded at the end.
     """
     engine, runner, queue = llm.core, _runner(llm), llm.requests
     num_requests = next((R for R in runner.shapes.buckets if len(prompts) <= R), 0)
@@ -256,7 +256,7 @@ def captured_step(
         engine.drain()
         running = engine.scheduler.running
         if len(running) < len(requests):
-            yield None  # outputs of one token: nothing is decoded
+            yield None  # outputs of one token have no decoding steps
             return
         each = shape.most_sampled
         scheduled = [ScheduledRequest(r.slot, r.num_computed, each, each, shape.num_drafts) for r in running]
@@ -274,13 +274,13 @@ def captured_step(
     finally:
         for request in requests:
             queue.close(request.request_id)
-        engine.recompute_all()  # the device has gone on without the host
+        engine.recompute_all()  # the device's state is ahead of the host's
 
 
 @contextlib.contextmanager
 def steps_of(llm: LLM, most_rows: int, *, is_captured: bool) -> Iterator[None]:
-    """Inside `with`, a step has so many rows at most. `is_captured` False: steps with prompts are neither filled up to
-    sizes that come again, nor do they draft by what was recorded or captured."""
+    """Context manager that limits a step to `most_rows`. `is_captured` False: steps with prompts are not padded to
+    recorded sizes, and draft without recorded or captured passes."""
     scheduler, runner, heads = llm.core.scheduler, _runner(llm), _heads(drafter_of(llm))
     before = scheduler.max_num_batched_tokens, runner.shapes.mixed
     runtimes = [head.runtime for head in heads]
@@ -302,7 +302,7 @@ def steps_of(llm: LLM, most_rows: int, *, is_captured: bool) -> Iterator[None]:
 
 
 def _heads(drafter: Drafter | None) -> list[HeadDrafter]:
-    """The drafter, or the one that it runs for its cost, where that is made around a head."""
+    """The drafter, or replay's inner one, if it is a `HeadDrafter`; else empty."""
     inner = drafter.inner if isinstance(drafter, ReplayDrafter) else drafter
     return [inner] if isinstance(inner, HeadDrafter) else []
 
@@ -314,7 +314,7 @@ def _runner(llm: LLM) -> ModelRunner:
 
 
 class AskingAnyway(AutoPolicy):
-    """Always the most drafts, while costs and acceptance are measured."""
+    """A policy that always asks for the maximum of drafts, while costs and acceptance are measured."""
 
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
         return [self.costs.levels[-1]] * len(asked)
@@ -324,7 +324,7 @@ class AskingAnyway(AutoPolicy):
 
 
 def asking_anyway(llm: LLM) -> AskingAnyway:
-    """A policy for measuring, which learns about acceptance from nothing and forgets nothing."""
+    """A policy for measuring: acceptance starts without data and never decays."""
     auto = llm.core.policy
     assert isinstance(auto, AutoPolicy)
     return AskingAnyway(auto.costs, Acceptance(auto.acceptance.num_drafts, memory=1.0))

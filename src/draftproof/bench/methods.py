@@ -1,4 +1,4 @@
-"""Draft methods side by side: each drafter takes turns with plain decoding on the same questions."""
+"""Compares draft methods: each drafter takes turns with plain decoding on the same questions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 8  # tokens that each engine decodes before the clock runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt. `reference`: the number that answers it, where there is one."""
+    """A prompt. `reference`: the number that answers it, if any."""
 
     id: str
     token_ids: list[int]
@@ -28,8 +28,8 @@ class Question:
 
 
 class Comparison(Benchmark):
-    """The methods, each in a cell with plain decoding: batch by batch they take turns, and of the repeats each batch's
-    fastest counts. A drafter that learns from what it has seen starts anew in each repeat.
+    """The methods, each in a cell with plain decoding: they take turns batch by batch, and the fastest of a batch's
+    repeats counts. A drafter that learns from outputs starts anew in each repeat.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Comparison(Benchmark):
         prompts, count = [q.token_ids for q in questions], len(questions)
         indices = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
         self._batches = [workload.jobs(prompts, batch, params) for batch in indices]
-        # other text: who learns from others' answers must not have seen these
+        # reversed text: a drafter that learns from earlier outputs must not have seen the questions
         self._warm_up = [Job(0, prompts[0][::-1], dataclasses.replace(params, max_tokens=WARM_UP))]
 
     def run(self) -> None:
-        """Everything."""
+        """Measure all methods."""
         self.tell("plain: loading")
         self.describe()
         assert not self.engine(PLAIN).num_speculative_tokens, "the plain engine drafts"
@@ -81,14 +81,14 @@ class Comparison(Benchmark):
                 self.release([method])
 
     def take(self, cell: object, variant: Variant, number: int, run: ClientResult) -> None:
-        """ValueError for a question that cannot be served: there is nothing to compare."""
+        """See `Benchmark.take`. ValueError for a question that failed, as there is nothing to compare."""
         for timing, output in zip(run.timings, run.outputs, strict=True):
             if output.error is not None:
                 raise ValueError(f"question {self._questions[timing.index].id}: {output.error}")
         super().take(cell, variant, number, run)
 
     def records(self) -> list[Record]:
-        """A row each, plain first, as they go to methods.json; methods that were not asked everything are left out."""
+        """A row per method for methods.json, plain first; methods that did not finish all batches are left out."""
         pairs = [
             (self.measured[method, PLAIN], its)
             for method in self._methods
@@ -102,7 +102,7 @@ class Comparison(Benchmark):
         return [self._record(its, plain) for plain, its in [(together, together), *pairs]]
 
     def _record(self, measured: Measured, plain: Measured) -> Record:
-        """`plain`: what ran beside it."""
+        """The row of a method; `plain`: plain decoding in the same cell."""
         stats, outputs = measured.tally.speculation, measured.outputs
         scores = [
             is_right(outputs[i].outputs[0].text, question.reference)
@@ -126,7 +126,7 @@ class Comparison(Benchmark):
 
 
 def is_right(answer: str, reference: str) -> bool:
-    """Whether the number after the last `####`, else the last number of the answer, is that of the reference."""
+    """Whether the number after the last `####`, else the answer's last number, equals the reference."""
     marked = answer.rpartition("####")[2]
     found = [_number(text) for text in re.findall(r"-?\d[\d,]*\.?\d*", marked)]
     return bool(found) and found[0 if "####" in answer else -1] == _number(reference)
@@ -137,10 +137,10 @@ def _number(text: str) -> float:
 
 
 def find(folder: Path, target: Path) -> tuple[list[Variant], list[str]]:
-    """Every draft checkpoint in the subfolders of `folder` that may fit the target in the folder `target`, and a line
-    for each that does not: a head that names another target, a language model that is no smaller.
+    """(draft checkpoints in the subfolders of `folder` that may match the target in the folder `target`, a line for
+    each that does not: a head that names another target, a language model that is not smaller).
 
-    ValueError where `folder` holds no checkpoint.
+    ValueError if `folder` contains no checkpoint.
     """
     methods, notes = [], []
     configs = sorted(folder.glob("*/config.json"))
@@ -164,7 +164,7 @@ def find(folder: Path, target: Path) -> tuple[list[Variant], list[str]]:
 
 
 def _misfit(directory: Path, target: Path) -> str | None:
-    """What can be told without loading the target."""
+    """Why a checkpoint does not match, as far as known without loading the target; else None."""
     if not detect.is_draft_head(directory):
         own, most = _num_bytes(directory), _num_bytes(target)
         return f"a language model of {own} bytes, the target has {most}" if own >= most else None

@@ -1,6 +1,6 @@
-"""What an engine's passes should take, and do take: rooflines of decoding steps, times of single passes and of kernels.
+"""Predicted and measured times of an engine's passes: rooflines of decoding steps, times of single passes and kernels.
 
-On a CPU the engine's own clock tells target from drafter. A GPU runs a whole step as one graph, ahead of any clock.
+On a CPU the engine's own clock separates target and drafter. A GPU runs a whole step as one graph, asynchronously.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 def draft_cost(llm: LLM, requests: int, context: int, num_drafts: int, itemsize: int = 2) -> Cost | None:
-    """The drafts after a round of 1 + `num_drafts` rows a request; None where nobody has counted them."""
+    """Cost of the drafts after a round with 1 + `num_drafts` rows per request; None if it is unknown."""
     drafter, rows = internals.drafter_of(llm), 1 + num_drafts
     if drafter is None or not num_drafts:
         return Cost()
@@ -36,9 +36,9 @@ def draft_cost(llm: LLM, requests: int, context: int, num_drafts: int, itemsize:
 def round_seconds(
     llm: LLM, requests: int, context: int, num_drafts: int, peaks: Peaks = H200, itemsize: int = 2
 ) -> float | None:
-    """The least time of a decoding step: the target's pass over 1 + `num_drafts` rows a request, then the drafts.
+    """Minimum time of a decoding step: the target's pass over 1 + `num_drafts` rows per request, then the drafts.
 
-    None where nobody has counted what the drafter does.
+    None if the drafter's cost is unknown.
     """
     draft = draft_cost(llm, requests, context, num_drafts, itemsize)
     if draft is None:
@@ -48,9 +48,9 @@ def round_seconds(
 
 
 def roofline_share(llm: LLM, runs: Sequence[ClientResult], peaks: Peaks, num_drafts: int) -> float | None:
-    """The least time that the decoding steps can take, over the time they took.
+    """Minimum time of the decoding steps, divided by the measured time.
 
-    None where there was no such step, or nobody has counted what the drafter does.
+    None if there was no such step, or the drafter's cost is unknown.
     """
     itemsize = internals.keys_of(llm).element_size()
     least = took = 0.0
@@ -69,8 +69,8 @@ def device_split(
 ) -> Figures | None:
     """Device seconds of one captured decoding step of these requests: `step`, and `verify` without its drafts.
 
-    They are measured by running its graph again and again on live requests, beside a graph of its first half. None
-    where no such step was captured. `seconds`: of one call; by default between CUDA events.
+    Measured by replaying its graph on live requests, and a graph of its first half. None if no such step was captured.
+    `seconds`: times a call; by default with CUDA events.
     """
     seconds = seconds or _device_seconds
     with internals.captured_step(llm, [job.prompt_token_ids for job in jobs], jobs[0].params) as step:
@@ -78,7 +78,7 @@ def device_split(
 
 
 def _device_seconds(call: Call) -> float:
-    """Time of one call, by events around several."""
+    """Time of one call, from CUDA events around several."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(WARM + TIMED):
         if number == WARM:
@@ -90,7 +90,7 @@ def _device_seconds(call: Call) -> float:
 
 
 def seconds_alone(call: Call, device: str, repeats: int = 3) -> float:
-    """Least time of a call: on a GPU inside a CUDA graph, by events."""
+    """Minimum time of a call; on a GPU inside a CUDA graph, by events."""
     if device.startswith("cuda"):
         from draftproof.matmul.gpu_planner import TimedGraph
 
@@ -107,7 +107,7 @@ def host_seconds(call: Call, count: int) -> float:
 
 
 def kernels_of(call: Call, device: str, repeats: int = 4) -> list[str]:
-    """A line for each of the kernels that take most of a call's time."""
+    """A line for each of the kernels with the most time in a call."""
 
     def run() -> None:
         for _ in range(repeats):

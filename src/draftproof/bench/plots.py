@@ -1,4 +1,4 @@
-"""A benchmark's plots as PNG files. Needs matplotlib, which `pip install draftproof[bench]` brings."""
+"""A benchmark's plots as PNG files. Needs matplotlib, from `pip install draftproof[bench]`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _pyplot() -> Any:
 
 
 def draw_sweep(folder: Path, runs: Sequence[Record]) -> list[str]:
-    """The names of the files written: a plot for which nothing was measured is left out, and an older one removed."""
+    """Draw the plots; returns the names of the files. A plot without data is not written; an older one is removed."""
     pyplot = _pyplot()
     plots: dict[str, Callable[[Any, Sequence[Record]], bool]] = {
         "speedup.png": _speedup,
@@ -50,7 +50,7 @@ def draw_sweep(folder: Path, runs: Sequence[Record]) -> list[str]:
 
 
 def draw_predictions(file: Path, predictions: Sequence[Prediction]) -> None:
-    """Predicted speed-up over the number of requests, and the number of drafts beside each point."""
+    """Draw the predicted speed-up over the number of requests, with the number of drafts at each point."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     axes.plot([p.num_requests for p in predictions], [p.speedup for p in predictions], marker="o")
@@ -64,7 +64,7 @@ def draw_predictions(file: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def _by_batch(axes: Any, runs: Sequence[Record], key: str) -> bool:
-    """A line of `key` over the batch sizes for each variant (and rate)."""
+    """Draw `key` over the batch sizes, a line per variant (and rate)."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
         if run.get(key) is not None:
@@ -113,7 +113,7 @@ def _acceptance(axes: Any, runs: Sequence[Record]) -> bool:
 
 
 def draw_acceptance(path: Path, rows: Sequence[Record]) -> None:
-    """Acceptance by position, a line for each domain and temperature."""
+    """Draw acceptance by position, a line per domain and temperature."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for row in rows:
@@ -151,7 +151,7 @@ def _title_in_cell(run: Record) -> str:
 
 
 def draw_methods(folder: Path, rows: Sequence[Record]) -> list[str]:
-    """Speed-up, where a step's time goes, and acceptance by position, side by side; the name of the file."""
+    """Draw speed-up, parts of a step's time, and acceptance by position, side by side; returns the file's name."""
     pyplot = _pyplot()
     figure, (left, middle, right) = pyplot.subplots(
         1, 3, figsize=(13, 0.34 * len(rows) + 1.6), layout="constrained", width_ratios=(3, 4, 4)

@@ -1,4 +1,4 @@
-"""A benchmark's results as files in one folder: one of JSON, a page for people, plots where matplotlib is installed."""
+"""A benchmark's results as files in one folder: JSON, a Markdown page, and plots if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from draftproof.bench.figures import HOST_PARTS, title
 from draftproof.bench.peers import MEMORY
 
 Record = Mapping[str, Any]
-Results = Mapping[
-    str, Any
-]  # settings, environment, notes, rows of figures, and what a benchmark has beside them
-Column = tuple[str, str, str | Callable[[Any], str]]  # title, key, and the format of what stands under it
+Results = Mapping[str, Any]  # settings, environment, notes, rows of figures, and a benchmark's own entries
+Column = tuple[str, str, str | Callable[[Any], str]]  # title, key, and format of the cells
 
-MOST_POSITIONS = 5  # in the table of methods; methods.json has all
-# Share of right answers. A score near 0 says nothing of a drafter, since it can hardly fall.
+MOST_POSITIONS = 5  # acceptance positions in the table of methods; methods.json has all
+# Share of right answers below which scores are not shown: a score near 0 cannot show a drafter's effect.
 WORTH_SHOWING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one kind of benchmark is shown. `stem`: of its files; `rows`: where its figures are in the results."""
+    """How one kind of benchmark is shown. `stem`: of its files' names; `rows`: key of its figures in the results."""
 
     stem: str
     rows: str
@@ -35,7 +33,7 @@ class Form:
 
 
 def write(folder: Path, form: Form, results: Results) -> list[str]:
-    """The names of the files written, over what was there. ValueError where the folder cannot be written."""
+    """Write the files, replacing old ones; returns their names. ValueError if the folder cannot be written."""
     names = [f"{form.stem}.json", f"{form.stem}.md"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +46,7 @@ def write(folder: Path, form: Form, results: Results) -> list[str]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: it becomes text, as `vllm bench` writes it."""
+    """`value` with infinities and NaN as text, as in `vllm bench`, since JSON has none."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -57,7 +55,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Record]) -> list[str]:
-    """One line a row; columns that nothing stands in are left out."""
+    """A Markdown table, one line per row; empty columns are left out."""
     cells = [[_cell(row.get(key), form) for row in rows] for _, key, form in columns]
     shown = [(title, own) for (title, _, _), own in zip(columns, cells, strict=True) if any(own)]
     lines = [[title for title, _ in shown], ["---"] * len(shown)]
@@ -76,7 +74,7 @@ def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
 
 
 def _section(heading: str, columns: Sequence[Column], rows: Sequence[Record]) -> list[str]:
-    """A table under a title; nothing without rows."""
+    """A table with a heading; empty without rows."""
     return [f"## {heading}", "", *table(columns, rows), ""] if rows else []
 
 
@@ -85,14 +83,14 @@ def _page(results: Results, parts: Sequence[str]) -> str:
 
 
 def _shares(most: int | None) -> Callable[[Sequence[float]], str]:
-    """Shares by position, the first `most` of them."""
+    """A format for shares by position that shows the first `most`."""
     return lambda shares: (
         " ".join(f"{share:.2f}" for share in shares[:most]) + (" ..." if most and len(shares) > most else "")
     )
 
 
 def identity(rows: Sequence[Record]) -> str:
-    """What the comparison of plain and speculative outputs rests on."""
+    """The line on whether plain and speculative outputs are equal, and what that is based on."""
     if verdict(rows) is None:
         return "identical: no draft was accepted, so nothing is proved"
     drafting = [row for row in rows if row["num_speculative_tokens"]]
@@ -107,7 +105,7 @@ def identity(rows: Sequence[Record]) -> str:
 
 
 def verdict(rows: Sequence[Record]) -> bool | None:
-    """Whether all outputs were the plain ones; None where no draft was accepted, which proves nothing."""
+    """Whether all outputs equal the plain ones; None if no draft was accepted, which proves nothing."""
     if any(row["num_different"] for row in rows):
         return False
     return True if any(row["num_accepted"] for row in rows) else None
@@ -208,7 +206,7 @@ def sweep_page(results: Results) -> str:
 
 
 def beside_others(found: Record | None) -> list[str]:
-    """Other engines: two tables, and what they rest on."""
+    """Comparison with other engines: two tables, and notes on how they were measured."""
     if found is None:
         return []
     rows = [
@@ -278,7 +276,7 @@ METHOD_COLUMNS: tuple[Column, ...] = (
 
 
 def methods_page(results: Results) -> str:
-    """The table of the methods, and under it what it rests on."""
+    """The page of the methods: the table, and notes on how it was measured."""
     rows, s, e = results["methods"], results["settings"], results["environment"]
     parts = [
         f"# Draft methods on {results['model']}",
@@ -297,7 +295,7 @@ def methods_page(results: Results) -> str:
 
 
 def methods_table(rows: Sequence[Record]) -> list[str]:
-    """One line a method."""
+    """The table of the methods, one line each."""
     scores = any(row["num_right"] >= max(1, WORTH_SHOWING * row["num_asked"]) for row in rows)
     shown = [
         {

@@ -1,6 +1,6 @@
-"""The least time that a pass can take: its bytes and its arithmetic on a machine's datasheet.
+"""Roofline: the minimum time of a pass, from its bytes and operations and a device's datasheet.
 
-What a target's pass costs is counted by `models.cost`, what a drafter's round costs by the drafter itself.
+Costs of target passes come from `models.cost`, costs of draft rounds from the drafter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from draftproof.models.cost import Cost
 
 @dataclass(frozen=True)
 class Peaks:
-    """A device in 16-bit arithmetic: what its memory delivers and what its matrix units sustain, a second."""
+    """A device's peaks per second: memory bandwidth in bytes, and sustained 16-bit operations of its matrix units."""
 
     bytes: float
     flops: float
 
 
 H200 = Peaks(4.8e12, 790e12)
-# Bytes from datasheets; H100 has H200's chip, A100's units sustain the same share of their 312 TFLOP/s.
+# Bytes from datasheets; H100 has H200's chip, A100 is assumed to sustain the same share of its 312 TFLOP/s.
 KNOWN = {
     "H200": H200,
     "H100 80GB HBM3": Peaks(3.35e12, 790e12),
@@ -29,10 +29,10 @@ KNOWN = {
 
 
 def peaks_of(device_name: str) -> Peaks | None:
-    """Peaks of the GPU that calls itself so; None where nobody has written them down."""
+    """Peaks of the GPU with this name; None if not listed."""
     return next((peaks for name, peaks in KNOWN.items() if name in device_name), None)
 
 
 def seconds(cost: Cost, peaks: Peaks = H200) -> float:
-    """Bytes or arithmetic, whichever takes longer. The tables in docs/ are of an H200."""
+    """Time for bytes or operations, whichever is longer. The tables in docs/ are for an H200."""
     return max(cost.bytes / peaks.bytes, cost.flops / peaks.flops)

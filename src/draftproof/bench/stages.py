@@ -1,4 +1,4 @@
-"""What scripts that measure or check an engine in stages share: flags, the order of stages, the log of checks."""
+"""Shared by scripts that measure or check an engine in stages: flags, the order of stages, the log of checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parser(doc: str | None, stages: Sequence[str]) -> argparse.ArgumentParser:
 
 @dataclass
 class CheckLog:
-    """One line a check, as soon as it is known."""
+    """Prints and counts checks, one line each."""
 
     num_passed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -45,14 +45,14 @@ class CheckLog:
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """An exception inside is a failed check; what comes after goes on."""
+        """Context manager that turns an exception into a failed check, so that later stages still run."""
         try:
             yield
         except Exception:
             self.check(name, False, f"raised\n{traceback.format_exc(limit=-6)}")
 
     def finish(self) -> int:
-        """The summary; the exit status."""
+        """Print the summary; returns the exit status."""
         for name in self.failed:
             print(f"failed: {name}")
         print(f"{self.num_passed} checks passed, {len(self.failed)} failed", flush=True)
@@ -60,7 +60,7 @@ class CheckLog:
 
 
 def run_stages(log: CheckLog, wanted: str, stages: Mapping[str, Callable[[], object]]) -> int:
-    """Every wanted stage, then the summary; ValueError for a name that is none."""
+    """Run every wanted stage, then print the summary; returns the exit status. ValueError for an unknown name."""
     names = wanted.split(",")
     unknown = [name for name in names if name not in stages]
     if unknown:
@@ -81,6 +81,6 @@ def synchronize(device: str) -> None:
 
 
 def describe(device: str) -> str:
-    """The machine, for the head of a report."""
+    """The machine, for a report's header."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores"
     return f"{name}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""A sweep over batch sizes and request rates: plain decoding beside each way of drafting, all outputs compared."""
+"""A sweep over batch sizes and request rates: plain decoding and each drafting variant, all outputs compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["latency", "throughput", "serve-like"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting of the sweep. `rate`: requests a second, where they arrive by themselves."""
+    """One setting of the sweep. `rate`: arriving requests per second; None: no arrival times."""
 
     batch_size: int
     rate: float | None = None
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured. `peaks` None: the device's own, where they are known."""
+    """Settings of a sweep. `peaks` None: the device's, if known."""
 
     kind: Kind
     batch_sizes: Sequence[int]
@@ -51,8 +51,8 @@ class Settings:
 
 
 class Suite(Benchmark):
-    """The sweep. On a CPU, whose speed drifts, the variants take turns where all engines fit into memory at once; on a
-    GPU one engine after the other has the memory to itself.
+    """The sweep. On a CPU, whose speed drifts, the variants take turns if all engines fit into memory at once; on a GPU
+    engines run one after the other, each with the whole memory.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Suite(Benchmark):
         self.peaks = settings.peaks
 
     def run(self) -> None:
-        """Everything."""
+        """Measure all cells and variants."""
         self.describe()
         if self.peaks is None and self.dtype.itemsize == 2:
             self.peaks = peaks_of(self.environment["device"])
@@ -86,13 +86,13 @@ class Suite(Benchmark):
             self.release(group)
 
     def _fit_together(self) -> bool:
-        """Whether all engines can be in memory at once; one with a drafter is taken for twice a plain one."""
+        """Whether all engines fit into memory at once; one with a drafter counts as two plain ones."""
         used = self.engine(PLAIN).memory
         needed = 2 * len(self._variants) * (used.weights + used.kv)
         return self.device.type == "cpu" and needed <= free_bytes(self.device) / 2
 
     def jobs(self, cell: Cell, iteration: int) -> list[Job]:
-        """`latency`: one batch, walking through the prompts; else all of them."""
+        """The jobs of an iteration. `latency`: the next batch of prompts; else all prompts."""
         count, settings = len(self.prompts), self._settings
         if settings.kind == "latency":
             first = iteration * cell.batch_size
@@ -112,7 +112,7 @@ class Suite(Benchmark):
         save(self._recordings, outputs)
 
     def _measure(self, group: Sequence[Variant], cell: Cell) -> None:
-        """The variants of one group in one cell, taking turns."""
+        """Measure the variants of one group in one cell, taking turns."""
         batch, num_iters = cell.batch_size, self._settings.num_iters
         indices = [job.index for job in self.jobs(cell, 0)[:batch]]
         for variant in group:
@@ -133,7 +133,7 @@ class Suite(Benchmark):
             found.device_split = passes.device_split(llm, self.jobs(cell, 0)[: cell.batch_size])
 
     def records(self) -> list[Record]:
-        """One for each cell and variant, plain first, as they go to results.json."""
+        """One record per cell and variant, plain first, for results.json."""
         found = []
         for cell in self._settings.cells:
             records = [
@@ -145,7 +145,7 @@ class Suite(Benchmark):
         return found
 
     def _against_plain(self, record: Record, plain: Record) -> Record:
-        """`speedup`: of the throughput; where requests come at a rate, of the time per output token."""
+        """`speedup` in throughput; if requests arrive at a rate, in time per output token."""
         if self._settings.kind != "serve-like":
             return {"speedup": record["output_throughput"] / (plain["output_throughput"] or 1.0)}
         own = record["mean_tpot_ms"]

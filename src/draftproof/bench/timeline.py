@@ -1,4 +1,4 @@
-"""When the device was busy, from what the profiler saw. Times in nanoseconds."""
+"""When the device was busy, from profiler events. Times in nanoseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time of all intervals, as intervals that neither overlap nor touch, in order."""
+    """Union of the intervals, as sorted intervals that neither overlap nor touch."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -34,7 +34,7 @@ def gaps(intervals: Iterable[Interval]) -> list[int]:
 
 
 def idle_share(intervals: Iterable[Interval], shortest: int = 0) -> float:
-    """Share of the time from first start to last end in pauses of at least `shortest`; 1.0 where there is no time."""
+    """Share of the time from first start to last end in pauses of at least `shortest`; 1.0 for an empty time."""
     merged = merge(intervals)
     if not merged or merged[-1][1] == merged[0][0]:
         return 1.0
@@ -52,13 +52,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`work`: kernels and copies; `waits`: calls in which the host did nothing but wait for the device."""
+    """`work`: kernels and copies; `waits`: calls in which the host only waited for the device."""
 
     work: list[Event]
     waits: list[Event]
 
     def steady(self) -> Timeline:
-        """Without the first tenth of the time, in which the profiler itself warms up."""
+        """The timeline without its first tenth, in which the profiler warms up."""
         if not self.work:
             return self
         first, last = min(e.start for e in self.work), max(e.end for e in self.work)
@@ -70,7 +70,7 @@ class Timeline:
         return [(e.start, e.end) for e in self.work if not e.name.startswith(COPIES)]
 
     def largest(self, count: int) -> list[tuple[str, int, int]]:
-        """(name, total time, how often) of the work that took longest in all."""
+        """(name, total time, count) of the work with the most total time."""
         times: Counter[str] = Counter()
         numbers: Counter[str] = Counter()
         for e in self.work:
@@ -80,11 +80,11 @@ class Timeline:
 
 
 def record(run: Callable[[], None], device: str) -> Timeline:
-    """What `run` did on the device; on a CPU, torch's operators, which tries the code and tells nothing."""
+    """Profile `run` on the device; on a CPU torch's operators, which only tests the code."""
     cuda = device.startswith("cuda")
     activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
     if cuda:
-        with profile(activities=activities):  # the first use of a process sets up much
+        with profile(activities=activities):  # the first use in a process includes setup
             torch.zeros(1, device=device).add_(1)
             torch.cuda.synchronize()
     with profile(activities=activities) as profiler:
@@ -105,7 +105,7 @@ def record(run: Callable[[], None], device: str) -> Timeline:
 
 
 def idle(run: Callable[[], None], device: str) -> float:
-    """The share of the time in which the device computed nothing, once the profiler itself is warm."""
+    """Share of the time in which the device was idle, after the profiler's warm-up."""
     return idle_share(record(run, device).steady().kernels())
 
 

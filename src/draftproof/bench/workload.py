@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts of random ids, the jobs of an iteration, and when they arrive."""
+"""A benchmark's requests: prompts of random ids, the jobs of an iteration, and arrival times."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ FIRST_ID = 10  # most vocabularies begin with special tokens
 def random_prompts(
     count: int, length: int, range_ratio: float, vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """`count` prompts of random ids, all different, each `length` tokens give or take the share `range_ratio`."""
+    """`count` prompts of random ids, with lengths drawn from `length` * (1 - `range_ratio`) to (1 + `range_ratio`)."""
     generator = random.Random(seed)
     low, high = max(1, math.floor(length * (1 - range_ratio))), math.ceil(length * (1 + range_ratio))
     return random_ids([generator.randint(low, high) for _ in range(count)], vocab_size, generator)
 
 
 def random_ids(lengths: Sequence[int], vocab_size: int, generator: random.Random) -> list[list[int]]:
-    """A prompt of each length."""
+    """One prompt of random ids per length."""
     first = FIRST_ID if vocab_size > 2 * FIRST_ID else 0
     return [[generator.randrange(first, vocab_size) for _ in range(n)] for n in lengths]
 
 
 def cycled(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`count` prompts, from the start again where there are fewer."""
+    """`count` prompts, repeated cyclically if there are fewer."""
     return [prompts[i % len(prompts)] for i in range(count)]
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start, ascending; the first is 0. `rate`: requests a second; infinite: all at once.
+    """Arrival times in seconds, ascending; the first is 0. `rate`: requests per second; infinite: all at once.
 
-    The gaps are gamma-distributed: `burstiness` 1 is a Poisson process, less comes in bursts, more is steadier,
-    infinity is a fixed rate.
+    The gaps are gamma-distributed: `burstiness` 1 is a Poisson process, below 1 bursty, above 1 steadier, infinity a
+    fixed rate.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -55,7 +55,7 @@ def jobs(
     params: SamplingParams,
     times: Sequence[float] | None = None,
 ) -> list[Job]:
-    """One for each of `indices`; a prompt keeps its own seed in every run and batch."""
+    """One job for each of `indices`; a prompt has the same seed in every run and batch."""
     given: Sequence[float | None] = [None] * len(indices) if times is None else times
     return [
         Job(i, prompts[i], dataclasses.replace(params, seed=i), arrival)

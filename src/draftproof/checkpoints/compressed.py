@@ -1,7 +1,7 @@
-"""Heads whose weights are stored in fp8, as compressed-tensors writes them: read as the numbers that they stand for.
+"""Heads with fp8 weights in compressed-tensors format: dequantized when read.
 
-A weight X is e4m3 with scales beside it, X_scale: one, one for each row, or one for each block. What a scheme says of
-activations is for engines that compute in fp8; drafts computed from exact rows are no worse.
+A weight X is e4m3 with scales in X_scale: one, one per row, or one per block. A scheme's settings for activations are
+ignored: they are for engines that compute in fp8, and drafts from unquantized activations are no worse.
 Shapes: N outputs, K inputs.
 """
 
@@ -18,10 +18,10 @@ from draftproof.models.weights import Weights, check_dense
 from draftproof.schema import check_known, shown, words
 
 _KEY = "quantization_config"
-_PARTS = ("transformer_layer_config", "text_config")  # configs within a head's own
+_PARTS = ("transformer_layer_config", "text_config")  # configs nested in a head's config
 _FP8 = torch.float8_e4m3fn
 _STRATEGIES = ("tensor", "channel", "block")
-# The keys that are not read say how the numbers were found, or what engines that compute in fp8 do.
+# Keys that are not read describe the calibration, or are for engines that compute in fp8.
 _SCHEME_KEYS = words(
     """quant_method format config_groups ignore version quantization_status global_compression_ratio kv_cache_scheme
     sparsity_config transform_config run_compressed"""
@@ -36,13 +36,13 @@ _SUPPORTED = "supported: compressed-tensors in format 'float-quantized'; or take
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How weights are stored. `block`: rows and columns that share a scale, where the file has blocks."""
+    """How weights are stored. `block`: rows and columns that share a scale; None: no blocks."""
 
     block: tuple[int, int] | None
 
 
 def split(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Scheme | None]:
-    """(a head's config without what it says of quantisation, the scheme or None). ValueError for other schemes."""
+    """(a head's config without quantization keys, the scheme or None). ValueError for other schemes."""
     plain = {key: value for key, value in raw.items() if key != _KEY}
     found = raw.get(_KEY)
     for part in _PARTS:
@@ -54,8 +54,8 @@ def split(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Scheme | 
 
 
 def dequantized(stored: Weights, scheme: Scheme) -> Weights:
-    """The weights, fp32 where fp8 is stored. A scale without such a weight stays a tensor, for which a head has no
-    place."""
+    """The weights; fp8 ones as fp32. A scale without an fp8 weight stays in the list, where the head rejects it as
+    unused."""
 
     def read(name: str) -> Tensor:
         tensor = stored.read(name)
@@ -95,8 +95,8 @@ def _scheme(found: Any, where: str) -> Scheme:
 
 
 def _block(group: Any, where: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale in one group of weights; None where it has no blocks. ValueError for
-    numbers other than e4m3 and for other strategies."""
+    """(rows, columns) that share a scale in one group of weights; None without blocks. ValueError for formats other
+    than e4m3 and for other strategies."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise ValueError(f"{where}: weights={shown(weights)}: must be a dict")
@@ -124,7 +124,7 @@ def _block(group: Any, where: str) -> tuple[int, int] | None:
 
 
 def _spread(scale: Tensor, weight: Tensor, scheme: Scheme) -> Tensor:
-    """The scales in fp32, in a shape that multiplies the weight. ValueError for what cannot be its scales."""
+    """The scales in fp32, broadcastable to the weight. ValueError if they do not fit the weight."""
     if weight.ndim != 2:
         raise ValueError(f"is for a weight of shape {list(weight.shape)}: must be for a matrix")
     scale = scale.float()

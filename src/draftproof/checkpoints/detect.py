@@ -1,4 +1,4 @@
-"""The format of a draft checkpoint: told by its content, never by its path."""
+"""Detects the format of a draft checkpoint, by its content, never by its path."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _READERS = (*_HEADS, language_model)  # the first that matches reads
 def read(
     directory: Path, weights: WeightSource | None = None, overrides: Mapping[str, Any] | None = None
 ) -> DraftCheckpoint:
-    """The checkpoint in `directory`, with `weights` where given instead of the files there, and `overrides` in place
-    of config.json's own keys.
+    """The checkpoint in `directory`. `weights` replaces the files' tensors, `overrides` replaces keys of config.json.
 
-    ValueError where no format fits.
+    ValueError if no format matches.
     """
     raw, _ = read_raw(directory, overrides)
     for reader in _READERS:
@@ -61,7 +60,7 @@ def is_draft_head(directory: Path, overrides: Mapping[str, Any] | None = None) -
 
 
 def target_of(checkpoint: DraftCheckpoint) -> str | None:
-    """The target the checkpoint names: an absolute path, one relative to it, a folder beside it, or a hub id."""
+    """The target that the checkpoint names: a hub id, or a path, absolute or relative to its folder or the parent."""
     name = checkpoint.target
     if name is None:
         return None

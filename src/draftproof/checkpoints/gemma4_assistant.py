@@ -26,7 +26,7 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The assistant in `directory`. All its layers borrow keys and values, whether the file says so or not."""
+    """The assistant in `directory`. All its layers read the target's keys and values, even if the file omits that."""
     where = str(directory / "config.json")
     check_keys(raw, where, _OWN_KEYS | TOWER_KEYS)
     within = f"{where}: text_config"

@@ -1,4 +1,4 @@
-"""MTP modules that came with their target, in its own files: a key of its config.json says how many."""
+"""MTP modules stored in the target's own files; a key of its config.json says how many."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ KEY = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNaming:
-    """How a family names its modules' tensors. `modules`: the list they are in; `after_layers`: it is the list of the
-    target's layers, which they follow; `names`: those of the tensors around the decoder layer, in the order of
-    `_OURS`; `is_one`: no list, but one module, with its decoder layer in a list; `key`: of the config, how many."""
+    """How a family names its modules' tensors. `modules`: name of their list; `after_layers`: they follow the target's
+    layers in the layers' list; `names`: the tensors outside the decoder layer, in the order of `_OURS`; `is_one`: a
+    single module without a list, whose decoder layer is in a list; `key`: config key with the number of modules."""
 
     modules: str
     after_layers: bool
@@ -34,7 +34,7 @@ class ModuleNaming:
     key: str = KEY
 
     def split(self, name: str) -> tuple[int, str] | None:
-        """(the module's number, the tensor's name in it); None where it is none of theirs."""
+        """(module number, name within the module); None if the tensor is not a module's."""
         number = "" if self.is_one else r"\.(\d+)"
         match = re.fullmatch(rf"(?:model\.)?{self.modules}{number}\.(.+)", name)
         if match is None:
@@ -42,7 +42,7 @@ class ModuleNaming:
         return (0, match[1].removeprefix("layers.0.")) if self.is_one else (int(match[1]), match[2])
 
     def joined(self, number: int, rest: str) -> str:
-        """The other way round."""
+        """The inverse of `split`: the full name."""
         if not self.is_one:
             return f"model.{self.modules}.{number}.{rest}"
         is_around = rest.rpartition(".")[0] in self.names
@@ -76,10 +76,10 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the ta
 def read(
     directory: Path, weights: WeightSource | None = None, overrides: Mapping[str, Any] | None = None
 ) -> DraftCheckpoint:
-    """The modules of the target in `directory`, with `weights` where given instead of the files there, and `overrides`
-    in place of config.json's own keys.
+    """The modules of the target in `directory`. `weights` replaces the files' tensors, `overrides` replaces keys of
+    config.json.
 
-    ValueError where there are none, naming what config.json says and what the files hold.
+    ValueError if there are none, with what config.json says and what the files hold.
     """
     raw, where = read_raw(directory, overrides)
     target = language_model(raw, where)
@@ -109,7 +109,7 @@ def read(
 
 
 def _layer(target: ModelConfig) -> ModelConfig:
-    """The config of a module's layer, which is like the target's last ones: with experts, where there are any."""
+    """The config of a module's layer: like the target's last layer, with experts if any layer has them."""
     last = target.layers[-1]
     ffns = [layer.ffn for layer in reversed(target.layers)]
     ffn = next((ffn for ffn in ffns if isinstance(ffn, ExpertsConfig)), last.ffn)
@@ -117,7 +117,7 @@ def _layer(target: ModelConfig) -> ModelConfig:
 
 
 def _modules(directory: Path, naming: ModuleNaming, num_layers: int, num: int) -> Weights:
-    """The modules' tensors under our names; ValueError where a module is not there."""
+    """The modules' tensors under our names; ValueError if a module is missing."""
     files = Weights.open(directory)
     first = num_layers if naming.after_layers else 0
     theirs: dict[str, str] = {}

@@ -23,14 +23,12 @@ from draftproof.schema import flag, ids, reject_unknown_keys, section, texts, wh
 # keys of a flat config that describe the head, not its layers
 _OWN_KEYS = {"draft_vocab_size", "target_hidden_size", "norm_before_fc", "fc_norm", "norm_output"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_FUSES = (
-    "use_aux_hidden_state"  # whether states of several layers are fused; false: one state, without an `fc`
-)
+_FUSES = "use_aux_hidden_state"  # whether several layers' states are fused; false: one state, no `fc`
 _OWN_KEYS |= {"qkv_bias", "bias", "eagle_config", _TAPS, "norm_before_residual"}
 _OWN_KEYS |= {"mask_token_id", "pard_token", "ptd_token_id"}
 # keys of training frameworks and of the target's config, without meaning for a head that has no windows
 _HARMLESS_KEYS = ("modal_type", "max_window_layers")
-# `eagle_config` spells out what the format always means; a head for which it says otherwise is another network
+# keys of `eagle_config` and the only supported values: with others the head would be another network
 _USUAL = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -39,8 +37,8 @@ _USUAL = {
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """Whether the folder has this format: by a key, by the architecture's name, else by tensors, since the config of
-    EAGLE-1 is an ordinary Llama's."""
+    """Whether the folder has this format: by a key, by the architecture's name, else by tensor names, since EAGLE-1's
+    config is a plain Llama config."""
     if "draft_vocab_size" in raw or "eagle" in _architecture(raw, str(directory / "config.json")):
         return True
     names = tensor_names(directory)
@@ -48,8 +46,8 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The head in `directory`, by the format's conventions: rotary base 10000 unless stated; bias on q, k and v only,
-    by a key of its own."""
+    """The head in `directory`, by the format's conventions: rotary base 10000 unless stated; bias only on q, k and v,
+    under its own key."""
     where = str(directory / "config.json")
     flat = {"model_type": "llama", "rope_theta": 10000.0}
     flat |= {k: v for k, v in raw.items() if k not in _OWN_KEYS}
@@ -78,8 +76,8 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
 
 
 def _without_head(settings: TappedSettings, directory: Path) -> None:
-    """Warn of a head without an output matrix, or ValueError where its vocabulary is reduced: the authors' code trains
-    a matrix with every head, but other trainers leave it out where it is the target's."""
+    """Warn about a head without an output matrix; ValueError if its vocabulary is reduced. The authors' code stores the
+    matrix with every head, but other trainers omit it if it is the target's."""
     size = settings.draft_vocab_size
     vocab = settings.layers.vocab_size
     if size != vocab:
@@ -110,7 +108,8 @@ def _eagle1(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Se
 
 
 def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where: str) -> TappedSettings:
-    """The settings of an EAGLE-3 head. The raw state is the residual unless stated; `bias` is not about its `fc`."""
+    """The settings of an EAGLE-3 head. The residual is the state before the norm unless stated; `bias` does not apply
+    to its `fc`."""
     return TappedSettings(
         layers=layers,
         draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
@@ -124,8 +123,8 @@ def _eagle3(raw: Mapping[str, Any], layers: ModelConfig, mask: int | None, where
 
 
 def _taps(raw: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """The tapped layers. None: the usual ones; empty: the state after the final norm. Nested ids count layers from
-    their outputs: i is the state that enters layer i + 1."""
+    """The tapped layers. None: the usual ones; empty: the state after the final norm. Ids in `eagle_config` name layer
+    outputs: i is the state that enters layer i + 1."""
     nested = section(raw, "eagle_config", where)
     within = f"{where}: eagle_config"
     reject_unknown_keys(within, nested, [_TAPS, _FUSES, *_USUAL])

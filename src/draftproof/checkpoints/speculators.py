@@ -25,15 +25,15 @@ from draftproof.schema import flag, ids, shown, whole, words
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """Whether the config has this format: its layers have a part of their own, since flat heads may have the same
-    architectures."""
+    """Whether the config has this format. The architecture's name is not enough: layers must have their own section,
+    since flat formats use the same names."""
     if "speculators_model_type" in raw:
         return True
     return "transformer_layer_config" in raw and _kind(raw, directory) is not None
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The head in `directory`. ValueError for a type that is not supported, or settings that are missing."""
+    """The head in `directory`. ValueError for an unsupported type or missing settings."""
     where = str(directory / "config.json")
     kind = str(_kind(raw, directory))
     if kind not in _SETTINGS:
@@ -63,7 +63,7 @@ def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None =
 
 
 def _kind(raw: Mapping[str, Any], directory: Path) -> str | None:
-    """The type of head: by its key, else by the architecture's name: Eagle3DraftModel, Eagle3Speculator: `eagle3`."""
+    """The type of head: from its key, else from the architecture: Eagle3DraftModel, Eagle3Speculator: `eagle3`."""
     where = str(directory / "config.json")
     names = [name.lower() for name in schema.texts(raw, "architectures", where)]
     stems = [name.removesuffix(end) for name in names for end in _ENDINGS if name.endswith(end)]
@@ -92,7 +92,7 @@ def _layers(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return layers
 
 
-# Heads whose rows carry a token and target states.
+# Heads whose rows combine a token and target states.
 
 
 def _eagle(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Settings:
@@ -103,7 +103,7 @@ def _eagle(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> Eagle1Set
 
 
 def _mtp(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> MtpSettings:
-    """Settings of type `mtp`: the layers described are the target's, and the module is like the first of them."""
+    """Settings of type `mtp`: the config describes the target's layers; the module is like the first of them."""
     modules = whole(raw, "num_nextn_predict_layers", where, 1, default=1)
     if modules != 1:
         raise ValueError(f"{where}: num_nextn_predict_layers={modules!r}: only 1 module is supported")
@@ -121,7 +121,7 @@ def _peagle(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> TappedSe
 def _tapped(
     raw: Mapping[str, Any], layers: ModelConfig, where: str, norm_before_residual: bool
 ) -> TappedSettings:
-    """Settings of EAGLE-3 and P-EAGLE. norm_before_residual: the type's meaning where the key is missing."""
+    """Settings of EAGLE-3 and P-EAGLE. norm_before_residual: the type's default."""
     taps = "eagle_aux_hidden_state_layer_ids"
     return TappedSettings(
         layers=layers,
@@ -136,7 +136,7 @@ def _tapped(
 
 
 def _rename(name: str) -> str:
-    """The name that the package's heads have for a tensor of the file."""
+    """Our name for a tensor of the file."""
     for theirs, ours in _NAMES:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
@@ -153,7 +153,7 @@ def _one(layers: ModelConfig) -> ModelConfig:
 def _dflash(
     raw: Mapping[str, Any], layers: ModelConfig, where: str, anchor: bool = False, non_causal: bool = False
 ) -> BlockSettings:
-    """Settings of type `dflash`. anchor, non_causal: a type's meaning where the keys are missing."""
+    """Settings of type `dflash`. anchor, non_causal: the type's defaults."""
     return BlockSettings(
         layers=layers,
         draft_vocab_size=whole(raw, "draft_vocab_size", where, 1, layers.vocab_size, layers.vocab_size),
@@ -204,7 +204,7 @@ def _xpress(raw: Mapping[str, Any], layers: ModelConfig, where: str) -> XPressSe
     )
 
 
-_NAMES = (  # beginnings of names; the first that fits counts: `mtp_layers.0.` is how four others begin
+_NAMES = (  # name prefixes; the first match counts: `mtp_layers.0.` must come after the longer prefixes
     ("mtp_layers.0.input_proj.", "fc."),
     ("mtp_layers.0.token_layernorm.", "embed_norm."),
     ("mtp_layers.0.hidden_layernorm.", "hidden_norm."),
@@ -216,14 +216,14 @@ _NAMES = (  # beginnings of names; the first that fits counts: `mtp_layers.0.` i
     ("transformer.", "layers.0."),
 )
 
-# Keys of all types, then each type's own; the shape of `fc.weight` says what `target_hidden_size` does.
+# Keys of all types, then each type's own. `target_hidden_size` is not read: the shape of `fc.weight` says the same.
 _KEYS = words(
     """speculators_model_type speculators_version speculators_config transformer_layer_config tie_word_embeddings dtype
     torch_dtype target_hidden_size embed_requires_grad"""
 )
 _ENVELOPE = words("algorithm default_proposal_method proposal_methods verifier")
 _VERIFIER = words("name_or_path architectures")
-# The last two say how else than exactly a verifier may accept drafts, which is the engine's own business.
+# The last two configure inexact acceptance by the verifier, which this engine never does.
 _PROPOSAL = words("proposal_type speculative_tokens verifier_accept_k accept_tolerance")
 _NESTED_MASKS = words("mask_token_id")
 _MASKS = words("mask_token_id dspark_noise_token_id pard_token ptd_token_id dflash_config")
@@ -248,4 +248,4 @@ _SETTINGS: Mapping[str, tuple[_Reader, frozenset[str]]] = {
     "xpress": (_xpress, _BLOCK | _REFINER),
     "mtp": (_mtp, words("num_nextn_predict_layers")),
 }
-_ENDINGS = ("draftmodel", "speculator")  # how classes' names end
+_ENDINGS = ("draftmodel", "speculator")  # suffixes of class names

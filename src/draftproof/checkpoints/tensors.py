@@ -1,4 +1,4 @@
-"""The tensors of a draft checkpoint: safetensors where there are any, else a pickle of plain tensors."""
+"""The tensors of a draft checkpoint: safetensors if present, else a pickle of plain tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CODE = re.compile(r"(?:GLOBAL|global|class) ([\w.]+)")
 
 
 def open_weights(directory: Path) -> Weights:
-    """The tensors of `directory`, a pickle's only through `weights_only`, which runs no code; ValueError where there
-    are none."""
+    """The tensors of `directory`; ValueError if there are none. A pickle is read with `weights_only`, which runs no
+    code."""
     path = directory / _PICKLE
     if not _is_pickled(directory):
         return Weights.open(directory)
@@ -28,8 +28,7 @@ def open_weights(directory: Path) -> Weights:
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
-    """The tensors' names, by which formats are told apart; empty without a file. ValueError for one that cannot be
-    read."""
+    """The tensors' names, which identify formats; empty without a file. ValueError for an unreadable file."""
     if _is_pickled(directory):
         return frozenset(_plain_tensors(directory / _PICKLE, "meta"))
     if (directory / _INDEX).is_file():
@@ -44,12 +43,12 @@ def _is_pickled(directory: Path) -> bool:
 
 
 def _plain_tensors(path: Path, device: str) -> Mapping[str, Tensor]:
-    """The dict of tensors that torch.save wrote; on "meta" without their data."""
+    """The dict of tensors that torch.save wrote; device "meta": without their data."""
     fix = "download it again, or convert it to safetensors"
-    if _is_compressed(path):  # could be any size once unpacked; torch.save compresses nothing
+    if _is_compressed(path):  # could unpack to any size; torch.save never compresses
         raise ValueError(f"{path}: cannot be read as plain tensors: its parts are compressed; {fix}")
     try:
-        # a legacy file cannot be mapped; a zip is, so that names cost no reading
+        # a zip is mapped, so that names can be read without data; legacy files cannot be mapped
         found = torch.load(path, map_location=device, weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # the unpickler raises whatever a broken file makes it raise
         code = _CODE.search(str(error))
@@ -72,4 +71,4 @@ def _is_compressed(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-        return False  # torch will say what is wrong
+        return False  # torch.load reports what is wrong

@@ -20,7 +20,7 @@ _NESTED_KEYS = ("mask_token_id", "target_layer_ids", "block_size")
 
 
 def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
-    """Whether the config is flat: other formats with this architecture describe their layers in a part of their own."""
+    """Whether the config has this format. It is flat: others with this architecture have a section for their layers."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         return False
     where = str(directory / "config.json")
@@ -28,8 +28,8 @@ def matches(directory: Path, raw: Mapping[str, Any]) -> bool:
 
 
 def read(directory: Path, raw: Mapping[str, Any], weights: WeightSource | None = None) -> DraftCheckpoint:
-    """The head in `directory`. The format counts layers from their outputs, so its id i is the state that enters layer
-    i + 1; the last layer's is read after the final norm."""
+    """The head in `directory`. Tap ids name layer outputs: i is the state that enters layer i + 1; the last layer's is
+    taken after the final norm."""
     where = str(directory / "config.json")
     own = schema.section(raw, "dflash_config", where)
     within = f"{where}: dflash_config"

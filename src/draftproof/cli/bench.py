@@ -1,4 +1,4 @@
-"""`draftproof bench latency|throughput|serve-like|methods`: plain decoding beside speculation, measured."""
+"""`draftproof bench latency|throughput|serve-like|methods`: measures plain decoding and speculation."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run(
     burstiness: float = 1.0,
     goodput: Sequence[str] = (),
 ) -> int:
-    """Check everything, measure, write the files; the exit status."""
+    """Check the settings, measure, write the files; returns the exit status."""
     from draftproof.bench.suite import Suite
 
     plan = setup.make_plan(kind, given, engine, (rates, burstiness, goodput))
@@ -115,7 +115,7 @@ def run(
 
 
 def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int:
-    """Compare with other engines where asked, write and print; the exit status."""
+    """Compare with other engines if requested, write and print; returns the exit status."""
     from draftproof.bench import report
 
     runs = suite.records()
@@ -135,7 +135,7 @@ def _conclude(suite: Suite, plan: setup.BenchPlan, interrupted: str = "") -> int
 
 
 def _beside_others(suite: Suite, plan: setup.BenchPlan) -> Beside:
-    """The engines of --against beside ours, whose own engines are gone by now."""
+    """Measure the engines of --against and ours, after the sweep's engines were freed."""
     from draftproof.bench.peers import plan as comparison
 
     target = comparison.Target(

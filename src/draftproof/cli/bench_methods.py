@@ -31,7 +31,7 @@ Examples:
 
 
 class NamedDrafter(options.DrafterType):
-    """NAME=DRAFTER, or a drafter that is its own name."""
+    """NAME=DRAFTER, or a drafter whose text is also its name."""
 
     name = "[name=]json|method|directory"
 
@@ -148,9 +148,9 @@ def methods(
 def all_drafters(
     named: Sequence[tuple[str, dict[str, Any]]], heads: Sequence[Path], engine: Mapping[str, Any]
 ) -> tuple[list[Variant], list[str]]:
-    """Those that were named, else what needs no checkpoint and what comes with draftproof; then what folders hold.
+    """(drafters, notes): the named ones, else those without checkpoints and those in the package; then all in folders.
 
-    Also a line for each checkpoint that does not fit.
+    Notes: a line for each checkpoint that does not match the target.
     """
     from draftproof.bench.harness import Variant
     from draftproof.bench.methods import find
@@ -160,7 +160,7 @@ def all_drafters(
         chosen = [Variant("ngram", {"method": "ngram"}), Variant("suffix", {"method": "suffix"})]
         if options.is_embedded(engine):
             own = {"model": str(assets.path(options.EMBEDDED_DRAFTER))}
-            short = {"method": "suffix", "num_speculative_tokens": 5}  # as many as the head's
+            short = {"method": "suffix", "num_speculative_tokens": 5}  # the head's number
             both = {"method": "chain", "drafters": [short, own]}
             chosen += [Variant("suffix, then eagle3", both), Variant(options.EMBEDDED_DRAFTER, own)]
     notes: list[str] = []
@@ -187,13 +187,13 @@ def _check(method: Variant, engine: Mapping[str, Any]) -> None:
 
 
 def _with(common: Mapping[str, Any], method: Variant) -> Variant:
-    """What all get, where their own settings do not say otherwise."""
+    """The method with the common settings, which its own override."""
     given = {name: value for name, value in common.items() if value is not None}
     return dataclasses.replace(method, config={**given, **(method.config or {})})
 
 
 def _apart(engine: Mapping[str, Any]) -> tuple[dict[str, Any], list[Variant]]:
-    """A draft head given as the model takes part, and the model is the target that it names."""
+    """(engine settings, variants): a draft head given as the model becomes a variant for the target that it names."""
     from draftproof.bench.harness import Variant
 
     chosen = options.apart(engine)
@@ -211,7 +211,7 @@ def _target(engine: Mapping[str, Any]) -> Path:
 
 
 def _engine(method: Variant, engine: Mapping[str, Any], batch_size: int) -> Any:
-    """On a GPU the plain engine leaves room for the other one."""
+    """A variant's engine. On a GPU the plain engine leaves memory for the other one."""
     chosen = {"enable_prefix_caching": False, **engine, "max_num_seqs": batch_size}
     if method.config is None:
         chosen["gpu_memory_utilization"] = chosen.get("gpu_memory_utilization", 0.9) / 2
@@ -220,7 +220,7 @@ def _engine(method: Variant, engine: Mapping[str, Any], batch_size: int) -> Any:
 
 
 def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -> list[Any]:
-    """The prompts' ids; those of the package come as a question, a piece of code, a question, ..."""
+    """The prompts as ids; those of the package alternate between questions and code."""
     from draftproof.bench.methods import Question
     from draftproof.frontend.text import Tokenizer
     from draftproof.models.loading import resolve_tokenizer
@@ -241,7 +241,7 @@ def _questions(file: str | None, limit: int | None, engine: Mapping[str, Any]) -
 
 
 def _conclude(comparison: Comparison, folder: Path, notes: list[str], settings: Mapping[str, Any]) -> int:
-    """Write and print; the exit status."""
+    """Write and print the results; returns the exit status."""
     from draftproof.bench import report
 
     rows, model, notes = comparison.records(), settings["engine"].get("model"), [*notes, *comparison.notes]

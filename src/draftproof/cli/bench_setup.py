@@ -1,4 +1,4 @@
-"""What `draftproof bench` is told, its flags and what prompts and drafters they mean; and what it says at the end."""
+"""Setup of `draftproof bench`: its flags, the prompts and drafters they select, and its final output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS, SHARES = options.NumbersType(int, positive=True), options.NumbersType(float)
 RECORDINGS = "recordings.json"  # plain outputs, for replayed drafts
-PROMPTS_PER_SLOT = 4  # random ones, where requests follow one another
+PROMPTS_PER_SLOT = 4  # number of random prompts per slot, if requests follow one another
 
 FLAGS = (
     click.option(
@@ -94,7 +94,7 @@ FLAGS = (
 
 
 def shared_flags(function: F) -> F:
-    """The flags of all three benchmarks; they arrive as the dict `given`, the engine's as `engine`."""
+    """Add the flags of all three benchmarks; they are passed as the dict `given`, the engine's as `engine`."""
 
     @functools.wraps(function)
     def command(**kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def shared_flags(function: F) -> F:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """A benchmark, checked. `engine`: keywords of `LLM`, the drafter apart; `record`: what was asked for, in words."""
+    """A benchmark, checked. `engine`: keywords of `LLM` without the drafter; `record`: the settings, for the report."""
 
     settings: Settings
     prompts: list[list[int]]
@@ -135,7 +135,7 @@ def make_plan(
     engine: Mapping[str, Any],
     serving: tuple[Sequence[float], float, Sequence[str]],
 ) -> BenchPlan:
-    """`serving`: rates, burstiness and goodput. Raises ValueError for whatever cannot be measured."""
+    """The checked benchmark. `serving`: rates, burstiness and goodput. ValueError for whatever cannot be measured."""
     settings = make_settings(kind, given, engine, *serving)
     asked = make_asked(kind, given)
     chosen = options.apart(engine)
@@ -179,7 +179,7 @@ def make_plan(
 
 
 def make_asked(kind: Kind, given: Mapping[str, Any]) -> Asked:
-    """What is asked of other engines; ValueError for one that is not installed, and for what they cannot do."""
+    """Settings for other engines; ValueError for one that is not installed, and for what they do not support."""
     from draftproof.bench import peers
     from draftproof.bench.peers.plan import LENGTH, Asked
 
@@ -210,7 +210,7 @@ def make_settings(
     burstiness: float,
     goodput: Sequence[str],
 ) -> Settings:
-    """The sweep."""
+    """Settings of the sweep."""
     from draftproof.bench.figures import parse_goodput
     from draftproof.bench.suite import Settings
 
@@ -289,7 +289,7 @@ def make_prompts(
 
 
 def find_max_model_len(prompts: Sequence[list[int]], output_len: int, model: ModelConfig) -> int:
-    """What the longest request needs: memory for more would only be in the way."""
+    """The length of the longest request; more would only waste memory."""
     longest = max(map(len, prompts))
     if longest + output_len > model.max_position_embeddings:
         raise ValueError(
@@ -302,7 +302,7 @@ def find_max_model_len(prompts: Sequence[list[int]], output_len: int, model: Mod
 def make_variants(
     drafter: Mapping[str, Any] | None, given: Mapping[str, Any], recordings: Path
 ) -> list[Variant]:
-    """Each number of drafts (at each acceptance). ValueError for drafts without a drafter."""
+    """One variant per number of drafts (and acceptance). ValueError for --num-drafts without a drafter."""
     from draftproof.bench.harness import Variant
 
     rates: Sequence[float | None] = given["replay_acceptance"] or [None]
@@ -343,13 +343,13 @@ def make_folder(folder: Path) -> None:
 
 
 def tell(line: str) -> None:
-    """Say what begins, to somebody who looks on."""
+    """Print a line of progress, if stderr is a terminal."""
     if sys.stderr.isatty():
         click.echo(line, err=True)
 
 
 def conclude(bench: Benchmark, form: Form, folder: Path, results: Mapping[str, Any]) -> None:
-    """Write the files, and print what stands in them."""
+    """Write the files, and print the page."""
     from draftproof.bench import plots, report
 
     files = report.write(folder, form, results)
@@ -368,7 +368,7 @@ def as_record(
     chosen: Mapping[str, Any],
     prompts: Sequence[list[int]],
 ) -> dict[str, Any]:
-    """What was asked for, in the words of the command line; no paths but those that the user gave."""
+    """The settings by their names on the command line; no paths except those given by the user."""
     drafter = chosen.get("speculative_config") or {}
     source = f"random, {given['random_input_len']} tokens" if given["random_input_len"] else None
     return {

@@ -19,7 +19,7 @@ Examples:
 """
 
 
-UNUSED = ("speculative_config", "exact", "load_format")  # flags of an engine that mean nothing here
+UNUSED = ("speculative_config", "exact", "load_format")  # engine flags without effect here
 
 
 @click.command(epilog=EXAMPLES)

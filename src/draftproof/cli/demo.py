@@ -32,13 +32,13 @@ Examples:
 
 GREEDY, SAMPLED = 0.0, 0.8
 BAR = 48  # characters of the longest bar
-PROVED = 4  # prompts that are decoded with all drafts in any case
+PROVED = 4  # prompts that are always decoded with all drafts
 
 
 @dataclass(slots=True)
 class Timed:
-    """The result of one engine over all prompts. Seconds of wall clock: until everybody in a batch has a token, most of
-    which is reading prompts, and of the decoding after that."""
+    """The result of one engine over all prompts. Wall clock seconds: `reading`: until every request of a batch has its
+    first token (mostly prefill); `decoding`: after that."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     reading_seconds: float = 0.0
@@ -47,12 +47,12 @@ class Timed:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed of decoding: first tokens do not count."""
+        """The speed of decoding, without first tokens."""
         num_decoded = sum(len(choice.token_ids) - 1 for output in self.outputs for choice in output.outputs)
         return num_decoded / self.decoding_seconds
 
     def add(self, outputs: list[RequestOutput], seconds: float) -> None:
-        """Count a batch, which took so long in all."""
+        """Add a batch that took `seconds`."""
         reading = max(output.metrics.first_token_latency for output in outputs)
         self.reading_seconds += reading
         self.decoding_seconds += seconds - reading
@@ -119,7 +119,7 @@ def command(
     print_bars(speeds, options.use_color(color))
     with asking_for(
         drafting, drafting.num_speculative_tokens
-    ):  # drafts prove something whether they pay or not
+    ):  # all drafts, even if they do not pay, so that the comparison proves something
         proof = [
             Timed(pairs["greedy"][0].outputs[:PROVED]),
             run_drafted(drafting, prompts[:PROVED], max_tokens),
@@ -128,7 +128,8 @@ def command(
 
 
 def _to_show(prompts: Sequence[Prompt], engine: Mapping[str, Any]) -> Prompt:
-    """The first prompt; a default model that is not the embedded one answers questions better than it writes code."""
+    """The prompt to stream: the first; for a default model other than the embedded one, the first chat, because it
+    answers questions better than it writes code."""
     if "model" in engine or options.is_embedded(engine):
         return prompts[0]
     return next((prompt for prompt in prompts if prompt.messages), prompts[0])
@@ -150,7 +151,7 @@ def stream_one(llm: LLM, prompt: Prompt, max_tokens: int, color: bool) -> None:
 
 
 def run_drafted(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Timed:
-    """The greedy answers to some prompts."""
+    """Decode some prompts greedily with all drafts."""
     run = Timed()
     inputs = [p.for_llm(llm.tokenizer, chat=False) for p in prompts]
     base = dataclasses.replace(llm.default_sampling_params(), max_tokens=max_tokens)
@@ -162,14 +163,14 @@ def run_drafted(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Timed:
 def run_both(
     plain: LLM, drafting: LLM, prompts: Sequence[Prompt], temperature: float, max_tokens: int, batch_size: int
 ) -> list[Timed]:
-    """Run all prompts through both engines in turn, batch by batch, so that what slows the machine slows both."""
+    """Run all prompts through both engines, alternating batch by batch, so that disturbances affect both."""
     from tqdm import tqdm
 
     inputs = [p.for_llm(plain.tokenizer, chat=False) for p in prompts]
     base = dataclasses.replace(plain.default_sampling_params(), max_tokens=max_tokens)
     params = seeded(base, temperature, len(prompts))
     runs = [Timed(), Timed()]
-    for llm in (plain, drafting):  # what is compiled or measured at first use is not timed
+    for llm in (plain, drafting):  # warm-up: compiling and measuring at first use is not timed
         llm.generate(
             inputs[:1], dataclasses.replace(params[0], max_tokens=min(8, max_tokens)), use_tqdm=False
         )
@@ -206,7 +207,7 @@ def print_table(pairs: dict[str, list[Timed]], num_prompts: int, batch_size: int
 
 
 def print_reading(plain: Timed, drafted: Timed) -> None:
-    """Say what reading the prompts took, and what the speed-up is if that is counted."""
+    """Print the time to first tokens, and the speed-up including it."""
     whole = [run.reading_seconds + run.decoding_seconds for run in (plain, drafted)]
     click.echo(
         f"Speeds are of decoding: first tokens took {plain.reading_seconds:.1f} s plain and "
@@ -242,14 +243,14 @@ def transformers_speed(
         )
     )
     ids = [prompt.token_ids(llm.tokenizer, chat=False) for prompt in prompts]
-    peer.generate(ids[:1], 4)  # what is done at first use is not timed
+    peer.generate(ids[:1], 4)  # warm-up
     reading = sum(peer.generate([one], 1)[1] for one in ids)
     whole = sum(peer.generate([one], max_tokens + 1)[1] for one in ids)
     return (max_tokens - 1) * len(ids) / (whole - reading)
 
 
 def print_bars(speeds: Mapping[str, float], color: bool) -> None:
-    """A bar for each speed, in tokens per second, as long as it is fast."""
+    """Print a bar for each speed in tokens per second."""
     widest = max(map(len, speeds))
     fastest = max(speeds.values())
     for name, speed in speeds.items():
@@ -259,7 +260,7 @@ def print_bars(speeds: Mapping[str, float], color: bool) -> None:
 
 
 def conclude(pairs: dict[str, list[Timed]]) -> int:
-    """Compare every id, and say so; the exit status."""
+    """Compare every id and print the result; returns the exit status."""
     total = Tally()
     differences = []
     for plain, drafted in pairs.values():

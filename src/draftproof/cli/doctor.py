@@ -1,4 +1,4 @@
-"""`draftproof doctor`: whether a model and its drafter fit, how often drafts are right, and what that is worth here."""
+"""`draftproof doctor`: whether a model and its drafter match, how often drafts are right, and the speed-up here."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Examples:
   draftproof doctor TARGET ngram --seconds 60 --plot speedup.png
 """
 
-RARE = 0.1  # acceptance of the first draft below which a head was hardly made for its target
-BAR = 10  # characters of a speed-up of 1
+RARE = 0.1  # acceptance of the first draft below which a head probably belongs to another target
+BAR = 10  # characters for a speed-up of 1
 
 
 @dataclass(slots=True)
 class Examined:
-    """What was measured: outputs and seconds of plain decoding and of as many drafts as there may be. `policy` has
-    learnt from the latter."""
+    """Outputs and seconds of plain decoding, and of decoding with the maximum of drafts, from which `policy` has
+    learnt."""
 
     policy: AutoPolicy
     plain: list[RequestOutput] = dataclasses.field(default_factory=list)
@@ -104,7 +104,7 @@ def command(
 
 
 def _engine(target: str | None, head: dict[str, Any] | None, engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings, with as many drafts as pay."""
+    """The engine's settings, with an adaptive number of drafts."""
     for name, own, flag in (("MODEL", target, "model"), ("DRAFTER", head, "speculative_config")):
         if own is not None:
             if engine.get(flag) not in (None, own):
@@ -114,7 +114,7 @@ def _engine(target: str | None, head: dict[str, Any] | None, engine: dict[str, A
     if "speculative_config" not in chosen:
         raise ValueError("DRAFTER: name the drafter, such as ngram or a directory")
     most = chosen["speculative_config"].get("num_speculative_tokens")
-    speculative = {**chosen["speculative_config"], "policy": "adaptive"}  # up to the number that was given
+    speculative = {**chosen["speculative_config"], "policy": "adaptive"}  # up to the given number
     return {
         **chosen,
         "speculative_config": speculative | ({} if most is None else {"num_speculative_tokens": most}),
@@ -124,7 +124,7 @@ def _engine(target: str | None, head: dict[str, Any] | None, engine: dict[str, A
 def examine(
     llm: LLM, prompts: Sequence[Prompt], seconds: float, chat: bool, max_tokens: int, temperature: float
 ) -> Examined:
-    """Decode prompts both ways, in turns, until the time is over."""
+    """Decode prompts plainly and with drafts, alternating, until the time is over."""
     from draftproof.bench.internals import asking_anyway, asking_for, using
 
     asker = asking_anyway(llm)
@@ -141,7 +141,7 @@ def examine(
             start = time.perf_counter()
             with asking_for(llm, 0) if is_plain else using(llm, asker):
                 output = llm.generate(asked, params, use_tqdm=False)[0]
-            took = time.perf_counter() - start if number else 0.0  # the first prepares what is run later
+            took = time.perf_counter() - start if number else 0.0  # the first run is a warm-up
             if is_plain:
                 found.plain.append(output)
                 found.plain_seconds += took
@@ -154,7 +154,7 @@ def examine(
 
 
 def predict(llm: LLM, found: Examined) -> list[Prediction]:
-    """For each number of requests, of as many tokens as those that were asked."""
+    """Predictions for each number of requests, at the measured requests' mean context."""
     lengths = [len(o.prompt_token_ids or ()) + len(o.outputs[0].token_ids) / 2 for o in found.plain]
     context = sum(lengths) / len(lengths)
     numbers = [prediction.num_requests for prediction in llm.stats.predictions]
@@ -186,7 +186,7 @@ def print_acceptance(found: Examined) -> None:
 
 
 def complaints(llm: LLM, found: Examined) -> list[str]:
-    """What is wrong with the pair."""
+    """Problems found with model and drafter, a line each."""
     wrong = []
     stats = found.speculation
     failed = [output.error for output in (*found.plain, *found.drafted) if output.error]
@@ -210,7 +210,7 @@ def complaints(llm: LLM, found: Examined) -> list[str]:
 
 
 def advice(predictions: Sequence[Prediction]) -> str:
-    """The line at the end."""
+    """The final line: at which numbers of requests speculation is predicted to pay."""
     from draftproof.engine.reporting import speculation_line
 
     return speculation_line(predictions)

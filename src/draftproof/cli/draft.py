@@ -1,4 +1,4 @@
-"""`draftproof draft`: what the drafter would propose after a prompt, beside what the target says."""
+"""`draftproof draft`: what the drafter proposes after a prompt, next to the target's own tokens."""
 
 from __future__ import annotations
 

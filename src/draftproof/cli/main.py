@@ -1,4 +1,4 @@
-"""The command `draftproof`: its subcommands, and how each of them ends."""
+"""The command `draftproof`: its subcommands, and the handling of errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from draftproof import __version__
 from draftproof.schema import did_you_mean
 
-# name -> (module, one line of help): a command's module is imported when it is called
+# name -> one line of help; a command's module is imported when it is called
 COMMANDS = {
     "demo": "Decode with and without a drafter, compare every token, show the speed.",
     "generate": "Complete one prompt, streaming, or a file of them.",
@@ -31,7 +31,7 @@ NO_ROOM = (
     errno.EDQUOT,
     errno.EFBIG,
     errno.EIO,
-)  # what writing to a full disk raises, with no file's name
+)  # raised when writing to a full disk, without a file name
 
 
 class Commands(click.Group):
@@ -50,7 +50,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest command for one that there is not."""
+        """As click does, but suggest the nearest name for an unknown command."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             hint = did_you_mean(name, COMMANDS) or f"known: {', '.join(COMMANDS)}"
@@ -82,7 +82,7 @@ def commands(traceback: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status: 0 done, 1 the command says no, 2 wrong input, 130 interrupted."""
+    """Run one command; returns its exit status: 0 done, 1 negative result, 2 wrong input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = commands(args=arguments, prog_name="draftproof", standalone_mode=False)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _drop_output()  # the reader has gone: nothing more to say
+        _drop_output()  # the reader has closed the pipe
         return 1
     except OSError as error:
         if error.filename is not None or error.errno not in NO_ROOM or "--traceback" in arguments:

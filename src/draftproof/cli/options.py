@@ -1,4 +1,4 @@
-"""Flags that commands share: one for each field of EngineConfig and SamplingParams, made from the fields themselves."""
+"""Flags that commands share: one for each field of EngineConfig and SamplingParams, generated from the fields."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 EMBEDDED_DRAFTER = "tiny-eagle3"
 SMOLLM2_DRAFTER = "smollm2-eagle3"  # the asset "smollm2-dflash" fits, too
-LEAST = 1e-9  # the least number that counts as above 0
+LEAST = 1e-9  # the smallest number that counts as above 0
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A command's defaults by field. None: the flag is of no use to it, and not shown.
+# A command's own defaults by field. None: the flag does not apply, and is hidden.
 OwnDefaults = Mapping[str, int | None]
 _NO_DEFAULTS: OwnDefaults = MappingProxyType({})
 
 
 def engine_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
-    """Give a command one flag for each field of EngineConfig; those that were given arrive as the dict `engine`."""
+    """Give a command one flag for each field of EngineConfig; given flags are passed as the dict `engine`."""
     return _flags(EngineConfig, "engine", function, own)
 
 
 def sampling_flags(function: F, own: OwnDefaults = MappingProxyType({})) -> F:
-    """Give a command one flag for each field of SamplingParams; those that were given arrive as `sampling`."""
+    """Give a command one flag for each field of SamplingParams; given flags are passed as `sampling`."""
     return _flags(SamplingParams, "sampling", function, own)
 
 
 def server_flags(function: F) -> F:
-    """Give a command one flag for each field of ServerConfig; those that were given arrive as `server`."""
+    """Give a command one flag for each field of ServerConfig; given flags are passed as `server`."""
     return _flags(ServerConfig, "server", function, MappingProxyType({}))
 
 
 def train_flags(function: F) -> F:
-    """Give a command one flag for each field of AnswerConfig and HeadConfig; those that were given arrive as `answers`
-    and `head`."""
+    """Give a command one flag for each field of AnswerConfig and HeadConfig; given flags are passed as `answers` and
+    `head`."""
     return _flags(AnswerConfig, "answers", _flags(HeadConfig, "head", function, _NO_DEFAULTS), _NO_DEFAULTS)
 
 
@@ -78,7 +78,7 @@ def _flags(config: Any, into: str, function: F, own: OwnDefaults) -> F:
 
 
 def _option(name: str, kind: Any, text: str, default: object, *, hidden: bool) -> Callable[[F], F]:
-    """The click option of one field of type `kind`; its default is shown, and left to the library."""
+    """The click option of one field of type `kind`. Its default is only shown; the library applies it."""
     flag = "--" + name.replace("_", "-")
     kinds = {kind, *typing.get_args(kind)}
     if isinstance(default, (bool, int, float, str)):
@@ -181,8 +181,7 @@ SPECIAL: dict[str, click.ParamType[Any]] = {
 
 
 def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[str, Any]:
-    """The engine's flags with a drafter where neither it nor a model is named: the default model's own if there is one,
-    else n-gram drafts."""
+    """The engine's flags; if neither drafter nor model is named, with the default model's own drafter, else n-gram."""
     chosen = dict(engine)
     if not speculation:
         if "speculative_config" in chosen:
@@ -197,7 +196,7 @@ def with_drafter(engine: Mapping[str, Any], speculation: bool = True) -> dict[st
 
 
 def is_embedded(engine: Mapping[str, Any]) -> bool:
-    """Whether the model is the embedded one, by default."""
+    """Whether no model is named and the default is the embedded one."""
     return "model" not in engine and assets.default_model().is_embedded
 
 
@@ -222,8 +221,8 @@ def without_drafter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_llm(engine: Mapping[str, Any]) -> LLM:
-    """The engine; torch and the model are loaded here and not before. Says once a command which model it takes, where
-    none is named, and what memory."""
+    """The engine; torch and the model are first loaded here. Prints, once per command, the default model's name if none
+    is given, and the memory used."""
     from draftproof.frontend.llm import LLM
 
     if "model" not in engine:
@@ -236,7 +235,7 @@ def make_llm(engine: Mapping[str, Any]) -> LLM:
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error, once a command."""
+    """Write a line to standard error, once per command."""
     context = click.get_current_context(silent=True)
     told: set[str] = set() if context is None else context.meta.setdefault(f"{__name__}.told", set())
     if line not in told:
@@ -245,19 +244,19 @@ def _tell(line: str) -> None:
 
 
 def make_params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:
-    """The model's own defaults with the flags that were given on top."""
+    """The model's own defaults, overridden by the given flags."""
     return dataclasses.replace(llm.default_sampling_params(), **sampling)
 
 
 def use_color(wanted: bool | None) -> bool:
-    """Whether to colour: as asked, else on a terminal unless NO_COLOR is set."""
+    """Whether to colour: as requested, else on a terminal unless NO_COLOR is set."""
     if wanted is not None:
         return wanted
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal; where there is none, nothing is cut."""
+    """Print a table as wide as the terminal; without one, uncut."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -19,7 +19,7 @@ KEYS = "'prompt', 'messages', 'turns' or 'question'"
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: raw `text`, or the `messages` of a conversation; exactly one of them is set. `reference`: the number
-    that answers it, `domain`: what kind of text it asks for, where the file says."""
+    that answers it, `domain`: the kind of text it asks for, if the file has them."""
 
     id: str
     text: str | None = None
@@ -29,12 +29,12 @@ class Prompt:
 
     @property
     def title(self) -> str:
-        """The first line of the prompt, for people."""
+        """The beginning of the prompt, for display."""
         text = self.text if self.text is not None else str((self.messages or [{}])[-1].get("content", ""))
         return " ".join(text.split())[:60]
 
     def for_llm(self, tokenizer: Tokenizer, chat: bool) -> str | dict[str, list[int]]:
-        """The prompt as `LLM.generate` takes it. `chat`: a raw text is asked as a user's message, too."""
+        """The prompt in the form that `LLM.generate` takes. `chat`: also send raw text as a user's message."""
         if self.messages is None and not chat:
             return self.text or ""
         messages = self.messages or [{"role": "user", "content": self.text}]
@@ -47,7 +47,7 @@ class Prompt:
 
 
 def read_prompts(argument: str | None, file: str | None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of the argument, else of the file, else of standard input. ValueError where there are none."""
+    """The prompts of the argument, else of the file, else of standard input. ValueError if there are none."""
     if argument is not None and file is not None:
         raise ValueError("PROMPT and --prompt-file: give only one of them")
     if argument is not None and argument != "-":
@@ -63,7 +63,7 @@ def read_prompts(argument: str | None, file: str | None, limit: int | None = Non
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The prompts of a file: .jsonl has one object a line, any other file one prompt a line."""
+    """The prompts of a file: .jsonl has one object per line, any other file one prompt per line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +91,7 @@ def _parse(line: str, where: str, number: str) -> Prompt:
             return Prompt(name, text, reference=reference, domain=domain)
         case {"messages": [_, *_] as messages} if all(isinstance(m, Mapping) for m in messages):
             return Prompt(name, messages=[dict(m) for m in messages], reference=reference, domain=domain)
-        # Conversations of several turns: only the first can be asked without an answer to it.
+        # Conversations of several turns: only the first can be sent, since later ones need an answer to it.
         case {"turns": [str(text), *_]} | {"question": str(text)}:
             return Prompt(
                 name, messages=[{"role": "user", "content": text}], reference=reference, domain=domain
@@ -102,7 +102,7 @@ def _parse(line: str, where: str, number: str) -> Prompt:
 
 
 def _number(reference: object) -> str | None:
-    """The number in `reference`; None where benchmarks call other things so."""
+    """`reference` as a number's text; None if it is not a number, as in some benchmarks."""
     text = str(reference).replace(",", "")
     try:
         return text if math.isfinite(float(text)) else None

@@ -1,4 +1,4 @@
-"""A file of flags: `--config FILE`, YAML with a key for each flag. Flags that are given win."""
+"""A file of flags: `--config FILE`, YAML with a key for each flag. Flags on the command line take precedence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.schema import did_you_mean, shown
 
 
 def config_option() -> Callable[[F], F]:
-    """The flag `--config` of a command whose other flags the file may set."""
+    """The flag `--config`, for a command whose other flags the file may set."""
     return click.option(
         "--config",
         type=click.Path(dir_okay=False, path_type=Path),
@@ -44,7 +44,7 @@ def _read(ctx: click.Context, param: click.Parameter, path: Path | None) -> None
 
 
 def load(path: Path) -> Mapping[Any, Any]:
-    """The file's keys and values. ValueError where it cannot be read, or holds no mapping."""
+    """The file's keys and values. ValueError if it cannot be read or is not a mapping."""
     import yaml
 
     try:
@@ -59,7 +59,7 @@ def load(path: Path) -> Mapping[Any, Any]:
 
 
 def _as_flag(option: click.Option, value: Any, where: str) -> Any:
-    """A value as the flag would be given it, so that it is checked as that is."""
+    """A value in the form that the flag takes on the command line, so that it is checked the same way."""
     if isinstance(value, Mapping):
         if not isinstance(option.type, JsonType):
             raise ValueError(f"{where}: must be one value")

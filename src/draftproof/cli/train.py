@@ -1,4 +1,4 @@
-"""`draftproof train`: a draft head for a target of your own, on the target's own answers."""
+"""`draftproof train`: trains a draft head for your own target, on the target's own answers."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ Examples:
   draftproof verify --model TARGET --speculative-config HEAD --chunk-sizes 2048,33 --temperatures 0,0.7,1
 """
 
-SHOWN = 3  # differences that are spelled out
+SHOWN = 3  # differences that are printed
 INSTEAD = {
     "max_num_seqs": "batch-sizes",
     "max_num_batched_tokens": "chunk-sizes",
     "temperature": "temperatures",
 }
-DEFAULTS = {"max_tokens": 64, "logprobs": 2}  # where other than the library's
+DEFAULTS = {"max_tokens": 64, "logprobs": 2}  # those that differ from the library's
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def command(
     speculative = engine["speculative_config"]
     if (
         not {"policy", "num_speculative_tokens"} & speculative.keys()
-    ):  # drafts prove something whether they pay or not
+    ):  # all drafts, even if they do not pay, so that the comparison proves something
         engine = {**engine, "speculative_config": {**speculative, "policy": "fixed"}}
     sampling = {**DEFAULTS, **sampling}
     rows = []
@@ -155,7 +155,7 @@ def run_all(
 
 
 def seeded(base: SamplingParams, temperature: float, count: int) -> list[SamplingParams]:
-    """SamplingParams for each prompt, with a seed of its own."""
+    """SamplingParams for each prompt, each with its own seed."""
     return [dataclasses.replace(base, temperature=temperature, seed=seed) for seed in range(count)]
 
 
@@ -211,7 +211,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def conclude(rows: Sequence[Row]) -> int:
-    """Say what was proved; the exit status."""
+    """Print what was compared and the result; returns the exit status."""
     total = Tally()
     for row in rows:
         total.requests += row.tally.requests

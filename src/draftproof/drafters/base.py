@@ -28,8 +28,8 @@ from draftproof.sampling.sampler import Draw as Draw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """Target states kept for the drafter. Id i = the stream entering layer i; num_layers = the last layer's output
-    before the final norm. `final`: the state after the final norm, given last."""
+    """Hidden states of the target that are passed to the drafter. Id i is the stream that enters layer i; num_layers is
+    the last layer's output before the final norm. `final`: also the state after the final norm, passed last."""
 
     layers: tuple[int, ...] = ()
     final: bool = False
@@ -37,9 +37,9 @@ class Taps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnEmbeddings:
-    """What a drafter makes of a prompt's images by itself. `encode`: an image's tensors, as the target's processor
-    gives them -> [N, X], see `attention.given`; `num_bytes`: of its weights; `is_whole`: an image's rows see each other
-    where the target's do, `windows_only`: in layers with windows alone."""
+    """A drafter's own encoder for a prompt's images. `encode`: an image's tensors from the target's processor ->
+    [N, X], see `attention.given`; `num_bytes`: size of its weights; `is_whole`: an image's rows attend to each other
+    where the target's do; `windows_only`: they do so only in layers with windows."""
 
     encode: Callable[[Mapping[str, Tensor]], Tensor]
     hidden_size: int
@@ -51,28 +51,24 @@ class OwnEmbeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
-    """The needs of a method, as data: all that the engine reads of a drafter."""
+    """What a method needs, as data. The engine decides by this alone, never by the method's name."""
 
     taps: Taps = field(default_factory=Taps)
     kv: tuple[PagedKV, ...] = ()  # own layers, on the target's block table
-    states: tuple[StateSpec, ...] = ()  # what own layers keep of slots; a user's class must be trusted
-    attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; none: nobody says
-    borrow: tuple[
-        int, ...
-    ] = ()  # indices of the target's caches that are read in place: they follow the own ones
+    states: tuple[StateSpec, ...] = ()  # states per slot of own layers; a user's class must be trusted
+    attention: tuple[AttentionShape, ...] = ()  # of own layers, each kind once; empty: not known
+    # indices of the target's caches that are read in place; in `DraftRuntime.cache` they follow the own layers
+    borrow: tuple[int, ...] = ()
     reads_ahead: int = 0  # K/V at position p depend on tokens up to p + reads_ahead
-    lookahead: int = 0  # positions past the verified rows that a pass writes to, where they are more than K
+    lookahead: int = 0  # positions past the verified rows that a pass writes to, if more than K
     host_tokens: bool = False  # reads Verified.history: on a GPU the engine then waits for the device
     takes_embeddings: bool = False  # its rows carry embeddings where the target's do; else those rows' tokens
-    embeds: tuple[
-        OwnEmbeddings, ...
-    ] = ()  # they are its own, one at most (a chain: its members'); none: the target's
-    estimates: bool = (
-        False  # ends a proposal before the first draft that is likely to survive less than the price
-    )
-    forced: bool = (
-        False  # proposes nothing itself: the engine does, what a request's grammar leaves no choice about
-    )
+    # its own image encoder, at most one (a chain: its members'); empty: the target's embeddings are used
+    embeds: tuple[OwnEmbeddings, ...] = ()
+    # ends a proposal before the first draft whose survival probability is below `DraftRuntime.price`
+    estimates: bool = False
+    # proposes nothing itself: the engine drafts the tokens that a request's grammar forces
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +82,17 @@ class Verified:
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64
-    query_start_loc_R1: Tensor  # int64: request r's rows are from [r] up to, not with, [r + 1]
+    query_start_loc_R1: Tensor  # int64: request r's rows are [r] to [r + 1] - 1
     slots_R: Tensor  # int64
     live_R: Tensor  # int64: rows that survived; later rows are padding
     next_R: Tensor  # int64: the token that follows the last live row
-    k_R: Tensor  # int64: drafts wanted; 0 = keep state in step only
+    k_R: Tensor  # int64: drafts wanted; 0: only update the drafter's state
     taps: tuple[Tensor, ...]  # [T, H] each, as declared
     draw: Draw
-    # request -> its known tokens, the next included: int32, on the host. For drafters that declare host_tokens
+    # request -> its known tokens including the next: int32, on the host; only for drafters that declare host_tokens
     history: Callable[[int], Tensor]
-    repeats: bool = False  # passes of this many rows come again: worth running as graphs
-    given: GivenRows | None = None  # embeddings that some of the positions carry in place of tokens
+    repeats: bool = False  # passes with this number of rows recur, so graphs of them pay
+    given: GivenRows | None = None  # embeddings that some positions carry in place of tokens
 
     @property
     def num_requests(self) -> int:
@@ -104,7 +100,7 @@ class Verified:
 
     @property
     def pass_of_rows(self) -> PassOfRows:
-        """The pass as what keeps states of slots reads it."""
+        """The pass in the form that updates per-slot states."""
         return PassOfRows.of(
             self.slots_R, self.query_start_loc_R1, self.positions_T, self.live_R, self.tokens_T
         )
@@ -120,8 +116,8 @@ class Verified:
 class Proposal:
     """Draft tokens: request r's are tokens_RK[r, :count_R[r]]; the engine trims to k_R.
 
-    A chain's says more: drafter_R, the member that drafted, and broken_R, bit i of which is set where member i's drafts
-    were cut at an id that is none.
+    A chain adds drafter_R, the member that drafted, and broken_R: bit i is set where member i's drafts were cut at an
+    invalid token id.
     """
 
     tokens_RK: Tensor  # int64
@@ -138,9 +134,9 @@ def no_proposal(verified: Verified) -> Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSize:
-    """How much a round drafts: for each of `requests`, after `rows` verified rows at `context` tokens.
+    """Size of a round: `num_drafts` for each of `requests`, after `rows` verified rows at `context` tokens.
 
-    `itemsize`: bytes of a number in the cache.
+    `itemsize`: bytes of a cached element.
     """
 
     requests: int
@@ -151,8 +147,8 @@ class RoundSize:
 
 
 class KnownTokens(NamedTuple):
-    """Every slot's prompt and output, the token that the last pass gave included: int32 [S, L], and how many of a row
-    are known: int64 [S]."""
+    """Every slot's prompt and output including the token of the last pass, int32 [S, L], and the number of known tokens
+    per row, int64 [S]."""
 
     tokens_SL: Tensor
     length_S: Tensor
@@ -160,12 +156,12 @@ class KnownTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRuntime:
-    """What the engine lends a drafter at start: operators, and caches on the target's block table, the drafter's own
-    layers first, then the borrowed ones. `host_looks`: reading a value on the host costs nothing, since there is no
-    device to wait for. `known`: every slot's tokens, only to be read; None for a user's class, and outside an engine.
-    `price`: fp32 [1], the tokens that a row of the next pass must bring, so that verifying a draft that is less likely
-    to survive costs more than it gives; changes from pass to pass. None: no estimate is of use.
-    `turns`: where rows stand on the target's axes, for layers that turn by several."""
+    """What the engine passes to a drafter at start: operators, and caches on the target's block table, the drafter's
+    own layers first, then the borrowed ones. `host_looks`: reading a value on the host is free, since there is no
+    device to wait for. `known`: every slot's tokens, read-only; None for a user's class and outside an engine.
+    `price`: fp32 [1], the survival probability below which verifying a draft costs more than it gains; it changes from
+    pass to pass. None: estimates are not used.
+    `turns`: positions on the target's axes, for rotary embeddings with several axes."""
 
     ops: Ops
     backend: AttentionBackend
@@ -178,7 +174,7 @@ class DraftRuntime:
 
     @property
     def has_window(self) -> bool:
-        """Whether rows of this step turn by more than what slots hold."""
+        """Whether rotary positions of this step's rows need more than the state kept per slot."""
         return self.turns is not None and self.turns.window is not None
 
     def attention(self, rows: Rows) -> PagedAttention:
@@ -188,29 +184,29 @@ class DraftRuntime:
 
 
 class Drafter:
-    """Level 1: anything that proposes. A user's class need not inherit from it, and may leave out all but `spec` and
-    `propose`; the package's own drafters do inherit."""
+    """Level 1: anything that proposes drafts. A user's class need not inherit from it and needs only `spec` and
+    `propose`; the package's own drafters inherit."""
 
     spec: DraftSpec
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """Called at start, on a GPU twice, with the caches that `spec.kv`, `spec.states` and `spec.borrow` declare."""
+        """Called at start (twice on a GPU) with the caches that `spec.kv`, `spec.states` and `spec.borrow` declare."""
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         """Called when a request takes a slot; `num_cached` of its tokens come from cached pages."""
 
     def restrict(self, slot: int, members: Sequence[int]) -> None:
-        """Called after `admit` where a request names members of a chain: only these propose for it."""
+        """Called after `admit` if a request names members of a chain: only these propose for it."""
 
     def release(self, slot: int) -> None:
         """Called when a request leaves its slot, finished or preempted."""
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """num_drafts = max(k_R), may be 0: state is kept in step and nothing is proposed."""
+        """Update the state and propose up to k_R drafts per request. num_drafts = max(k_R), may be 0: no drafts."""
         raise NotImplementedError
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """What a round reads and computes at least; nothing, for a drafter without weights. None: nobody knows."""
+        """Lower bound of what a round reads and computes; zero for a drafter without weights. None: unknown."""
         return Cost()
 
 

@@ -1,7 +1,7 @@
-"""The network of the block methods: mask rows that see each other, over keys and values made of target states.
+"""The network of the block methods: mask rows that attend to each other, over keys and values of target states.
 
-The cache holds what the layers make of fused target states. A pass over one block, the newest token and its masks,
-leaves keys and values behind it that the next target states overwrite.
+The cache holds each layer's keys and values of fused target states. A pass over one block (the newest token and its
+masks) writes keys and values past them, which the next target states overwrite.
 Shapes: T target rows, N draft rows, M read rows, H hidden.
 """
 
@@ -30,9 +30,10 @@ from draftproof.models.mixers.attention import Attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSettings:
-    """`sample_from_anchor`: the newest token's own row predicts, too. `sliding_causal`: in sliding layers a row sees
-    the block up to itself only; the window counts from the block's first row. `last_tap_is_normed`: by the last
-    layer's output the checkpoint means the state after the final norm, which is not kept."""
+    """Settings of a block head. `sample_from_anchor`: the newest token's own row predicts, too. `sliding_causal`: in
+    sliding layers a row sees the block only up to itself; the window counts from the block's first row.
+    `last_tap_is_normed`: the checkpoint's tap of the last layer is the state after the final norm, which cannot be
+    tapped among layers."""
 
     layers: ModelConfig
     draft_vocab_size: int
@@ -45,7 +46,7 @@ class BlockSettings:
 
 
 class BlockNetwork(BlockHead):
-    """`wrap(i, layer)` may put something around layer i."""
+    """The block network. `wrap(i, layer)` may wrap layer i."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class BlockNetwork(BlockHead):
         return self._head(hidden_MH)
 
     def cost(self, size: PassSize) -> Cost:
-        """Target states are fused and remembered, the block is fed."""
+        """Cost of fusing and storing target states, and of feeding the block."""
         config, num_states, num_rows = self._config, size.requests * size.fused, size.requests * size.fed
         found = cost.linear(self._head, size.requests * size.read)
         for packed in (self._fc, *self._context):
@@ -121,7 +122,7 @@ def drafter(ctx: DraftContext, network: BlockNetwork, decode: Decode | None = No
 
 
 def _plain_attention(ctx: DraftContext, layer: DecoderLayer | SandwichLayer) -> Attention:
-    """The layer's mixer; ValueError where it is of a kind that no rows but its own can store keys for."""
+    """The layer's mixer; ValueError if it is not plain attention, whose keys and values other rows can store."""
     assert ctx.checkpoint is not None
     if not isinstance(layer.mixer, Attention):
         raise ValueError(
@@ -132,7 +133,8 @@ def _plain_attention(ctx: DraftContext, layer: DecoderLayer | SandwichLayer) -> 
 
 
 def _spec(ctx: DraftContext, s: BlockSettings) -> DraftSpec:
-    """The block is always whole: its rows see each other, so a shorter one would predict something else."""
+    """The needs of a block method. A pass always has a full block, however few drafts are wanted: its rows attend to
+    each other, so a shorter block would predict something else."""
     assert ctx.checkpoint is not None
     num_layers = ctx.target.config.num_layers
     if s.last_tap_is_normed and num_layers in s.taps:

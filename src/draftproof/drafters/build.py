@@ -1,4 +1,4 @@
-"""The old place and name of `draftproof.drafters.context`, for one version."""
+"""Deprecated module name of `draftproof.drafters.context`, kept for one version."""
 
 from __future__ import annotations
 

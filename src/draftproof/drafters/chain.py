@@ -1,4 +1,4 @@
-"""Several drafters as one: per request, the one whose drafts are accepted most, by its own record.
+"""Several drafters as one: each request uses the member whose drafts it has accepted most.
 
 Shapes: R requests, K drafts.
 """
@@ -28,15 +28,15 @@ from draftproof.drafters.base import (
 from draftproof.drafters.sandbox import DrafterSandbox
 from draftproof.models.cost import Cost
 
-EXPECTED = 1.0  # accepted drafts of a round by a member of which little is known
-TRIED = 4  # rounds after which a member is judged by its record: before, whoever comes later is asked, too
-POOL_MEMORY, OWN_MEMORY = 0.99, 0.9  # what the past weighs after a round of any request, and of one
-POOL_WEIGHT, OWN_WEIGHT = 8.0, 4.0  # rounds that an expectation is worth
+EXPECTED = 1.0  # prior: accepted drafts per round of a member
+TRIED = 4  # rounds until a member's record is used; before, its acceptance counts as infinite, so it is tried
+POOL_MEMORY, OWN_MEMORY = 0.99, 0.9  # decay per round of the record over all requests, and of one request's
+POOL_WEIGHT, OWN_WEIGHT = 8.0, 4.0  # weight of the prior in rounds: of EXPECTED, and of the pool
 
 
 @dataclass(slots=True)
 class Record:
-    """Accepted drafts of late by one member's proposals, over all requests and of the request in each slot."""
+    """Decayed counts of one member's accepted drafts and rounds, over all requests and for the request in each slot."""
 
     accepted: float = 0.0
     rounds: float = 0.0
@@ -44,7 +44,7 @@ class Record:
     of_slot: dict[int, tuple[float, float]] = field(default_factory=dict)  # slot -> accepted, rounds
 
     def expected(self, slot: int) -> float:
-        """Drafts of the member's next proposal that this request will accept; more than anybody's while it is new."""
+        """Expected number of accepted drafts in the member's next proposal; infinite until it was tried TRIED times."""
         if self.num_rounds < TRIED:
             return math.inf
         pool = (self.accepted + POOL_WEIGHT * EXPECTED) / (self.rounds + POOL_WEIGHT)
@@ -60,13 +60,13 @@ class Record:
 
 
 class ChainDrafter(Drafter):
-    """A drafter made of several. Each sees every round, so that all keep their state in step. `most[i]`: tokens that
-    member i proposes at most.
+    """A drafter made of several. Each sees every round, so that all keep their state up to date. `most[i]`: maximum
+    number of tokens that member i proposes.
 
-    Members are asked in order, each for the requests whose proposal so far is expected to be accepted less than its
-    own. Where the host would have to wait for the device to know, the first that has a proposal wins. A member that
-    fails is as one that has none, and where that cost it its state for a request it is not asked for that one again. A
-    request may have named the members that may propose for it.
+    Members are asked in order, each for the requests whose proposal so far has a lower expected acceptance than its
+    own. Where the host would have to wait for the device to know that, the first member with a proposal wins. A member
+    that fails proposes nothing; if it lost its state for a request, it is not asked for that request again. A request
+    may name the members that may propose for it.
     """
 
     def __init__(self, drafters: Sequence[DrafterSandbox], most: Sequence[int], vocab_size: int) -> None:
@@ -77,8 +77,8 @@ class ChainDrafter(Drafter):
         self._host_looks = False
         self.records = [Record() for _ in drafters]
         self._proposed_by: dict[int, int] = {}  # slot -> the member whose drafts are being verified
-        self._only: dict[int, frozenset[int]] = {}  # slot -> members that may propose; not there: all
-        self._may_SM: Tensor | None = None  # int64: 1 where they may; None where the host looks
+        self._only: dict[int, frozenset[int]] = {}  # slot -> members that may propose; missing: all
+        self._may_SM: Tensor | None = None  # int64: 1 where a member may propose; None if the host reads
         specs = [d.spec for d in drafters]
         layers = sorted({i for s in specs for i in s.taps.layers})
         self._taps = Taps(layers=tuple(layers), final=any(s.taps.final for s in specs))
@@ -95,7 +95,9 @@ class ChainDrafter(Drafter):
         )
 
     def bind(self, runtime: DraftRuntime) -> None:
-        self._host_looks = runtime.host_looks or self.spec.host_tokens  # who reads tokens has waited already
+        self._host_looks = (
+            runtime.host_looks or self.spec.host_tokens
+        )  # reading tokens already waits for the device
         if not self._host_looks:
             self._may_SM = runtime.cache.block_table_SB.new_ones(
                 (len(runtime.cache.block_table_SB), len(self._drafters)), dtype=torch.int64
@@ -138,8 +140,8 @@ class ChainDrafter(Drafter):
         slots = verified.slots_R.tolist() if self._host_looks else []
         if slots:
             self._look_back(verified, slots)
-        held = [0.0] * len(slots)  # what each request's proposal so far is expected to bring
-        free_R = verified.k_R  # of requests that have no proposal, where the host does not look
+        held = [0.0] * len(slots)  # expected acceptance of each request's proposal so far
+        free_R = verified.k_R  # 0 once a request has a proposal; used if the host does not read
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
             if slots:
                 better = [self._is_better(number, s, h) for s, h in zip(slots, held, strict=True)]
@@ -168,7 +170,7 @@ class ChainDrafter(Drafter):
         return Proposal(tokens_RK, count_R, drafter_R, broken_R)
 
     def _cut(self, drafts_RK: Tensor, count_R: Tensor) -> tuple[Tensor, Tensor]:
-        """How many drafts stand before the first id outside the vocabulary, and whether there is one."""
+        """(number of drafts before the first id outside the vocabulary, whether there is such an id)."""
         at_K = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
         count_R = count_R.clamp(0, len(at_K))
         is_id_RK = (drafts_RK >= 0) & (drafts_RK < self._vocab_size)
@@ -176,14 +178,14 @@ class ChainDrafter(Drafter):
         return num_good_R, num_good_R < count_R
 
     def _is_better(self, number: int, slot: int, held: float) -> bool:
-        """Whether a member may propose for a request, and is expected to do so better than those before it."""
+        """Whether a member may propose for a request and its expected acceptance exceeds `held`."""
         if slot in self._only and number not in self._only[slot]:
             return False
         return number == 0 or self.records[number].expected(slot) > held
 
     def _look_back(self, verified: Verified, slots: Sequence[int]) -> None:
-        """Count how the proposals of the round before did: rows that stand beyond the first are accepted drafts. Where
-        there is one row, drafts were dropped for want of room."""
+        """Count the acceptance of the last round's proposals: live rows after the first are accepted drafts. A request
+        with one row had its drafts dropped for lack of space, so it is not counted."""
         rows_R = verified.query_start_loc_R1.diff()
         for slot, live, rows in zip(slots, verified.live_R.tolist(), rows_R.tolist(), strict=True):
             number = self._proposed_by.pop(slot, None)
@@ -197,7 +199,7 @@ class ChainDrafter(Drafter):
                 held[index] = self.records[number].expected(slot)
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """Where the host looks, the first member may have drafts for everybody, and the others none to make."""
+        """Lower bound: if the host reads, the first member may draft for all requests and the others for none."""
         found = Cost()
         for number, (drafter, most) in enumerate(zip(self._drafters, self._most, strict=True)):
             num_drafts = 0 if self._host_looks and number else min(size.num_drafts, most)

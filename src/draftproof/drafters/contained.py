@@ -1,4 +1,4 @@
-"""Containment of foreign code: what it raises becomes one kind of fault, what it changes in the process is undone."""
+"""Containment of user code: all its exceptions become `DrafterError`, and its changes to process state are undone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import overrides
 from torch.utils import _device, _python_dispatch
 
-MOST_WORDS = 500  # characters of somebody else's message
+MOST_WORDS = 500  # maximum length of a user exception's message, in characters
 _C: Any = torch._C
 _math: Any = ctypes.CDLL(None)  # the C library that this process runs with
-FLOAT_STATE_BYTES = 256  # fenv_t has at most 32 on the processors there are
+FLOAT_STATE_BYTES = 256  # fenv_t has at most 32 bytes on known processors
 
-# How each setting is read and set. Settings of a thread are the calling one's: steps and user code share it.
+# (getter, setter) of each setting. Per-thread settings are the calling thread's: steps and user code share it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
@@ -29,16 +29,16 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class DrafterError(Exception):
-    """A fault of foreign code, in one line that is safe to show."""
+    """A fault of user code, as one line that is safe to print."""
 
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Run foreign code inside `with`. Raises `DrafterError` for all that it raises, SystemExit too, but not for
-    KeyboardInterrupt, which is the user's.
+    """Context manager for user code. Raises `DrafterError` for whatever the code raises, SystemExit included;
+    KeyboardInterrupt passes through.
 
-    Put back afterwards: the floating-point unit's rounding and flushing, torch's default device and dtype, number of
-    threads, modes, autograd, matmul precision, deterministic flags.
+    Restores afterwards: floating-point rounding and flushing, torch's default device and dtype, number of threads,
+    modes, autograd, matmul precision, deterministic flags.
     """
     state = ctypes.create_string_buffer(FLOAT_STATE_BYTES)
     _math.fegetenv(state)
@@ -49,7 +49,7 @@ def contained() -> Iterator[None]:
     try:
         with torch.inference_mode(
             False
-        ):  # its end puts autograd's modes back, whatever was entered and not left
+        ):  # restores autograd's modes even if the code entered some and did not exit
             yield
     except KeyboardInterrupt:
         raise
@@ -66,7 +66,7 @@ def contained() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and words, in one line; its type alone where its words cannot be had."""
+    """The error's type and message in one line; the type alone if the message cannot be read."""
     if isinstance(error, DrafterError):
         return str(error)
     name = type(error).__name__
@@ -80,7 +80,7 @@ def describe(error: BaseException) -> str:
 
 
 def _default_device() -> tuple[Any, Any]:
-    """The state that `torch.set_default_device` keeps beside the mode that it enters."""
+    """The state that `torch.set_default_device` keeps in addition to the mode that it enters."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE
 
 

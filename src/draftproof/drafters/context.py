@@ -1,4 +1,4 @@
-"""The context that a draft method is built in: its checkpoint, as a reader understood it, and the engine around it."""
+"""The context that a draft method is built in: its parsed checkpoint and the engine around it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A draft checkpoint in the project's own terms, whatever its files looked like.
+    """A draft checkpoint in the project's own terms, independent of its file format.
 
-    `settings` is the method's dataclass; `num_drafts` the checkpoint's own K; `target` the model it was made for, as
-    the files name it; `num_target_layers`: that model's layers, where they say; `tap_shift`: what was added to the
-    files' numbers of tapped layers, so that messages can name them as the files do.
+    `settings` is the method's dataclass; `num_drafts` the checkpoint's own K; `target` the model it was trained for, as
+    the files name it; `num_target_layers`: that model's number of layers, if the files say so; `tap_shift`: the offset
+    added to the files' ids of tapped layers, so that messages can show the files' own ids.
     """
 
     method: str
@@ -42,13 +42,13 @@ class DraftCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftContext:
-    """Everything that a method may need at start. `builder` makes pieces from the checkpoint, exempt from exactness.
+    """Everything that a method may need at start. `builder` makes layers from the checkpoint, exempt from exactness.
 
-    `own`: this drafter's settings, in a chain too, with K resolved. `max_model_len`: the longest text;
-    `max_positions`: that, and the positions of drafts beyond its end; `inner`: the drafter made of the config's
-    `drafters`, for methods that run others; `vision`: the part of the target that reads images. `notes`: what the
-    builder found, for the line in the log: where "taps" come from, whose "embed_tokens" and "lm_head" are, how the
-    "vocabulary" is mapped.
+    `own`: this drafter's settings (a chain member's too), with K resolved. `max_model_len`: maximum number of tokens;
+    `max_positions`: that plus the positions of drafts beyond the end; `inner`: the drafter built from the config's
+    `drafters`, for methods that run others; `vision`: the target's image settings. `notes`: what the log line says
+    about the drafter: where "taps" come from, whose "embed_tokens" and "lm_head" it uses, how the "vocabulary" is
+    mapped.
     """
 
     config: EngineConfig
@@ -67,15 +67,15 @@ class DraftContext:
     notes: dict[str, str] = field(default_factory=dict)
 
     def settings(self, kind: type[S]) -> S:
-        """The checkpoint's settings; ValueError where the method needs a checkpoint and none was given."""
+        """The checkpoint's settings; ValueError if no checkpoint was given."""
         if self.checkpoint is None:
             raise ValueError("speculative_config: this method needs 'model': the folder of its checkpoint")
         assert isinstance(self.checkpoint.settings, kind), self.checkpoint.settings
         return self.checkpoint.settings
 
     def takes_embeddings(self, hidden_size: int) -> bool:
-        """Whether a network of this width is given the target's embeddings where its rows carry such. No checkpoint
-        says which it was trained with, so it is a setting."""
+        """Whether a network of this width reads the target's embeddings at rows that carry some (images). No
+        checkpoint says which it was trained with, so it is a setting."""
         fits = hidden_size == self.target.config.hidden_size
         wanted = self.own.image_inputs
         if wanted == "embeddings" and not fits:
@@ -87,7 +87,7 @@ class DraftContext:
 
     @property
     def build(self) -> LayerBuilder:
-        """The old name of `builder`, for one version."""
+        """Deprecated name of `builder`, kept for one version."""
         warnings.warn("DraftBuild.build: is DraftContext.builder now", DeprecationWarning, stacklevel=2)
         return self.builder
 
@@ -99,7 +99,7 @@ class DraftContext:
 
     @property
     def target_head_name(self) -> str:
-        """The target's tensor that makes logits: its own, or the embedding it is tied to."""
+        """Name of the target's output matrix: its own, or the embedding it is tied to."""
         tied = self.target.config.tie_word_embeddings
         return self.target_embed_name if tied else f"{head_of(self.target_weights)}.weight"
 

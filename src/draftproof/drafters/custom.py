@@ -1,4 +1,4 @@
-"""A user's own drafter, named as "package.module.Class", or as "package.module.build" where it needs the target."""
+"""A user's own drafter, named as "package.module.Class", or as "package.module.build" if it needs the target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_AHEAD = 1024  # tokens, or positions
 
 
 def find(name: str) -> Any:
-    """The class or function; ValueError where importing it fails, whatever its module raises. The current folder is
+    """The class or function; ValueError if importing it fails, whatever its module raises. The current folder is
     importable, as it is for a script."""
     module_name, _, own_name = name.rpartition(".")
     if (here := str(Path.cwd())) not in sys.path:
@@ -36,10 +36,10 @@ def find(name: str) -> Any:
 
 
 def load(name: str, ctx: DraftContext) -> Drafter:
-    """The drafter `name`, found, built and checked to look like a `Drafter`. ValueError names what is missing.
+    """Find and build the drafter `name`, and check that it looks like a `Drafter`. ValueError names what is missing.
 
-    A class gets the engine's config with its own `speculative_config`; a function gets `ctx` with that config, as the
-    methods of this package do, and returns the drafter. A class written for vLLM gets a config as it expects one.
+    A class gets the engine's config with its own `speculative_config`; a function gets `ctx` with that config, as this
+    package's methods do, and returns the drafter. A class written for vLLM gets a config in vLLM's form.
     """
     maker = find(name)
     own_name = name.rpartition(".")[2]
@@ -71,7 +71,7 @@ def load(name: str, ctx: DraftContext) -> Drafter:
 
 
 def _name_vllm(name: str, fault: DrafterError) -> None:
-    """ValueError where what the user's code raised is that vLLM is not there."""
+    """Raise ValueError if the user's code failed because vLLM is not installed."""
     if fault.__cause__ is not None and vllm_proposer.needs_vllm(fault.__cause__):
         raise ValueError(vllm_proposer.advice(name)) from fault
 

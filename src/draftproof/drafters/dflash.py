@@ -1,4 +1,4 @@
-"""DFlash: a block of masks is filled in one pass, over keys and values made of target states. arXiv 2602.06036."""
+"""DFlash: a block of masks is filled in one pass, over keys and values of target states. arXiv 2602.06036."""
 
 from __future__ import annotations
 

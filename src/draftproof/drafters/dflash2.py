@@ -1,4 +1,4 @@
-"""DFlash-2: a DFlash block with short convolutions around its sublayers, and a selector among each row's best tokens.
+"""DFlash-2: a DFlash block with short convolutions around its sublayers, and a selector over each row's best tokens.
 
 Shapes: R requests, N draft rows = R blocks of B rows, H hidden in G groups, W taps, E rank, C candidates, V vocabulary.
 """
@@ -30,8 +30,8 @@ class DFlash2Settings:
 
 
 class BlockConv:
-    """Causal convolutions within a block, before and after a sublayer. Each row makes its own kernels: a learned one
-    of [taps, H], plus what a projection of the sublayer's input adds for each tap and group."""
+    """Causal convolutions within a block, before and after a sublayer. Each row has its own kernels: a learned kernel
+    [taps, H] plus, for each tap and group, a projection of the sublayer's input."""
 
     def __init__(self, ctx: DraftContext, s: DFlash2Settings, prefix: str) -> None:
         hidden = s.block.layers.hidden_size
@@ -42,7 +42,7 @@ class BlockConv:
         self._shape = (2, s.taps, groups, 1)
 
     def before(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """(the sublayer's input, the kernels of its output [N, W, H])."""
+        """(convolved input of the sublayer, kernels for its output [N, W, H])."""
         added_N2WG1 = self.projection(x_NH).view(-1, *self._shape)
         groups = self._kernel_2WH.view(*self._shape[:-1], -1)
         kernels_N2WH = (added_N2WG1 + groups).view(-1, *self._kernel_2WH.shape)
@@ -76,7 +76,7 @@ class ConvLayer:
 
 
 class SelectorDecode(Decode):
-    """The best candidates of a row are scored again, by the token before and the row's state."""
+    """Rescores a row's top candidates by the previous token and the row's state."""
 
     def __init__(self, ctx: DraftContext, s: DFlash2Settings) -> None:
         builder = ctx.builder

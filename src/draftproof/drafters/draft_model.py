@@ -1,7 +1,7 @@
-"""A smaller language model as drafter. Leviathan et al., arXiv 2211.17192; with another tokenizer than its target's
-Timor et al., arXiv 2502.05202.
+"""A smaller language model as drafter. Leviathan et al., arXiv 2211.17192; with a tokenizer that differs from the
+target's: Timor et al., arXiv 2502.05202.
 
-Shapes: V columns of logits, C columns of tokens that both have.
+Shapes: V columns of logits, C columns of tokens in both vocabularies.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from draftproof.schema import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelOptions:
-    """Settings of a model with another tokenizer. "table": its tables are put into the target's ids, and it drafts the
-    tokens that both have; "text": it reads and writes text, on the host; "auto": "table" where it has most of the
-    target's tokens."""
+    """Settings for a model whose tokenizer differs from the target's. "table": its embedding and head are remapped to
+    the target's ids, and it drafts tokens of both vocabularies; "text": it reads and writes text, on the host; "auto":
+    "table" if it has more than half of the target's tokens, else "text"."""
 
     token_map: Literal["auto", "table", "text"] = "auto"
 
@@ -45,9 +45,9 @@ class DraftModelOptions:
 
 
 def build(ctx: DraftContext) -> Drafter:
-    """A drafter that reads every token unshifted, the newest as a row of its own; or the text, see `text_model`.
+    """A drafter that is fed every token unshifted, the newest as a row of its own; or the text, see `text_model`.
 
-    ValueError, with both values, where tokens differ and a tokenizer.json that would tell how is missing.
+    ValueError, with both sizes, if the vocabularies differ and a tokenizer.json to match them is missing.
     """
     options = parse_options("speculative_config", ctx.options, DraftModelOptions)
     model = ctx.settings(DraftModelSettings).model
@@ -71,11 +71,11 @@ def build(ctx: DraftContext) -> Drafter:
 
 
 def _mapped_drafter(ctx: DraftContext, model: ModelConfig, mapped: TokenMap) -> HeadDrafter:
-    """The model with its tables in target ids: nothing is left to be mapped while it runs."""
+    """The model with its tables remapped to target ids, so that nothing is mapped at run time."""
     weights = ctx.builder.weights
     ids_C = mapped.common_ids()
     tied = model.tie_word_embeddings
-    if isinstance(weights, Weights):  # random ones are as good in any ids
+    if isinstance(weights, Weights):  # random weights need no mapping
         weights = token_map.translated(weights, mapped, tied=tied)
     model = replace(
         model, vocab_size=ctx.target.config.vocab_size, tie_word_embeddings=tied and ids_C is None

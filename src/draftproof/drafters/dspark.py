@@ -1,7 +1,7 @@
-"""DSpark: a DFlash block whose drafts also depend on the one before, by a low-rank bias drawn from left to right.
+"""DSpark: a DFlash block drafted left to right, each draft's logits biased (low rank) by the draft before it.
 
 Its confidence head estimates whether a draft will be accepted, and may end a proposal early: at a threshold that the
-user sets, and, where the number of drafts is chosen, at what verifying one more costs.
+user sets and, if the engine chooses the number of drafts, at the cost of verifying one more.
 Shapes: R requests, H hidden, E rank of the bias, V columns of logits.
 """
 
@@ -25,8 +25,8 @@ from draftproof.models.cost import Cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkSettings:
-    """Sizes of a head. `rank` 0: no bias. `confidence`: there is such a head; `confidence_reads_token`: it sees the
-    token before."""
+    """Settings of a head. `rank` 0: no bias. `confidence`: it has a confidence head; `confidence_reads_token`: that
+    reads the previous token."""
 
     block: BlockSettings
     rank: int
@@ -37,7 +37,8 @@ class DSparkSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DSparkOptions:
-    """Settings of the method. A proposal ends before the first draft whose estimated acceptance is lower; 0: never."""
+    """Settings of the method. A proposal ends before the first draft whose estimated acceptance is below
+    `confidence_threshold`; 0: never."""
 
     confidence_threshold: float = 0.0
 
@@ -59,7 +60,7 @@ class MarkovDecode(Decode):
         self._rank = rank
         self._kind = s.kind
         self._threshold = threshold
-        self._products: list[PackedLinear] = []  # computed for every draft
+        self._products: list[PackedLinear] = []  # those computed for every draft
 
         def linear(name: str, num_in: int, num_out: int, **options: Any) -> PackedLinear:
             self._products.append(builder.linear(name, num_in, num_out, **options))
@@ -90,7 +91,7 @@ class MarkovDecode(Decode):
         survival_R = torch.ones_like(before_R, dtype=torch.float32)
         count_R = torch.zeros_like(before_R)
         for j, hidden_RH in enumerate(block.hidden_JRH[: block.first + len(block.logits_KRV)]):
-            k = j - block.first  # a row that has no draft of its own is a step of the recurrence all the same
+            k = j - block.first  # a row without a draft of its own is still a step of the recurrence
             bias_RV, before_RE, state_RE = self.step(hidden_RH, before_R, state_RE, block)
             if k < 0:
                 continue

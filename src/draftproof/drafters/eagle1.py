@@ -1,6 +1,6 @@
 """EAGLE-1: one layer that predicts the target's next state from its last one. Li et al., arXiv 2401.15077.
 
-EAGLE-2 and HASS heads are the same network, trained otherwise.
+EAGLE-2 and HASS heads are the same network, trained differently.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from draftproof.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle1Settings:
-    """Settings of a head. `layers`: the draft's own decoder layers. `norms`: the variant with norms of embedding, input
-    and output; the original has none of these, and neither norms the state."""
+    """Settings of a head. `layers`: the draft's own decoder layers. `norms`: the variant that norms embedding, input
+    and output; the original norms none of them. Neither norms the state."""
 
     layers: ModelConfig
     fc_bias: bool

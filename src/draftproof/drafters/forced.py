@@ -1,7 +1,7 @@
-"""Forced text: where a request's grammar leaves no choice, the tokens that must come next are its drafts.
+"""Forced text: where a request's grammar allows only one continuation, those tokens are its drafts.
 
-The engine's host half knows the grammars, and puts these tokens in the place of other drafts before a pass: this
-drafter stands for them among the others, with its number of tokens, and proposes nothing on the device.
+The engine's host half knows the grammars and replaces other drafts by these tokens before a pass. This drafter is their
+entry in a chain (name, number of tokens, counters) and proposes nothing on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from draftproof.drafters.context import DraftContext
 
 
 class ForcedDrafter(Drafter):
-    """The member of a chain that forced text is counted under. In memory that stays, so that passes can be recorded."""
+    """The chain member that forced text is counted under. Its empty proposal has fixed storage, so that passes can be
+    recorded."""
 
     spec = DraftSpec(forced=True)
 

@@ -26,7 +26,7 @@ from draftproof.models.spec import RopeTables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """The norms that a head has: of the embedding, of the state, of the first layer's input, of the output."""
+    """Which norms a head has: of the embedding, the state, the first layer's input, the output."""
 
     embed: bool
     hidden: bool
@@ -37,8 +37,8 @@ class Norms:
 class FusedNetwork:
     """`x = fc([embed_norm(embed); hidden_norm(h)])`, layers, `out = norm(x)`.
 
-    Tensors, as readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*, all behind `prefix`. `index`: its
-    first layer's place in the draft cache. `state_first`: fc reads `[h; embed]`.
+    Tensors, as checkpoint readers name them: fc, embed_norm, hidden_norm, norm, layers.i.*, each after `prefix`.
+    `index`: its first layer's index in the draft cache. `state_first`: fc reads `[h; embed]`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FusedNetwork:
         return normed_NH if self._has_final_norm else stream_NH
 
     def cost(self, size: PassSize) -> Cost:
-        """Without logits."""
+        """Cost of a pass, without logits."""
         num_rows = size.requests * size.fed
         found = cost.linear(self._fc, num_rows)
         found += cost.layers_products(self._config, num_rows, self._fc.weight_itemsize)
@@ -94,7 +94,8 @@ class FusedNetwork:
 
 
 class FusedHead(DraftHead):
-    """The network's output makes logits, and is the feedback. `taps` is the one state h."""
+    """A fused network as a head: its output feeds the output head and, as state, its next step. `taps` names the one
+    state h."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Gemma 4's assistant: a few layers without keys and values of their own, which read the target's.
 
-Its query sits at the position of the token that it reads, and stays there for all drafts of a round: that is how the
-reference implementation runs it (another engine puts it one lower; drafts differ, outputs do not).
+Its query has the position of the token that it reads, and keeps it for all drafts of a round, as in the reference
+implementation (another engine puts it one lower; drafts differ, outputs do not).
 Shapes: T target rows, N draft rows, M read rows, H its hidden size, V vocabulary, C centroids, S tokens of a centroid,
-X tokens looked at.
+X tokens scored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftproof.models.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Settings:
-    """Settings of an assistant. `layers`: its own; `num_centroids` 0: logits of all tokens are computed, else those of
+    """Settings of an assistant. `layers`: its own; `num_centroids` 0: logits of all tokens are computed, else only of
     the tokens of the best `num_chosen` centroids."""
 
     layers: ModelConfig
@@ -41,8 +41,8 @@ class Gemma4Settings:
 
 
 class CentroidHead:
-    """An output head that looks at a part of the vocabulary: logits of the tokens that belong to the centroids nearest
-    to a state; every other token gets 1 less than the least of them."""
+    """An output head that scores part of the vocabulary: the tokens of the centroids nearest to a state. Every other
+    token's logit is the smallest of those minus 1."""
 
     def __init__(self, ctx: DraftContext, num_centroids: int, num_chosen: int, weight_VH: Tensor) -> None:
         vocab, hidden = weight_VH.shape
@@ -62,15 +62,15 @@ class CentroidHead:
         return least_M1.repeat(1, len(self._weight_VH)).scatter_(1, tokens_MX, found_MX)
 
     def cost(self, num_rows: int) -> Cost:
-        """What `num_rows` cost: every row reads the weights of its own tokens."""
+        """Cost of `num_rows`: every row reads the weights of its own tokens."""
         elements = self._num_chosen * self._tokens_CS.shape[1] * self._weight_VH.shape[1]
         each = cost.products(elements, 1, self._weight_VH.element_size())
         return cost.linear(self._centroids, num_rows) + each * num_rows
 
 
 class Gemma4Head(DraftHead):
-    """`x = pre_projection([scaled embed(token); state])`, layers, `d = norm(x)`; logits are made of d,
-    and `post_projection(d)` is the next row's state. The first state is the target's after its final norm."""
+    """`x = pre_projection([scaled embed(token); state])`, layers, `d = norm(x)`; logits come from d, and
+    `post_projection(d)` is the next row's state. The first state is the target's after its final norm."""
 
     ids_V: Tensor | None = None
 
@@ -91,7 +91,7 @@ class Gemma4Head(DraftHead):
         self._embed = target.embed
         self._before = builder.linear("pre_projection", 2 * backbone, hidden)
         self._after = builder.linear("post_projection", hidden, backbone)
-        # the target's tables; a row is told the place of the state that it goes on from: its token's is one higher
+        # the target's tables, shifted: a row's position is that of its state, and its token's is one higher
         tables = {rope: table_PD[1:] for rope, table_PD in target.rope_tables.items()}
         # its sliding layers were trained to see one row more than the window
         self._layers = load_layers(builder, "model.layers.", _with_one_row_more(config), tables)
@@ -133,7 +133,7 @@ class Gemma4Head(DraftHead):
 
 
 def _with_one_row_more(config: ModelConfig) -> ModelConfig:
-    """The layers with windows longer by a row."""
+    """The layers with each window longer by one row."""
 
     def wider(layer: LayerSpec) -> LayerSpec:
         mixer = layer.mixer
@@ -144,7 +144,7 @@ def _with_one_row_more(config: ModelConfig) -> ModelConfig:
 
 
 def _caches_lent(ctx: DraftContext, layers: ModelConfig, backbone_hidden_size: int) -> tuple[int, ...]:
-    """The target's caches that the assistant's kinds of layers read; ValueError where the pair does not fit."""
+    """Indices of the target's caches that the assistant's layer types read; ValueError if the models do not match."""
     assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     target = ctx.target.config
@@ -176,7 +176,7 @@ def _caches_lent(ctx: DraftContext, layers: ModelConfig, backbone_hidden_size: i
 
 
 def _last_writer(target: ModelConfig, *, slides: bool) -> tuple[int, AttentionConfig] | None:
-    """(its cache, the mixer) of the target's last layer of a kind that keeps keys and values of its own."""
+    """(cache index, mixer) of the target's last layer of a type (sliding or full) that has its own cache."""
     for layer, cache in zip(reversed(target.layers), reversed(target.cache_of_layer), strict=True):
         if isinstance(layer.mixer, AttentionConfig) and (layer.window > 0) == slides:
             return cache, layer.mixer
@@ -184,7 +184,7 @@ def _last_writer(target: ModelConfig, *, slides: bool) -> tuple[int, AttentionCo
 
 
 def _token_order(ctx: DraftContext, num_centroids: int, num_chosen: int, vocab: int) -> Tensor:
-    """int64 [V]: the tokens of the first centroid, of the second, ..."""
+    """Token ids grouped by centroid: those of the first, of the second, ...: int64 [V]."""
     assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     if vocab % num_centroids or not 1 <= num_chosen <= num_centroids:

@@ -1,4 +1,4 @@
-"""Runs a draft network: feeds it the rows that its layout declares, unrolls it, draws its tokens.
+"""Runs a draft network: feeds it the rows that its layout declares, unrolls it, samples its tokens.
 
 Shapes: R requests, T target rows, N draft rows, M read rows, K drafts, F feature width, V columns of logits.
 """
@@ -31,8 +31,8 @@ from draftproof.runtime.graphs import EAGER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSize:
-    """One pass of a head, for each of `requests`: target states fused, rows fed, rows that logits are made of.
-    `itemsize`: bytes of a number in the cache."""
+    """Size of one pass of a head, per request: target states fused, rows fed, rows read (logits computed).
+    `itemsize`: bytes of a cached element."""
 
     requests: int
     fused: int
@@ -44,7 +44,7 @@ class PassSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLayout:
-    """The rows a head is fed after a target pass, and what they carry; `kernels.step.StepOps.draft_rows` has a worked
+    """The rows that a head is fed after a target pass, and their tokens; `kernels.step.StepOps.draft_rows` has a worked
     example."""
 
     context: Literal["all", "last", "none"]
@@ -52,16 +52,16 @@ class HeadLayout:
     anchor: bool = False  # append the newest token as a row of its own
     masks: int = 0  # then this many mask rows
     mask_token: int | None = None
-    advance: Literal[0, 1] = 1  # 0: rows stay where the first one was, and see what it saw (borrowed keys)
+    advance: Literal[0, 1] = 1  # 0: later rows keep the first one's position and context (borrowed keys)
     anchor_predicts: bool = True  # False: a block's first row has no draft of its own (DFlash)
 
     def num_rows(self, num_verified: int) -> int:
-        """Rows fed for a request of which so many rows were verified."""
+        """Rows fed for a request with `num_verified` verified rows."""
         context = {"all": num_verified, "last": 1, "none": 0}[self.context]
         return context + self.anchor + self.masks
 
     def kernels(self, num_read: int) -> Layout:
-        """The record that kernels read; num_read: rows read per request."""
+        """The layout in the kernels' form; num_read: rows read per request."""
         return Layout(
             context=("none", "last", "all").index(self.context),
             shift=self.shift,
@@ -73,7 +73,8 @@ class HeadLayout:
 
 
 class DraftHead(Protocol):
-    """Level 2: a network that predicts the target's next tokens. `ids_V` maps its columns to target ids."""
+    """Level 2: a network that predicts the target's next tokens. `ids_V`: target id of each logits column; None: the
+    same ids."""
 
     spec: DraftSpec
     layout: HeadLayout
@@ -82,14 +83,14 @@ class DraftHead(Protocol):
     def features(self, taps: tuple[Tensor, ...]) -> Tensor | None:
         """The tapped target states, fused: [T, F]; None where the head reads tokens only.
 
-        A head whose mask rows have features gives theirs as a row of its own after the T.
+        A head whose mask rows have features returns those as an extra last row.
         """
         ...
 
     def __call__(
         self, tokens_N: Tensor, features_NF: Tensor | None, attn: PagedAttention
     ) -> tuple[Tensor, Tensor | None]:
-        """(hidden_NH for `logits`, the next row's features or None where rows have none)."""
+        """(hidden_NH for `logits`, features of the next row or None)."""
         ...
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
@@ -97,12 +98,12 @@ class DraftHead(Protocol):
         ...
 
     def cost(self, size: PassSize) -> Cost:
-        """What a pass reads and computes at least. Not asked of a user's head."""
+        """Lower bound of what a pass reads and computes. Never called on a user's head."""
         return Cost()
 
 
 def __getattr__(name: str) -> Any:
-    """`DraftMemory`: the old name of `DraftRuntime`, for one version."""
+    """`DraftMemory`: deprecated name of `DraftRuntime`, kept for one version."""
     if name != "DraftMemory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("DraftMemory: is DraftRuntime now", DeprecationWarning, stacklevel=2)
@@ -110,19 +111,17 @@ def __getattr__(name: str) -> Any:
 
 
 class Buffers(NamedTuple):
-    """What a draft pass reads, beside the taps and what the draw needs."""
+    """Inputs of a draft pass, apart from the taps and the sampler's inputs."""
 
     feed: tuple[Tensor, ...]
-    read_M: (
-        Tensor | None
-    )  # which rows of what `feed` gives are read: `draft` gets these alone; None: it gives none
+    read_M: Tensor | None  # rows of the result of `feed` that are passed to `draft`; None: it has no result
     draft: tuple[Tensor, ...]
 
 
 class Unroll(Protocol):
-    """A scheme by which drafts come out of a head, in two parts: what every verified row takes, and what every request
-    takes. Each is a function of buffers, so it can be run again without Python: no look at the host, no shape that
-    depends on data. Where prompts are among the rows only the second comes again at the same size."""
+    """A scheme that gets drafts out of a head, in two parts: `feed`, sized by the verified rows, and `draft`, sized by
+    the requests. Each is a function of buffers that can be recorded and replayed: no host reads, no data-dependent
+    shapes. With prompts among the rows only the second recurs at the same size."""
 
     num_read: int  # rows read per request
     most_drafts: int
@@ -136,28 +135,28 @@ class Unroll(Protocol):
         taps: tuple[Tensor, ...],
         carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        """Show the head the rows; the states that `draft` reads, [N, ...] each. `carried`: by the rows in place of
-        their tokens' embeddings."""
+        """Feed the rows to the head; returns the states that `draft` reads, [N, ...] each. `carried`: embeddings that
+        rows carry in place of their tokens'."""
         ...
 
     def draft(
         self, runtime: DraftRuntime, read: tuple[Tensor, ...], given: tuple[Tensor, ...], draw: Draw
     ) -> tuple[Tensor, ...]:
-        """K tensors of R tokens, then possibly how many of them each request should use; `read`: [M, ...] each."""
+        """K tensors of R tokens, then optionally the number of drafts to use per request; `read`: [M, ...] each."""
         ...
 
     def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
-        """The head's passes of a round that begins with `fed` rows a request."""
+        """The head's passes in a round that begins with `fed` rows per request."""
         ...
 
     def choice_cost(self, size: RoundSize) -> Cost:
-        """What choosing tokens costs beside the head's passes."""
+        """Cost of choosing tokens, in addition to the head's passes."""
         return Cost()
 
 
 class HeadDrafter(Drafter):
-    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself. Its spec is the head's,
-    and what follows from the head's layout."""
+    """The drafter around a head. Final: a method that does not fit implements `Drafter` itself. Its spec is the head's
+    plus what follows from the head's layout."""
 
     def __init__(self, head: DraftHead, unroll: Unroll | None = None) -> None:
         self._layout_fed = layout = head.layout
@@ -166,7 +165,7 @@ class HeadDrafter(Drafter):
         self.head = head
         self.unroll = unroll or Recurrent(head)
         self._fed = layout.kernels(self.unroll.num_read)
-        # where nothing is drafted, rows only keep the cache in step
+        # if nothing is drafted, rows only update the cache
         context = "all" if layout.context == "none" else layout.context
         self._layout_idle = HeadLayout(context=context, shift=layout.shift)
         self._idle = self._layout_idle.kernels(1)
@@ -176,7 +175,7 @@ class HeadDrafter(Drafter):
         self.runtime = runtime
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Feed the verified rows, then draft `num_drafts` tokens per request, or as many as the head can."""
+        """Feed the verified rows, then draft `num_drafts` tokens per request, or the head's maximum."""
         runtime = self.runtime
         unroll = self.unroll
         assert runtime is not None, "bind comes before propose"
@@ -194,7 +193,7 @@ class HeadDrafter(Drafter):
         return Proposal(tokens_RK, torch.minimum(count_R, drawn[num]) if len(drawn) > num else count_R)
 
     def _carried(self, verified: Verified, fed: DraftRows) -> GivenEmbeddings | None:
-        """The embeddings that fed rows carry in place of their tokens, where the head takes such."""
+        """Embeddings that fed rows carry in place of their tokens'; None without any, or if the head takes none."""
         if verified.given is None or not self.spec.takes_embeddings:
             return None
         is_fed_N = fed.positions_N >= 0
@@ -202,7 +201,7 @@ class HeadDrafter(Drafter):
         return verified.given.of(self.spec.embeds).at(fed.slots_N, tokens_at_N)
 
     def _drawn(self, runtime: DraftRuntime, verified: Verified, num: int) -> tuple[Tensor, ...]:
-        """What `Unroll.draft` gives, nothing where `num` is 0."""
+        """The result of `Unroll.draft`; empty if `num` is 0."""
         unroll, draw = self.unroll, verified.draw
         fed = draft_rows(runtime, self._fed if num else self._idle, verified, num)
         given = unroll.inputs(runtime, verified, fed)
@@ -226,7 +225,7 @@ class HeadDrafter(Drafter):
             return unroll.draft(runtime, buffers[:first], own, draw.over(buffers[last:]))
 
         key = ("draft", self, len(verified.slots_R), num)
-        # a draw without inputs depends on more than the buffers, and so do positions of a step with images
+        # not recordable: a draw without inputs depends on more than the buffers, as do positions in a step with images
         graphs = runtime.graphs if draw.inputs and not runtime.has_window else EAGER
         return graphs.run(key, draft, (*read, *given.draft, *draw.inputs))
 
@@ -255,7 +254,7 @@ def draft_rows(runtime: DraftRuntime, layout: Layout, verified: Verified, num_dr
 
 
 class _Fed(NamedTuple):
-    """The rows of `kernels.step.DraftRows` that a pass begins with."""
+    """The fields of `kernels.step.DraftRows` that describe the first pass."""
 
     tokens_N: Tensor
     source_N: Tensor
@@ -265,7 +264,7 @@ class _Fed(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The places of the drafts, and of the rows that they are read from."""
+    """Positions of the drafts, and of the rows that they are read from."""
 
     slots_R: Tensor
     drawn_KR: Tensor
@@ -274,8 +273,7 @@ class _Steps(NamedTuple):
 
 
 class Recurrent(Unroll):
-    """One row a step, which carries the token drafted before and sits at the read row's position + step, or stays
-    there."""
+    """One row per step. It carries the token drafted before; its position is the read row's + step, or unchanged."""
 
     num_read = 1
     most_drafts = 1 << 30

@@ -25,8 +25,7 @@ from draftproof.models.weights import WeightSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelSettings:
-    """A draft model's config, its `mask_token` if it was trained to fill masks, and the part that reads images if it
-    has one."""
+    """A draft model's config, its `mask_token` if it was trained to fill masks, and its image settings if any."""
 
     model: ModelConfig
     mask_token: int | None = None
@@ -69,7 +68,7 @@ class DraftModelHead(DraftHead):
 
 
 def pass_cost(decoder: Decoder, size: PassSize) -> Cost:
-    """What a pass of the model reads and computes at least."""
+    """Lower bound of what a pass of the model reads and computes."""
     found = cost.layers_products(decoder.config, size.requests * size.fed, decoder.head.weight_itemsize)
     found += cost.attention(decoder.config, size.requests, size.fed, size.context, size.itemsize)
     return found + cost.linear(decoder.head, size.requests * size.read)
@@ -83,8 +82,8 @@ def load(ctx: DraftContext) -> Decoder:
 
 
 def own_embeddings(ctx: DraftContext) -> tuple[OwnEmbeddings, ...]:
-    """What makes the model's own embeddings of the target's images; none where it is fed the ids that stand for them.
-    ValueError where embeddings are asked for, and it cannot read those images."""
+    """The model's own encoder for the target's images; empty if it is fed the images' placeholder ids instead.
+    ValueError if embeddings are requested and it cannot read those images."""
     s = ctx.settings(DraftModelSettings)
     own, wanted = s.vision, ctx.own.image_inputs
     if own is None or ctx.vision is None or not own.reads_as(ctx.vision):
@@ -120,7 +119,7 @@ def load_decoder(
     num_columns: int | None = None,
     max_positions: int | None = None,
 ) -> Decoder:
-    """The model, exempt from exactness. `num_columns`: columns of its logits; None: as many as the model has."""
+    """The model, exempt from exactness. `num_columns`: columns of its logits; None: the model's own number."""
     made = ctx.builder
     return Decoder.load(
         weights,

@@ -1,8 +1,8 @@
-"""MTP with several modules: each drafts one token further, from the states of the one before it.
+"""MTP with several modules: each drafts one token further, from the states of the module before it.
 
-Module m's row at position p carries the token at p + 1 + m, so its last m rows were made of drafts. Once the true
+Module m's row at position p carries the token at p + 1 + m, so its last m rows were computed from drafts. Once the true
 tokens are known those rows are computed again: a request's last target states are kept, and its next pass begins with
-their rows, in every module alike.
+their rows, in every module.
 Shapes: R requests, T target rows, E kept rows of a slot, N = T + R * E draft rows, M modules, S slots, H hidden size.
 """
 
@@ -29,7 +29,7 @@ from draftproof.runtime.graphs import EAGER
 
 
 class _Inputs(NamedTuple):
-    """The buffers of a draft pass. `draft_MN`: number of the draft that the row carries, from 1; 0: it carries
+    """The buffers of a draft pass. `draft_MN`: 1-based number of the draft that the row carries; 0: the row carries
     `tokens_MN`."""
 
     tokens_MN: Tensor
@@ -44,8 +44,8 @@ class _Inputs(NamedTuple):
 
 
 class ModulesDrafter(Drafter):
-    """The drafter around several modules. Those beyond the drafts asked for run too: their keys must be there when they
-    are wanted."""
+    """The drafter around several modules. All modules run even if fewer drafts are wanted, so that their caches have no
+    holes."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ModulesDrafter(Drafter):
         self._embed_VH = embed_VH
         self._head = head
         self._runtime: DraftRuntime | None = None
-        self._recent: RecentRows  # rows of cached pages are not in it: none of them has to be repeated
+        self._recent: RecentRows  # without rows of cached pages, which never have to be repeated
 
     def bind(self, runtime: DraftRuntime) -> None:
         self._runtime = runtime
@@ -70,7 +70,7 @@ class ModulesDrafter(Drafter):
         self._recent = recent
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Feed rows kept and verified through all modules; draft a token from each, as many as are wanted."""
+        """Feed kept and verified rows through all modules; the first `num_drafts` modules draft a token each."""
         runtime = self._runtime
         v = verified
         draw = verified.draw
@@ -82,7 +82,7 @@ class ModulesDrafter(Drafter):
         own = self._inputs(v, rows)
         inputs = (*own, table, *draw.inputs)
         given = v.given if self.spec.takes_embeddings else None
-        # a draw without inputs depends on more than the buffers, and so do rows with embeddings or before such
+        # not recordable: a draw without inputs depends on more than the buffers, as do rows with or before embeddings
         is_function = bool(draw.inputs) and given is None and not runtime.has_window
 
         def run(*buffers: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ class ModulesDrafter(Drafter):
         return Proposal(tokens_RK, v.k_R.clamp(max=num))
 
     def cost(self, size: RoundSize) -> Cost:
-        """Every module computes every row, those that were kept too."""
+        """Cost of a round: every module computes every row, kept rows included."""
         num_modules = len(self._modules)
         rows = PassSize(
             requests=size.requests,
@@ -120,7 +120,7 @@ class ModulesDrafter(Drafter):
         at_N = torch.arange(len(v.tokens_T) + R * each, device=device)
         begin_R = start_R + torch.arange(R, device=device) * each
         owner_N = torch.searchsorted(begin_R, at_N, right=True) - 1
-        # a row's place among its request's verified ones; below 0 it is a kept one
+        # index of a row among its request's verified rows; negative: a kept row
         place_N = at_N - begin_R[owner_N] - each
         first_R = rows.first_R
         live_R = v.live_R

@@ -1,5 +1,5 @@
-"""MTP: prediction modules trained with the target. One is used again for every further token; of several each drafts
-one token further than the one before it.
+"""MTP: prediction modules trained with the target. A single module is applied repeatedly; of several, each drafts one
+token further than the module before it.
 
 DeepSeek-V3, arXiv 2412.19437.
 """
@@ -23,8 +23,8 @@ _NORMS = Norms(embed=True, hidden=True, input=True, final=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpSettings:
-    """Settings of a module in files of its own. `layers`: its one decoder layer; `target_layers`: number of its
-    target's layers, as its config says."""
+    """Settings of a module in its own files. `layers`: its one decoder layer; `target_layers`: number of its target's
+    layers according to its config."""
 
     layers: ModelConfig
     target_layers: int
@@ -47,7 +47,7 @@ def build(ctx: DraftContext) -> Drafter:
 
 
 def _build_own(ctx: DraftContext) -> Drafter:
-    """A module of files of its own, which is trained on the target's last state before the final norm."""
+    """A module in its own files, trained on the target's last state before the final norm."""
     s = ctx.settings(MtpSettings)
     num_layers = ctx.target.config.num_layers
     assert ctx.checkpoint is not None
@@ -60,8 +60,8 @@ def _build_own(ctx: DraftContext) -> Drafter:
 
 
 def _build_from_target(ctx: DraftContext) -> Drafter:
-    """Modules of the target's files, which read its state after the final norm. Those that no draft needs are not
-    loaded."""
+    """Modules in the target's files, which read its state after the final norm. Modules beyond the number of drafts are
+    not loaded."""
     s = ctx.settings(TargetMtpSettings)
     builder = ctx.builder
     taps = Taps(final=True)

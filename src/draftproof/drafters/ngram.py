@@ -12,8 +12,8 @@ from draftproof.schema import is_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramOptions:
-    """Settings of the method: longest and shortest suffix that is looked up, in tokens; one that is left out makes room
-    for the other."""
+    """Settings of the method: longest and shortest suffix that is looked up, in tokens. The default of either adapts to
+    the other's value."""
 
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -40,7 +40,7 @@ class NgramOptions:
 
 
 class NgramDrafter(Drafter):
-    """Proposes what `Ops.lookup` finds; no match, no draft. It reads the known tokens only, so it keeps no state."""
+    """Proposes what `Ops.lookup` finds; no match, no draft. It reads only the known tokens, so it keeps no state."""
 
     spec = DraftSpec()
 

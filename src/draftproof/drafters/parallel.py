@@ -25,7 +25,7 @@ DrawSlot = Callable[[int, Tensor], Tensor]  # k, logits_RV -> tokens_R: the k-th
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The results of a pass over blocks. Draft k is read from row `first + k`."""
+    """Results of a pass over blocks. Draft k is read from row `first + k`."""
 
     hidden_JRH: Tensor
     logits_KRV: Tensor  # fp32
@@ -38,13 +38,13 @@ class Block:
 
 
 class Decode(Protocol):
-    """A rule that chooses a block's tokens where a draft depends on the one before it: (K tensors of R tokens, drafts
-    worth keeping per request or None for all). Drawing a draft again replaces it."""
+    """A rule that chooses a block's tokens when drafts depend on earlier drafts: returns (K tensors of R tokens, number
+    of drafts to keep per request or None for all). Drawing a draft again replaces it."""
 
     def __call__(self, block: Block, draw: DrawSlot) -> tuple[list[Tensor], Tensor | None]: ...
 
     def cost(self, num_requests: int, num_drafts: int) -> Cost:
-        """What choosing `num_drafts` tokens for each of `num_requests` reads and computes at least."""
+        """Lower bound of what choosing `num_drafts` tokens for each of `num_requests` reads and computes."""
         ...
 
 
@@ -57,7 +57,7 @@ class BlockHead(DraftHead, Protocol):
 
 
 class _Fed(NamedTuple):
-    """The rows of a pass, as `kernels.step.DraftRows` has them."""
+    """The rows of a pass, fields as in `kernels.step.DraftRows`."""
 
     tokens_N: Tensor
     source_N: Tensor
@@ -73,7 +73,7 @@ class _Read(NamedTuple):
 
 
 class _OwnBlock(NamedTuple):
-    """The rows of a block, where they are fed after its context."""
+    """The rows of a block, for heads that are fed it after storing its context."""
 
     tokens_N: Tensor
     positions_N: Tensor
@@ -84,7 +84,7 @@ class _OwnBlock(NamedTuple):
 
 
 class Parallel(Unroll):
-    """One pass for all drafts. `block`: the head where it remembers target states (its layout has no context)."""
+    """One pass for all drafts. `block`: the head if it caches target states (its layout has no context)."""
 
     def __init__(self, head: DraftHead, block: BlockHead | None = None, decode: Decode | None = None) -> None:
         self._head = head
@@ -123,7 +123,7 @@ class Parallel(Unroll):
         taps: tuple[Tensor, ...],
         carried: GivenEmbeddings | None = None,
     ) -> tuple[Tensor, ...]:
-        """A head that remembers target states gives none."""
+        """As in `Unroll`; a head that caches target states returns nothing."""
         features_TF = self._head.features(taps)
         if self._block is not None:
             assert features_TF is not None
@@ -145,14 +145,14 @@ class Parallel(Unroll):
         return self._chosen(read_MH.view(self.num_read, len(i.anchor_R), -1), i, draw, runtime)
 
     def _block_states(self, runtime: DraftRuntime, i: _OwnBlock) -> Tensor:
-        """The states of a block's rows, in the order in which they are read."""
+        """The states of a block's rows, in reading order."""
         block = BlockRows(i.block_ends_N, i.read_JR)
         rows = Rows(i.positions_N, i.slots_N, i.context_lens_N, block, max_query_len=self.num_read)
         hidden_NH, _ = self._head(i.tokens_N, None, runtime.attention(rows))
         return runtime.ops.gather(hidden_NH, i.read_JR.view(-1))
 
     def _chosen(self, hidden_JRH: Tensor, i: _Read, draw: Draw, runtime: DraftRuntime) -> tuple[Tensor, ...]:
-        """The drafts, from rows read slot by slot, so that each draft's rows lie together."""
+        """The drafts. Rows are ordered by draft, then request, so each draft's logits are contiguous."""
         num, first, ids_V = len(i.drawn_KR), self._first, self._head.ids_V
         _, R, hidden = hidden_JRH.shape
         logits = self._head.logits(hidden_JRH[first : first + num].view(num * R, hidden))
@@ -170,7 +170,7 @@ class Parallel(Unroll):
         return (*tokens, *(() if count_R is None else (count_R,)))
 
     def passes(self, size: RoundSize, fed: int) -> list[PassSize]:
-        """One pass; a block without drafts is not fed: target states are remembered, and that is all."""
+        """One pass; without drafts a block is not fed, only target states are stored."""
         fed = 0 if self._block is not None and not size.num_drafts else fed
         return [
             PassSize(

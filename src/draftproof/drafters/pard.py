@@ -1,4 +1,4 @@
-"""PARD: a draft model that was trained to fill mask tokens, so that one pass drafts all tokens. arXiv 2504.18583."""
+"""PARD: a draft model trained to fill mask tokens, so that one pass drafts all tokens. arXiv 2504.18583."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from draftproof.models.cost import Cost
 
 
 class PEagleHead(DraftHead):
-    """The fused network; `mask_hidden` stands in for the tapped states of rows that have none."""
+    """The fused network; `mask_hidden` replaces the tapped states at mask rows."""
 
     def __init__(self, ctx: DraftContext, spec: DraftSpec, layout: HeadLayout) -> None:
         assert ctx.checkpoint is not None
@@ -34,7 +34,7 @@ class PEagleHead(DraftHead):
         self._mask_1X = _mask_state(ctx, (len(spec.taps.layers) or 1) * ctx.target.config.hidden_size)
 
     def features(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The rows' features [T + 1, F]; the last row's are those of mask rows."""
+        """The rows' features [T + 1, F]; the last row is the feature of all mask rows."""
         concat = self._network.ops.concat
         num_rows = len(taps[0])
         masks = self._mask_1X.split([tap.shape[1] for tap in taps], dim=1)
@@ -54,7 +54,7 @@ class PEagleHead(DraftHead):
 
 
 def _mask_state(ctx: DraftContext, width: int) -> Tensor:
-    """The state of mask rows, [1, X]; files have it with one axis, two or three."""
+    """The state of mask rows, [1, X]; files store it with one, two or three axes."""
     assert ctx.checkpoint is not None
     shape = ctx.checkpoint.weights.shape("mask_hidden", 1, 2, 3) or (1, 1, width)
     axes = (1,) * (len(shape) - 1)

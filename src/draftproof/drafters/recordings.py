@@ -1,4 +1,4 @@
-"""Recorded outputs of plain decoding: written to a file, read from it, and found by how a request begins.
+"""Recorded outputs of plain decoding: saved, loaded, and looked up by a request's first tokens.
 
 Shapes: G recordings, L longest recorded output.
 """
@@ -62,7 +62,7 @@ def _ids(entry: Any, key: str, vocab_size: int, path: str | Path) -> tuple[int, 
 
 
 class RecordingIndex:
-    """Finds the recording that a request's known tokens are the beginning of."""
+    """Finds the recording that begins with a request's known tokens."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._outputs = [r.output for r in recordings]
@@ -72,9 +72,9 @@ class RecordingIndex:
         self._lengths = sorted({len(prompt) for prompt in self._by_prompt}, reverse=True)
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Index of the recording, None without one. `tokens`: a prompt, and after a preemption some of its output.
+        """Index of the recording, or None. `tokens`: a prompt, after a preemption also some of its output.
 
-        Where a prompt has several outputs, the first that agrees counts.
+        If a prompt has several outputs, the first that agrees counts.
         """
         for length in self._lengths:
             known = tuple(tokens[length:])
@@ -91,7 +91,7 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def token_noise(tokens_GL: Tensor, seed: int) -> Tensor:
-    """Uniform noise for each recorded token, on the host: it belongs to the token's place, so it does not depend on the
-    run or the batch."""
+    """Uniform noise for each recorded token, on the host. It is a function of seed and place, so it does not depend on
+    the run or the batch."""
     places_G, places_L = (torch.arange(size) for size in tokens_GL.shape)
     return noise.uniform(noise.token_bits(torch.full_like(places_G, seed), places_G, places_L))

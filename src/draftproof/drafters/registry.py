@@ -41,8 +41,8 @@ class NoOptions:
 class Method:
     """A row of the table. `options`: the dataclass of its own settings; `needs_model`: the method has a checkpoint, and
     `may_be_in_target`: it may be in the target's files; `runs_others`: it takes `drafters`; `parallel`: one pass drafts
-    all tokens; `default_drafts` where neither user nor checkpoint says, and `most_drafts` where as many are
-    asked for as pay."""
+    all tokens; `default_drafts`: K if neither user nor checkpoint sets it; `most_drafts`: the maximum if the engine
+    chooses K."""
 
     build: Callable[[DraftContext], Drafter]
     options: type[Any] = NoOptions
@@ -74,7 +74,7 @@ METHODS: dict[str, Method] = {
     "suffix": Method(build=suffix.build, options=suffix.SuffixOptions, needs_model=False, default_drafts=16),
 }
 CUSTOM_DRAFTS = 5  # default K of a user's class
-CHAIN = "chain"  # its members are methods of their own: the engine's builder puts it together
+CHAIN = "chain"  # not in the table: the engine's builder makes it from its members' methods
 
 
 def is_custom(method: str) -> bool:
@@ -83,7 +83,7 @@ def is_custom(method: str) -> bool:
 
 
 def default_drafts(method: str, *, is_auto: bool = False) -> int:
-    """K where neither user nor checkpoint says; `is_auto`: as many are asked for as pay, up to it."""
+    """K if neither user nor checkpoint sets it; `is_auto`: the engine chooses K up to this."""
     if method not in METHODS:
         return CUSTOM_DRAFTS
     row = METHODS[method]
@@ -91,7 +91,7 @@ def default_drafts(method: str, *, is_auto: bool = False) -> int:
 
 
 def check(method: str) -> None:
-    """ValueError for a method that does not exist, with the nearest that does, or cannot be imported."""
+    """Raise ValueError for a method that does not exist (naming the nearest that does) or cannot be imported."""
     names = [*METHODS, CHAIN]
     if is_custom(method):
         custom.find(method)
@@ -102,9 +102,9 @@ def check(method: str) -> None:
 
 
 def own_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's own settings among `given`: vLLM's keys are dealt with. A user's class gets its own as they are.
+    """The method's own settings among `given`, after vLLM's keys are handled. A user's class gets the rest unchecked.
 
-    ValueError for settings that the method does not have, or that make no sense.
+    ValueError for settings that the method does not have, or invalid values.
     """
     if is_custom(method):
         return vllm_names.read_options(given, None)
@@ -118,7 +118,7 @@ def own_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(method: str, ctx: DraftContext) -> Drafter:
-    """A drafter of a method that `check` let pass."""
+    """A drafter of a method that `check` accepted."""
     if is_custom(method):
         return custom.load(method, ctx)
     return METHODS[method].build(ctx)

@@ -1,6 +1,6 @@
-"""Replay: proposes the recorded plain output of the same prompts, wrong at a chosen rate, at a real drafter's cost.
+"""Replay: proposes recorded plain output of the same prompts, wrong at a chosen rate, at a real drafter's cost.
 
-Output is exact whatever is proposed, so speed at any acceptance can be measured on any model, random weights included.
+Output is exact whatever is proposed, so speed at any acceptance can be measured on any model, even with random weights.
 
 Shapes: G recordings, L longest recorded output, S slots, R requests, K drafts, W drafts at most.
 """
@@ -25,8 +25,8 @@ from draftproof.schema import is_number, is_whole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """Settings of the method. `recordings`: a file that `save` wrote. `acceptance`: the probability that draft j is the
-    recorded token, for each j or one number for all; the last one holds for drafts past the end. `seed`: which tokens
-    are wrong."""
+    recorded token, one number or a list by j, whose last entry holds beyond its end. `seed` decides which tokens are
+    wrong."""
 
     recordings: str = ""
     acceptance: float | Sequence[float] = 1.0
@@ -74,11 +74,12 @@ class ReplayDrafter(Drafter):
         self._tokens_GL = padded([r.output for r in recordings]).to(device)
         self._noise_GL = token_noise(self._tokens_GL, options.seed).to(device)
         self._spans = [(len(r.prompt), len(r.prompt) + len(r.output)) for r in recordings]
-        # recording, position of its first token, position after its last; an empty span: nothing is recorded
+        # recording, position of its first output token, position after its last; empty span: no recording
         self._span_S3 = torch.zeros((num_slots, 3), dtype=torch.int64, device=device)
 
     def set_acceptance(self, rates: Sequence[float]) -> None:
-        """From now on draft j is right with probability `rates[j]`, in recorded steps too; the last holds beyond."""
+        """From now on draft j is right with probability `rates[j]`, in recorded graphs too; the last rate holds for
+        later drafts."""
         steps_W = self._steps_W.clamp(max=len(rates) - 1)
         self._acceptance_W.copy_(torch.tensor(rates, dtype=torch.float32, device=steps_W.device)[steps_W])
 
@@ -99,8 +100,7 @@ class ReplayDrafter(Drafter):
             self.inner.release(slot)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """The recorded tokens, wrong at the chosen rate. Computed on the device's tensors alone: the host never
-        looks."""
+        """The recorded tokens, wrong at the chosen rate. Computed on the device, without host reads."""
         if self.inner is not None:
             self.inner.propose(verified, num_drafts)
         live_R = verified.live_R
@@ -120,14 +120,14 @@ class ReplayDrafter(Drafter):
 
 
 def build(ctx: DraftContext) -> ReplayDrafter:
-    """ValueError for options that make no sense and a file that cannot be used."""
+    """A replay drafter. ValueError for invalid options and an unusable file."""
     options = parse_options("speculative_config", ctx.options, ReplayOptions)
     vocab_size = ctx.target.config.vocab_size
     return ReplayDrafter(
         load(options.recordings, vocab_size),
         options,
         ctx.inner,
-        num_slots=ctx.config.max_num_seqs + 1,  # padding rows name one that no request gets
+        num_slots=ctx.config.max_num_seqs + 1,  # one more, which padding rows name
         num_drafts=ctx.num_drafts,
         vocab_size=vocab_size,
         device=ctx.device,

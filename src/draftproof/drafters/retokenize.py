@@ -1,6 +1,6 @@
-"""One text in two tokenizers: the target's tokens as text, the text as draft tokens, and drafts back again.
+"""One text in two tokenizers: target tokens to text, text to draft tokens, and drafts back to target tokens.
 
-All three work on the end of the text alone, so a round costs the same however long the text is.
+All three work only on the end of the text, so a round costs the same however long the text is.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from draftproof.models.tokenizer_file import BROKEN
 
-CONTEXT = 8  # tokens decoded before those that matter: their text may depend on what precedes them
-LOOKBACK = 16  # tokens encoded anew before the end of what was encoded
-SYNC = 4  # tokens that must come out as before until the rest before them is believed to
+CONTEXT = 8  # preceding tokens decoded along: a token's text may depend on what precedes it
+LOOKBACK = 16  # tokens at the end of the encoded text that are encoded again
+SYNC = 4  # consecutive unchanged tokens after which the encoding before them counts as unchanged
 
 
 class TargetText:
-    """The text of a growing list of target ids, `unknown` ones left out."""
+    """The text of a growing list of target ids, without `unknown` ids."""
 
     def __init__(self, tokenizer: Any, unknown: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -26,7 +26,7 @@ class TargetText:
         self._num_sure = 0  # ids whose text is certain
         self._sure = ""
         self.text = ""
-        self.ends_whole = True  # False: the last bytes are only the beginning of a character
+        self.ends_whole = True  # False: the last bytes are an incomplete character
 
     def add(self, ids: Sequence[int]) -> None:
         self.num_ids += len(ids)
@@ -41,12 +41,11 @@ class TargetText:
             self._num_sure = len(self._ids)
 
     def continued(self, text: str, most: int) -> list[int]:
-        """At most `most` ids that come out where `text` is encoded behind this text; none where they would not be read
-        as exactly that."""
+        """At most `most` ids of `text` encoded after this text; empty if the ids would not decode to exactly `text`."""
         known = self._ids[-CONTEXT:]
         behind = self._decode(known)
         whole = self._tokenizer.encode(behind + text, add_special_tokens=False)
-        # where a token of the encoding begins with the new text; what is before it was written in other tokens
+        # the first token that begins in the new text, in case the known text was written in other tokens
         first = next((i for i, (start, end) in enumerate(whole.offsets) if start >= len(behind) < end), None)
         if whole.ids[: len(known)] == known:
             ids = whole.ids[len(known) :]
@@ -61,7 +60,7 @@ class TargetText:
 
 
 class DraftIds:
-    """The draft's encoding of a growing text. `ids`: what its model reads, what it puts before any text included."""
+    """The draft's encoding of a growing text. `ids`: what its model reads, including the tokenizer's prefix (BOS)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -76,7 +75,7 @@ class DraftIds:
         return self._ids if self._ids[: len(prefix)] == prefix else prefix + self._ids
 
     def update(self, text: str) -> None:
-        """Take over `text`, which begins with the text so far."""
+        """Replace the text by `text`, which begins with the text so far."""
         if text == self._text:
             return
         lookback = LOOKBACK
@@ -85,14 +84,14 @@ class DraftIds:
         self._text = text
 
     def continuation(self, ids: Sequence[int]) -> str:
-        """The text that `ids` add, up to the last whole character."""
+        """The text that `ids` add, up to the last complete character."""
         known = self._ids[-CONTEXT:]
         before = self._tokenizer.decode(known, skip_special_tokens=False)
         after = self._tokenizer.decode([*known, *ids], skip_special_tokens=False)
         return str(after[len(before) :]).rstrip(BROKEN) if after.startswith(before) else ""
 
     def _splice(self, text: str, place: int) -> bool:
-        """Encode from the token at `place` on; False where nothing before the end came out as it was."""
+        """Encode again from the token at `place` on and join with the old ids; False if the two never agree."""
         at = self._starts[place] if place else 0
         found = self._tokenizer.encode(text[at:], add_special_tokens=False)
         ids = found.ids
@@ -101,7 +100,7 @@ class DraftIds:
             self._ids = ids
             self._starts = starts
             return True
-        # A cut changes how the first few come out. From where both agree for a while the new ones go on.
+        # The cut may change the first few tokens: join where old and new encoding agree on SYNC tokens.
         old = {start: i for i, start in reversed(list(enumerate(self._starts[place:], place)))}
         for new in range(len(ids) - SYNC):
             i = old.get(starts[new])

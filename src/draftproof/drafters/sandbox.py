@@ -1,4 +1,4 @@
-"""Keeps a drafter's faults from the user: whatever it does, the result is a proposal or none.
+"""Isolates a drafter's faults: whatever the drafter does, the engine gets a valid proposal or none.
 
 Shapes: S slots, R requests.
 """
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class DrafterSandbox(Drafter):
-    """A drafter around one that may fail: counts faults, and gives up after `max_faults` of them. A chain has one a
-    member, so that a fault costs nobody but who made it.
+    """A wrapper for a drafter that may fail: counts faults, and switches it off after `max_faults`. A chain has one per
+    member, so that a fault affects only the member that caused it.
 
-    Drafters of ours, and a user's that he trusts, see live buffers. Another one gets copies (`UsersDrafter`): of the
-    block table too, and `new_graphs` makes it a service of graphs of its own; None: it is trusted. `time_limit` in
-    seconds is checked when a call returns: code that never returns needs a process of its own.
+    Built-in drafters, and trusted drafters of users, see live buffers (`new_graphs` is None). Any other gets copies
+    (`UsersDrafter`), of the block table too, and `new_graphs` makes its own `Graphs`. `time_limit` in seconds is
+    checked when a call returns: code that never returns needs a process of its own.
     """
 
     def __init__(
@@ -55,16 +55,15 @@ class DrafterSandbox(Drafter):
         self.num_faults = 0
         self.last_fault = ""
         self.off = False
-        self.error: Exception | None = None  # what the last `propose` raised
+        self.error: Exception | None = None  # raised by the last `propose`
         self._new_graphs = new_graphs
         self._vocab_size = vocab_size
         self._max_faults = max_faults
         self._time_limit = time_limit
-        self._lost: set[int] = set()  # slots whose state it lost: it drafts for them no more
+        self._lost: set[int] = set()  # slots whose drafter state is lost: no drafts until the next admit
         self._able_S: Tensor | None = None  # 0 for those slots, or for all once it is off; else 1
-        self._tables: list[
-            tuple[Tensor, Tensor]
-        ] = []  # the engine's block tables, and the copies that are lent
+        # pairs of the engine's block table and the drafter's copy
+        self._tables: list[tuple[Tensor, Tensor]] = []
 
     @property
     def is_trusted(self) -> bool:
@@ -72,11 +71,11 @@ class DrafterSandbox(Drafter):
 
     @property
     def must_watch(self) -> bool:
-        """Whether each call has to come through here: one that is run again without Python has no clock."""
+        """Whether each call must run this Python code (time limit, switched off) and so may not be recorded."""
         return self.off or self._time_limit is not None
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """`Drafter.bind`; what it raises is the caller's to handle."""
+        """`Drafter.bind`; exceptions propagate to the caller."""
         table_SB = runtime.cache.block_table_SB
         self._able_S = torch.ones(len(table_SB), dtype=torch.int64, device=table_SB.device)
         if self._new_graphs is not None:
@@ -85,7 +84,7 @@ class DrafterSandbox(Drafter):
         self.drafter.bind(runtime)
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
-        """Never raises for the drafter's sake: see `error`."""
+        """`Drafter.propose`. The drafter's exceptions are not raised but kept in `error`."""
         self.error = None
         if self.off:
             return no_proposal(verified)
@@ -105,16 +104,16 @@ class DrafterSandbox(Drafter):
         return proposal
 
     def drafts_for(self, slot: int) -> bool:
-        """Whether it may still be asked for the request in this slot."""
+        """Whether the drafter may still draft for the request in this slot."""
         return not self.off and slot not in self._lost
 
     def able(self, slots_R: Tensor) -> Tensor:
-        """`drafts_for` of each slot as 1 or 0, on the device: a recorded pass reads what holds when it is run."""
+        """`drafts_for` of each slot as 1 or 0, on the device, so that a recorded pass reads the current value."""
         assert self._able_S is not None, "bind comes before propose"
         return self._able_S[slots_R]
 
     def lose(self, slots: Sequence[int]) -> None:
-        """A round failed for the requests in these slots: what it should have kept of their rows is missing."""
+        """Mark the drafter's state of these slots as lost: a round failed, so their rows are missing from it."""
         if not self.spec.kv and not self.spec.states:
             return
         self._lost.update(slots)
@@ -123,14 +122,14 @@ class DrafterSandbox(Drafter):
                 self._able_S[slot] = 0
 
     def count_bad_ids(self, slots: Sequence[int]) -> None:
-        """Count a fault: in one round the drafts of these slots had to be cut at an id."""
+        """Count one fault for a round in which the drafts of these slots were cut at an invalid id."""
         self._count(
             f"ids outside the vocabulary of {self._vocab_size}, or no numbers, for {len(slots)} requests"
         )
         self.lose(slots)
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
-        """`Drafter.admit`; what it raises is counted."""
+        """`Drafter.admit`; exceptions are counted as faults."""
         if slot in self._lost:
             self._lost.discard(slot)
             if self._able_S is not None and not self.off:
@@ -138,7 +137,7 @@ class DrafterSandbox(Drafter):
         self._notify("admit", lambda: self.drafter.admit(slot, tokens, num_cached))
 
     def release(self, slot: int) -> None:
-        """`Drafter.release`; what it raises is counted."""
+        """`Drafter.release`; exceptions are counted as faults."""
         self._notify("release", lambda: self.drafter.release(slot))
 
     def cost(self, size: RoundSize) -> Cost | None:
@@ -172,8 +171,7 @@ class DrafterSandbox(Drafter):
 
 
 def _places(error: Exception | None) -> str:
-    """Files and lines that an error came through. Its own words have been read, and are not asked for again: they may
-    be foreign code."""
+    """The error's traceback without its message: reading that may run user code, and was done once already."""
     if error is None:
         return ""
     origin = error.__cause__ or error

@@ -15,8 +15,8 @@ from draftproof.models.cost import Cost
 
 
 class ShortTexts(Drafter):
-    """A drafter around another: no draft stands at position `max_model_len` or later. The inner one still sees every
-    round, so its state stays in step."""
+    """A drafter around another: no draft has position `max_model_len` or later. The inner one still sees every round,
+    so its state stays up to date."""
 
     def __init__(self, drafter: Drafter, max_model_len: int) -> None:
         self.spec = drafter.spec
@@ -37,7 +37,7 @@ class ShortTexts(Drafter):
 
     def propose(self, verified: Verified, num_drafts: int) -> Proposal:
         last_R = verified.query_start_loc_R1[:-1] + verified.live_R - 1
-        num_known_R = verified.positions_T[last_R] + 2  # the rows' tokens, and the one that follows them
+        num_known_R = verified.positions_T[last_R] + 2  # the rows' tokens and the next one
         k_R = torch.minimum(verified.k_R, (self._max_model_len - num_known_R).clamp(min=0))
         if self._host_looks:
             num_drafts = int(k_R.max()) if len(k_R) else 0
@@ -45,5 +45,5 @@ class ShortTexts(Drafter):
         return Proposal(proposal.tokens_RK, torch.minimum(proposal.count_R, k_R))
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """As of a round in which no text is too long."""
+        """Cost of a round in which no text is too long."""
         return self._drafter.cost(size)

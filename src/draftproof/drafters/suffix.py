@@ -1,7 +1,7 @@
-"""Suffix drafting: go on as earlier texts did after the longest suffixes met there. Oliaro et al., arXiv 2411.04975.
+"""Suffix drafting: continue as earlier texts did after the longest matching suffixes. Oliaro et al., arXiv 2411.04975.
 
-Texts are the request's own prompt and output, and earlier answers to others. Shapes: C places,
-D tokens looked back at, K drafts.
+Texts are the request's own prompt and output, and earlier outputs of other requests.
+Shapes: C matches (places), D tokens of the suffix, K drafts.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from draftproof.drafters.base import Drafter, DraftSpec, Proposal, Verified
 from draftproof.drafters.context import DraftContext
 from draftproof.schema import check_number, check_whole
 
-END = -1  # between two texts, and where a text has no more tokens
-MOST_PLACES = 64  # places of one pair of tokens that are looked at, the newest first
+END = -1  # separator of two texts, and padding after a text's end
+MOST_PLACES = 64  # candidate matches looked at per lookup, newest first
 MOST_BUCKETS = 1 << 20
-# Bounds of the fields below, in their order; no text is longer than 2**20 tokens, and no proposal than 64.
+# Bounds of the fields below, in their order; texts have at most 2**20 tokens, proposals at most 64.
 _BOUNDS = ((2, 1 << 20), (0, 1 << 20), (2, 1 << 26), (0.0, 64.0), (0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixOptions:
-    """Settings of the method. `max_tree_depth`: longest suffix looked up, in tokens; `max_spec_factor`: most drafts per
-    token of it; `min_token_prob`: a draft that is less likely, by counting, ends the proposal. Answers are shared
-    across requests up to both `max_cached`; 0 requests: not at all."""
+    """Settings of the method. `max_tree_depth`: longest suffix looked up, in tokens; `max_spec_factor`: maximum drafts
+    per matched token; `min_token_prob`: the proposal ends where its estimated probability falls below. Outputs are
+    shared across requests up to both `max_cached` limits; 0 requests: not shared."""
 
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_cached_tokens: int = 1 << 20  # at most 20 bytes each, taken at the start
+    suffix_decoding_max_cached_tokens: int = 1 << 20  # at most 20 bytes each, allocated at the start
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
 
@@ -48,8 +48,9 @@ class SuffixOptions:
 
 
 class SuffixIndex:
-    """The newest `capacity` tokens of one text or many, in fixed memory. Each place is linked to the one before it
-    where these two tokens ended (or others of their hash), so that earlier occurrences are found at once."""
+    """The newest `capacity` tokens of one or more texts, in fixed memory. Each place links to the previous place where
+    the same pair of tokens ended (or another pair with its hash), so earlier occurrences are found by following links.
+    """
 
     def __init__(self, capacity: int, most_texts: int | None = None) -> None:
         self.end = 0  # tokens ever added
@@ -61,7 +62,7 @@ class SuffixIndex:
 
     @property
     def start(self) -> int:
-        """The oldest token that is still there."""
+        """Index of the oldest token that is still kept."""
         full = self._starts is not None and len(self._starts) == self._starts.maxlen
         return max(self.end - self._capacity, self._starts[0] if self._starts and full else 0)
 
@@ -78,23 +79,23 @@ class SuffixIndex:
             before = token
 
     def add_whole(self, tokens: Sequence[int]) -> None:
-        """Append a text of its own: nothing is found across its ends."""
+        """Append a separate text: no match crosses its ends."""
         assert self._starts is not None
         self._starts.append(self.end)
         self.add([*tokens[-self._capacity + 1 :], END])
 
     def tail(self, start: int) -> list[int]:
-        """The tokens from `start` on, as far as they are kept."""
+        """The tokens from `start` on that are still kept."""
         return self._tokens[np.arange(max(start, self.start), self.end) % self._capacity].tolist()
 
     def find(self, suffix_D: np.ndarray, num_ahead: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places where at least the suffix's last two tokens are met, newest first: how many of its tokens match
-        there, int [C], and what followed, [C, K]."""
+        """Places where at least the suffix's last two tokens match, newest first: number of matching tokens, int [C],
+        and the tokens that followed, [C, K]."""
         start = self.start
         places = list[int]()
         place = int(self._newest[self._bucket(*suffix_D[-2:].tolist())])
         while place > start and len(places) < MOST_PLACES:
-            if place < self.end - 1:  # the text's end is no earlier place
+            if place < self.end - 1:  # skip the text's own end
                 places.append(place)
             place = int(self._previous[place % self._capacity])
         places_C1 = np.array(places, dtype=np.int64)[:, None]
@@ -109,8 +110,8 @@ class SuffixIndex:
 
 
 class SuffixDrafter(Drafter):
-    """Proposes the continuation that is likeliest to be long: for each text and each suffix of two tokens or more, the
-    commonest next token, then the commonest after that, as long as counts support it. No match, no draft."""
+    """Proposes the continuation with the highest expected length: for each text and each matching suffix of two or more
+    tokens, follow the most frequent next token while counts support it. No match, no draft."""
 
     spec = DraftSpec(host_tokens=True)
 
@@ -120,7 +121,7 @@ class SuffixDrafter(Drafter):
         num_texts = options.suffix_decoding_max_cached_requests
         num_tokens = options.suffix_decoding_max_cached_tokens
         self._shared = SuffixIndex(num_tokens, num_texts) if num_texts else None
-        # slot -> its text, and how many of its tokens were given
+        # slot -> its text, and the number of tokens it was admitted with
         self._requests: dict[int, tuple[SuffixIndex, int]] = {}
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
@@ -129,7 +130,7 @@ class SuffixDrafter(Drafter):
         self._requests[slot] = text, len(tokens)
 
     def release(self, slot: int) -> None:
-        """Keep the answer for others; prompts are not kept, and neither is a failed admission."""
+        """Keep the output for other requests; prompts and failed admissions are not kept."""
         text, num_given = self._requests.pop(slot, (None, 0))
         if text is not None and text.end > num_given and self._shared is not None:
             self._shared.add_whole(text.tail(num_given))
@@ -152,7 +153,7 @@ class SuffixDrafter(Drafter):
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
 
     def _continue(self, own: SuffixIndex, history: np.ndarray, k: int) -> list[int]:
-        """The best of all continuations: most tokens to be expected, then the own text, then the longer suffix."""
+        """The best continuation: highest expected length, then the request's own text, then the longer suffix."""
         best: tuple[float, list[int]] = 0.0, []
         suffix = history[-self._options.suffix_decoding_max_tree_depth :]
         if k == 0 or len(suffix) < 2:
@@ -167,7 +168,7 @@ class SuffixDrafter(Drafter):
         return best[1]
 
     def _walk(self, follow_CK: list[list[int]]) -> tuple[float, list[int]]:
-        """(tokens that can be expected, the path of the commonest next tokens)."""
+        """(expected number of accepted tokens, path of the most frequent next tokens)."""
         expected = 0.0
         likely = 1.0
         path = list[int]()
@@ -175,7 +176,7 @@ class SuffixDrafter(Drafter):
             ahead = [row[step] for row in follow_CK if row[step] != END]
             if not ahead:
                 break
-            token, count = Counter(ahead).most_common(1)[0]  # among equals the newest
+            token, count = Counter(ahead).most_common(1)[0]  # ties: the newest
             likely *= count / len(ahead)
             if likely < self._options.suffix_decoding_min_token_prob:
                 break

@@ -1,6 +1,6 @@
-"""The network that reads fused states of several target layers beside its tokens: `a = [input_layernorm(embed);
-hidden_norm(h)]` into the first layer, logits from `norm(x)`. It has one layer or more,
-and may read the target's last state alone.
+"""The network that reads its tokens and fused states of several target layers: `a = [input_layernorm(embed);
+hidden_norm(h)]` into the first layer, logits from `norm(x)`. It has one or more layers, and may read only the target's
+last state.
 
 Shapes: T target rows, N draft rows, M read rows, F = H fused width.
 """
@@ -26,8 +26,8 @@ from draftproof.models.layers import load_layers, rope_tables, run_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TappedSettings:
-    """Settings of a head. `layers`: the draft's own decoder layers; `taps` None: 2, n/2 and n-3 of the target's n
-    layers; empty: h is the state after the target's final norm, and there is no fusion."""
+    """Settings of a head. `layers`: the draft's own decoder layers; `taps`: None: 2, n/2 and n-3 of the target's n
+    layers; empty: h is the state after the target's final norm, without fusion."""
 
     layers: ModelConfig
     draft_vocab_size: int
@@ -97,7 +97,7 @@ class TappedNetwork(DraftHead):
         return self._head(hidden_MH)
 
     def cost(self, size: PassSize) -> Cost:
-        """The first layer reads twice the hidden size."""
+        """Cost of a pass; the first layer reads twice the hidden size."""
         config, num_rows = self._settings.layers, size.requests * size.fed
         found = cost.layers_products(
             config, num_rows, self._head.weight_itemsize, first_input=2 * config.hidden_size
@@ -109,7 +109,7 @@ class TappedNetwork(DraftHead):
 
 
 def tapped(ctx: DraftContext) -> Taps:
-    """The layers whose states are fused: the checkpoint's, or the usual ones where it names none."""
+    """The layers whose states are fused: the checkpoint's, or the usual ones if it names none."""
     assert ctx.checkpoint is not None
     taps = ctx.settings(TappedSettings).taps
     n = ctx.target.config.num_layers

@@ -1,7 +1,7 @@
-"""A draft model that shares no tokens with its target: it reads the text, goes on in its own tokens, and what it wrote
-is encoded for the target. Its cache is its own, because its tokens sit at other positions than the target's.
+"""A draft model with another tokenizer than its target: it reads the text, continues it in its own tokens, and the
+continuation is encoded for the target. It has its own cache, because its tokens' positions differ from the target's.
 
-Shapes: R requests that are drafted for, S slots, B blocks of a slot, N rows of a pass, K target drafts.
+Shapes: R requests drafted for, S slots, B blocks of a slot, N rows of a pass, K target drafts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from draftproof.drafters.token_map import token_texts
 from draftproof.models.cost import Cost
 from draftproof.models.decoder import Decoder
 
-MOST_CONTEXT = 4096  # draft tokens; only the end of a longer text is read
-MOST_STEPS = 4  # draft tokens written for a target token
-MOST_BYTES = 2 << 30  # size of the cache; a request that finds no room there is not drafted for
+MOST_CONTEXT = 4096  # draft tokens; of a longer text only the end is read
+MOST_STEPS = 4  # maximum draft tokens generated per target draft
+MOST_BYTES = 2 << 30  # size of the cache; a request that gets no blocks has no drafts
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Request:
     text: TargetText
     draft: DraftIds
     blocks: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)  # ids whose keys and values are there, from position 0 on
+    cached: list[int] = field(default_factory=list)  # ids with cached keys and values, from position 0 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class _Job:
 
 
 class TextDrafter(Drafter):
-    """The drafter around such a model. It drafts greedily: tokens of another vocabulary share no noise with the
-    target's."""
+    """The drafter around such a model. It drafts greedily, because sampling noise is per token id and the vocabularies
+    differ."""
 
     spec = DraftSpec(host_tokens=True)
 
     def __init__(self, ctx: DraftContext, decoder: Decoder, context: int, target: Any, draft: Any) -> None:
-        """`context`: positions that the decoder was made for; `target`, `draft`: tokenizers."""
+        """`context`: number of positions that the decoder was built for; `target`, `draft`: tokenizers."""
         self._target = target
         self._draft = draft
         self._decoder = decoder
@@ -73,7 +73,7 @@ class TextDrafter(Drafter):
         self._pages = PageAllocator(2, 1, sharing=False, lookahead=0)
 
     def bind(self, runtime: DraftRuntime) -> None:
-        """Make room for as many requests as there may be, within `MOST_BYTES`."""
+        """Allocate the cache for `max_num_seqs` requests, or for as many as fit into `MOST_BYTES`."""
         if self._runtime is not None:
             return
         size = self._config.block_size
@@ -121,7 +121,7 @@ class TextDrafter(Drafter):
         return Proposal(torch.from_numpy(tokens_RK).to(device), torch.from_numpy(count_R).to(device))
 
     def cost(self, size: RoundSize) -> Cost:
-        """As if its tokens were as long as the target's."""
+        """Cost of a round, assuming that its tokens are as long as the target's."""
         found, common = (
             Cost(),
             {"requests": size.requests, "context": size.context, "itemsize": size.itemsize},
@@ -132,7 +132,7 @@ class TextDrafter(Drafter):
         return found
 
     def _job(self, index: int, slot: int, verified: Verified, k: int) -> _Job | None:
-        """A request's part of the round; None where nothing can be drafted: within a character, and without room."""
+        """A request's part of the round; None if nothing can be drafted: incomplete character, or no free blocks."""
         if slot not in self._requests:
             self.admit(slot, [], 0)
         request = self._requests[slot]
@@ -168,10 +168,10 @@ class TextDrafter(Drafter):
         return True
 
     def _write(self, jobs: list[_Job]) -> list[list[int]]:
-        """The draft tokens of each job, and its cache in step."""
+        """Generate the draft tokens of each job, and record which ids are cached now."""
         if not jobs:
             return []
-        for job in jobs:  # if a pass fails, what it overwrote is not believed
+        for job in jobs:  # overwritten entries must not count as cached if a pass fails
             del job.request.cached[job.num_kept :]
         newest_R = self._decoder.logits(self._read(jobs)).argmax(-1)
         drawn = [newest_R]
@@ -188,7 +188,7 @@ class TextDrafter(Drafter):
         return drafted
 
     def _read(self, jobs: list[_Job]) -> Tensor:
-        """Compute what is not cached; the state of each job's last token, [R, H]."""
+        """Compute what is not cached; returns the state of each job's last token, [R, H]."""
         rows = [(i, job.slot, p) for i, job in enumerate(jobs) for p in range(job.num_kept, len(job.ids))]
         most = self._config.max_num_batched_tokens
         hidden = list[Tensor]()
@@ -211,13 +211,13 @@ class TextDrafter(Drafter):
 
 
 def context_of(ctx: DraftContext, most_positions: int) -> int:
-    """Number of draft tokens that are kept of a request."""
+    """Maximum number of draft tokens cached per request."""
     return min(most_positions, MOST_CONTEXT, MOST_STEPS * ctx.max_positions)
 
 
 def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:
-    """The part of `ids` that is read: all, as long as there is room for drafts, else an end, which begins at a multiple
-    of half the context, so that it does not move with every token."""
+    """The part of `ids` that is read: all while there is room for drafts, else the end from a multiple of half the
+    context on, so that the start rarely moves and the cache stays valid."""
     room = context - context // 4
     if len(ids) <= room:
         return ids
@@ -226,7 +226,7 @@ def _end_of(ids: list[int], prefix: list[int], context: int) -> list[int]:
 
 
 def _special_alone(tokenizer: Any, other: Any) -> frozenset[int]:
-    """Special tokens that the other tokenizer does not have."""
+    """Special tokens of `tokenizer` that `other` does not have."""
     known = set(token_texts(other).values())
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(i for i, token in added.items() if token.special and token.content.encode() not in known)

@@ -1,6 +1,6 @@
 """The tokens that two tokenizers share, matched by their text, and a draft model's weights in its target's ids.
 
-Shapes: V target vocabulary, D draft vocabulary, C draft columns whose token the target has too, H hidden.
+Shapes: V target vocabulary, D draft vocabulary, C draft columns whose token the target also has, H hidden.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _AT_ONCE = 4096  # rows averaged together
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """A map from target tokens to draft tokens. `draft_V`: int64, the draft's id of each target token's text, -1 where
-    it has none. `pieces`: for target tokens without one, the draft's own encoding of their text."""
+    """A map from target tokens to draft tokens. `draft_V`: int64, the draft id with each target token's text, or -1.
+    `pieces`: the draft's encoding of the text of target tokens without such an id."""
 
     draft_V: Tensor
     pieces: Mapping[int, Sequence[int]]
-    num_tokens: int  # ids below V that are tokens at all
+    num_tokens: int  # ids below V that are tokens; models may have unused ids
 
     @property
     def num_common(self) -> int:
@@ -34,16 +34,17 @@ class TokenMap:
 
     @property
     def coverage(self) -> float:
-        """The share of the target's tokens that the draft has too."""
+        """The share of the target's tokens that the draft also has."""
         return self.num_common / max(1, self.num_tokens)
 
     def common_ids(self) -> Tensor | None:
-        """Target id of each draft column, [C], ascending; None where each target id has one."""
+        """Target id of each draft column, [C], ascending; None if every target id has a column."""
         return None if self.num_common == len(self.draft_V) else (self.draft_V >= 0).nonzero()[:, 0]
 
 
 def compare(target: Any, draft: Any, target_size: int, draft_size: int) -> TokenMap:
-    """The map between two tokenizers whose models have so many ids; of equal texts the lowest id counts."""
+    """The map between two tokenizers; sizes: number of ids of the models. Of tokens with equal text the lowest draft id
+    counts."""
     draft_texts = token_texts(draft)
     target_texts = token_texts(target)
     draft_of = {text: i for i, text in sorted(draft_texts.items(), reverse=True) if i < draft_size}
@@ -59,7 +60,7 @@ def compare(target: Any, draft: Any, target_size: int, draft_size: int) -> Token
 
 
 def token_texts(tokenizer: Any) -> dict[int, bytes]:
-    """The bytes that each token stands for, whichever way its tokenizer writes spaces and bytes."""
+    """The bytes of each token, independent of how its tokenizer spells spaces and bytes."""
     added = {i: token.content.encode() for i, token in tokenizer.get_added_tokens_decoder().items()}
     kind = repr(tokenizer.decoder)
     byte_of = _byte_alphabet() if "ByteLevel" in kind else None
@@ -76,7 +77,7 @@ def _bytes_of(token: str, byte_of: Mapping[str, int] | None) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with: printable ones as they are, others from 256 on."""
+    """Byte of each character of the byte-level alphabet: printable bytes as they are, the others from chr(256) on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in set(shown)]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -85,7 +86,7 @@ def _byte_alphabet() -> dict[str, int]:
 def _encoded(
     texts: Mapping[int, bytes], draft: Any, draft_of: Mapping[bytes, int], draft_size: int
 ) -> dict[int, list[int]]:
-    """Each text in draft tokens: its encoding, or byte by byte where the text is no whole character."""
+    """Each text in draft tokens: its encoding, or byte by byte if the text is not valid UTF-8."""
     whole: dict[int, str] = {}
     pieces: dict[int, list[int]] = {}
     for i, text in texts.items():
@@ -99,9 +100,9 @@ def _encoded(
 
 
 def translated(weights: Weights, token_map: TokenMap, *, tied: bool) -> Weights:
-    """The model's weights in target ids: embeddings [V, H], a head of the C common columns.
+    """The model's weights in target ids: embeddings [V, H], a head with the C common columns.
 
-    A token without counterpart is read as the mean of its pieces' embeddings.
+    A token without counterpart gets the mean of its pieces' embeddings.
     """
     embed = next((n for n in weights.names() if n.endswith(_EMBEDDINGS[0])), _EMBEDDINGS[0])
     kept_C = token_map.draft_V[token_map.draft_V >= 0]

@@ -1,4 +1,4 @@
-"""A user's drafter as the engine sees it: given copies, contained while it runs, its proposals checked; or trusted.
+"""Wrappers for users' drafters: copies as input, containment while it runs, checked proposals; or trusted access.
 
 Shapes: R requests, K drafts, M rows that are sampled, V columns of logits.
 """
@@ -20,8 +20,8 @@ from draftproof.models.cost import Cost
 
 
 class TrustedDrafter(Drafter):
-    """A drafter around a user's that he trusts: it sees live buffers, and what it gives is taken as it is, but for
-    shapes."""
+    """A wrapper for a user's drafter that is trusted: it sees live buffers, and only the shapes of its proposals are
+    checked."""
 
     def __init__(self, drafter: Any, name: str) -> None:
         """Call inside `contained`: the user's `spec` is read here, and never again."""
@@ -51,12 +51,12 @@ class TrustedDrafter(Drafter):
         return found
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        """Unknown if it has a KV cache; else assumed to be a lookup, which costs nothing."""
         return None if self.spec.kv else Cost()
 
 
 class UsersDrafter(Drafter):
-    """A drafter around a user's. Raises `DrafterError` for whatever that does wrong; `name` is for messages."""
+    """A wrapper for a user's drafter. Raises `DrafterError` for its faults; `name` is for messages."""
 
     def __init__(self, drafter: Any, name: str) -> None:
         """Call inside `contained`: the user's `spec` is read here, and never again."""
@@ -87,19 +87,19 @@ class UsersDrafter(Drafter):
         return _proposal(ids, verified.k_R.device)
 
     def cost(self, size: RoundSize) -> Cost | None:
-        """Unknown where it keeps keys and values; else taken for a search, which costs nothing."""
+        """Unknown if it has a KV cache; else assumed to be a lookup, which costs nothing."""
         return None if self.spec.kv else Cost()
 
 
 def _call_if_there(drafter: Any, name: str, *args: object) -> None:
-    """A method that a user's class may leave out."""
+    """Call a method that a user's class may leave out."""
     method = getattr(drafter, name, None)
     if method is not None:
         method(*args)
 
 
 def _proposal(ids: list[list[int]], device: torch.device) -> Proposal:
-    """Lists of drafts, one a request, as a proposal."""
+    """Lists of drafts, one per request, as a proposal."""
     counts = [len(row) for row in ids]
     width = max(counts, default=0)
     padded = [row + [0] * (width - len(row)) for row in ids]
@@ -108,7 +108,7 @@ def _proposal(ids: list[list[int]], device: torch.device) -> Proposal:
 
 
 def _plain_ids(proposal: object, num_requests: int, num_drafts: int) -> list[list[int]]:
-    """The result of a user's `propose` as a list of drafts a request, made of nothing but Python's own ints."""
+    """The result of a user's `propose` as one list of plain Python ints per request."""
     if isinstance(proposal, Proposal):
         _check_shapes(proposal, num_requests)
         _check_counts(proposal, num_requests)
@@ -127,7 +127,7 @@ def _plain_id(token: Any) -> int:
     if isinstance(token, bool):
         raise TypeError("a draft is a bool, expected an integer")
     plain = int(operator.index(token))
-    return plain if -1 <= plain < 1 << 31 else -1  # no vocabulary has it, whichever it is
+    return plain if -1 <= plain < 1 << 31 else -1  # -1 stands for any id outside every vocabulary
 
 
 def _check_shapes(proposal: Proposal, num_requests: int) -> None:
@@ -144,14 +144,14 @@ def _check_shapes(proposal: Proposal, num_requests: int) -> None:
 
 
 def _check_counts(proposal: Proposal, num_requests: int) -> None:
-    """A look at the values: on a GPU this waits for them."""
+    """Check the counts' values; on a GPU this waits for them."""
     tokens, count = proposal.tokens_RK, proposal.count_R
     if num_requests and not 0 <= int(count.min()) <= int(count.max()) <= tokens.shape[1]:
         raise ValueError(f"count_R={count.tolist()} does not fit tokens_RK of {tokens.shape[1]} columns")
 
 
 def _copy(verified: Verified) -> Verified:
-    """A copy of `verified`, all tensors included: custom code may write where it likes."""
+    """A deep copy of `verified`, because user code may write to its tensors."""
     copies: dict[str, Any] = {
         f.name: value.clone()
         for f in dataclasses.fields(verified)
@@ -171,7 +171,7 @@ def _copy(verified: Verified) -> Verified:
 
 @dataclass(frozen=True, slots=True)
 class _CopyingDraw:
-    """A draw that hands out nothing of ours, and takes nothing that compiled code would read beyond its end."""
+    """A draw for user code: returns copies, and checks shapes so that compiled code never reads out of bounds."""
 
     draw: Draw
     num_requests: int
@@ -206,7 +206,7 @@ class _CopyingDraw:
         return self.draw(logits_MV, rows_M, positions_M, self._taken("ids", ids_V, size)).clone()
 
     def _taken(self, name: str, given: Any, length: int) -> Any:
-        """A copy of `length` integers; None where none are given."""
+        """A checked copy of `length` integers; None if `given` is None."""
         if given is None:
             return None
         if given.shape != (length,) or given.is_floating_point():

@@ -1,4 +1,4 @@
-"""Checks that a draft checkpoint belongs to its target: a mismatch is refused at start, with both values."""
+"""Checks that a draft checkpoint matches its target: a mismatch is refused at start, with both values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.tokenizer_file import read_vocabulary
 from draftproof.models.weights import Weights
 
-# Tensors that checkpoints carry along and no head needs; `embed_tokens`, `lm_head` and the estimate of confidence are
-# used where the head wants them.
+# Tensors that may stay unread: copies and extras, and `embed_tokens`, `lm_head` and the confidence head, which only
+# some heads read.
 _IGNORABLE = (
     r"verifier_.*",
     r".*rotary_emb\.inv_freq",
@@ -23,7 +23,7 @@ _IGNORABLE = (
 
 
 def check_vocabulary(ctx: DraftContext, vocab_size: int) -> None:
-    """ValueError where draft and target count or spell their tokens differently."""
+    """Raise ValueError if draft and target differ in vocabulary size or in tokens' texts."""
     assert ctx.checkpoint is not None
     if vocab_size != ctx.target.config.vocab_size:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_vocabulary(ctx: DraftContext, vocab_size: int) -> None:
 
 
 def shares_vocabulary(ctx: DraftContext, vocab_size: int) -> bool:
-    """Whether draft and target count and spell their tokens alike, as far as their files tell."""
+    """Whether draft and target have the same vocabulary, as far as their files tell."""
     assert ctx.checkpoint is not None
     if vocab_size != ctx.target.config.vocab_size:
         return False
@@ -45,7 +45,7 @@ def shares_vocabulary(ctx: DraftContext, vocab_size: int) -> bool:
 
 
 def check_hidden(ctx: DraftContext, hidden_size: int, name: str = "hidden_size") -> None:
-    """ValueError where a head that reads target states, or shares the target's tables, is of another width."""
+    """Raise ValueError if a head that reads target states, or shares its embeddings, has another hidden size."""
     assert ctx.checkpoint is not None
     if hidden_size != ctx.target.config.hidden_size:
         raise ValueError(
@@ -55,15 +55,15 @@ def check_hidden(ctx: DraftContext, hidden_size: int, name: str = "hidden_size")
 
 
 def check_leftovers(ctx: DraftContext, prefixes: tuple[str, ...] = ("",)) -> None:
-    """ValueError for a tensor of the head, its name beginning with one of `prefixes`, that found no place in it, such
-    as a bias that the config denies."""
+    """Raise ValueError for an unused tensor of the head (name begins with one of `prefixes`), such as a bias that the
+    config excludes."""
     assert ctx.checkpoint is not None
     if isinstance(ctx.checkpoint.weights, Weights):
         ctx.checkpoint.weights.check_used(lambda name: name.startswith(prefixes), _IGNORABLE)
 
 
 def check_target(ctx: DraftContext, layers: ModelConfig, taps: Sequence[int]) -> None:
-    """ValueError where the head was made for another target, with both values."""
+    """Raise ValueError, with both values, if the head was trained for another target."""
     assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     target = ctx.target.config
@@ -82,7 +82,7 @@ def check_target(ctx: DraftContext, layers: ModelConfig, taps: Sequence[int]) ->
 
 
 def _check_layers(ctx: DraftContext, taps: Sequence[int]) -> None:
-    """ValueError where the head was made for a target of another number of layers, with the files' own ids."""
+    """Raise ValueError, with the files' own ids, if the head's target had another number of layers."""
     assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     shift = ctx.checkpoint.tap_shift
@@ -103,7 +103,7 @@ def _check_layers(ctx: DraftContext, taps: Sequence[int]) -> None:
 
 
 def checked_mask_token(ctx: DraftContext, mask_token: int | None) -> int:
-    """The id that mask rows carry; ValueError where there is none or the target has no such id."""
+    """The id that mask rows carry; ValueError if it is missing or not in the target's vocabulary."""
     assert ctx.checkpoint is not None
     where = ctx.checkpoint.where
     vocab = ctx.target.config.vocab_size
@@ -118,7 +118,7 @@ def checked_mask_token(ctx: DraftContext, mask_token: int | None) -> int:
 
 
 def check_num_drafts(ctx: DraftContext, most: int, why: str) -> None:
-    """ValueError where the user asks for more drafts than the head has rows; in a chain the head gives what it can."""
+    """Raise ValueError if the user asks for more drafts than the head has rows; in a chain the head drafts fewer."""
     speculative = ctx.config.speculative_config
     asked = ctx.num_drafts if speculative is None or not speculative.drafters else 0
     if asked > most:
@@ -129,8 +129,8 @@ def check_num_drafts(ctx: DraftContext, most: int, why: str) -> None:
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:
-    """ValueError where tokenizers of one size differ: token 17 must be the same text in both. Without both files there
-    is no telling."""
+    """Raise ValueError if tokenizers of one size differ: token 17 must be the same text in both. Passes if either file
+    is missing."""
     draft_ids = read_vocabulary(draft)
     target_ids = read_vocabulary(target)
     if draft_ids is None or target_ids is None or draft_ids == target_ids:

@@ -1,4 +1,4 @@
-"""The meaning here of keys and method names of vLLM's speculative_config (0.33): one table, and what applies it."""
+"""Keys and method names of vLLM's speculative_config (0.33) and their meaning here: a table and its functions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ ANY = object()  # the row holds for every value that has no row of its own
 class Row:
     """A row of the table: a key, or one of its values.
 
-    `effect`: "read" as it is, "mapped" to `becomes`, "accepted" (it has nothing to change here, which one INFO line
-    says) or "refused". `why`: the reason, and what to use instead. `default`: vLLM's own, which is as good as left out.
-    `kinds`: the types that vLLM takes. `becomes`: our methods; where there are several, the checkpoint's content says
-    which.
+    `effect`: "read" as it is, "mapped" to `becomes`, "accepted" (has no effect here, logged in one INFO line) or
+    "refused". `why`: the reason, and what to use instead. `default`: vLLM's own, treated like a missing key. `kinds`:
+    the types that vLLM takes. `becomes`: our methods; if several, the checkpoint's content decides.
     """
 
     key: str
@@ -209,7 +208,7 @@ _CUSTOM = "custom_class"
 
 
 def named(settings: SpeculativeConfig) -> SpeculativeConfig:
-    """The drafter's method by our name for it. One that the checkpoint's content decides keeps its name: `accepts`.
+    """The settings with our name for the method. A name that stands for several methods stays: see `accepts`.
 
     ValueError for a method that is refused.
     """
@@ -230,20 +229,20 @@ def named(settings: SpeculativeConfig) -> SpeculativeConfig:
         method = row.becomes[0]
     is_a_name = model is not None and model in (settings.method, method, f"[{method}]")
     if is_a_name and not Path(str(model)).is_dir():
-        model = None  # where a method has no checkpoint, vLLM notes its name here
+        model = None  # for methods without a checkpoint, vLLM puts the method's name here
     return dataclasses.replace(settings, method=method, model=model)
 
 
 def accepts(method: str | None, found: str) -> bool:
-    """Whether a checkpoint for the method `found` is what the user's `method` asks for; None asks for any."""
+    """Whether a checkpoint for the method `found` satisfies the user's `method`; None: any does."""
     row = _row("method", method)
     return method in (None, found) or (row is not None and found in row.becomes)
 
 
 def read_options(given: Mapping[str, Any], own: Collection[str] | None) -> dict[str, Any]:
-    """The options of a drafter that are left once vLLM's keys are dealt with; `own`: those its method reads, None: any.
+    """A drafter's options without vLLM's keys; `own`: those its method reads, None: any.
 
-    ValueError for a key or value that is refused. At most one INFO line: all that has no meaning here.
+    ValueError for a key or value that is refused. One INFO line names the keys that have no effect here.
     """
     left: dict[str, Any] = {}
     unused: list[str] = []
@@ -282,14 +281,14 @@ _KEYS = frozenset(row.key for row in TABLE)
 
 
 def _row(key: str, value: object) -> Row | None:
-    """The row of this very value, else the one for all."""
+    """The key's row for this value, else its row for any value."""
     rows = [row for row in TABLE if row.key == key]
     exact = [row for row in rows if _same(row.value, value)]
     return next(iter(exact or [row for row in rows if row.value is ANY]), None)
 
 
 def _method_in(model: object) -> str | None:
-    """The method that `model` alone stands for, None where it is a checkpoint."""
+    """The method that `model` alone stands for; None if it is a checkpoint."""
     if not isinstance(model, str) or Path(model).is_dir():
         return None
     row = _row("model", model)
@@ -303,7 +302,7 @@ def _is_dotted(model: object) -> bool:
 
 
 def _reason(row: Row, value: object) -> str:
-    """The reason why a value changes nothing. ValueError where vLLM takes no such value either."""
+    """The reason why a value has no effect. ValueError if vLLM rejects the value, too."""
     if row.effect == "read":
         return "a setting of other methods"
     fits = isinstance(value, row.kinds) and (bool in row.kinds or not isinstance(value, bool))

@@ -1,6 +1,6 @@
-"""The tables by which a draft head reads tokens and makes logits: its own, else its target's.
+"""The embedding and output matrix of a draft head: its own, else its target's.
 
-A table of the target's is the target's storage, wherever the head can compute with it as it is.
+The target's matrices are shared without a copy if dtype and vocabulary match.
 Shapes: H hidden, D draft vocabulary, V target vocabulary.
 """
 
@@ -33,9 +33,9 @@ def embedding(ctx: DraftContext, layers: ModelConfig) -> Tensor:
 def output_head(
     ctx: DraftContext, layers: ModelConfig, draft_vocab_size: int
 ) -> tuple[Tensor | None, PackedLinear]:
-    """(target id of each column or None, the product); the target's rows where the file has no head.
+    """(target id of each column or None, the product); uses the target's rows if the file has no head.
 
-    The target's own product serves a head of its whole vocabulary and dtype, unless weights are to be of another kind.
+    The target's product itself is used if vocabulary and dtype are the same and weights stay dense.
     """
     assert ctx.checkpoint is not None
     builder = ctx.builder
@@ -59,7 +59,7 @@ def _note_owner(ctx: DraftContext, name: str) -> None:
 
 
 def _target_ids(ctx: DraftContext, draft_vocab_size: int) -> Tensor:
-    """Target id of each draft id, int64 [D] on the CPU. ValueError where the file names ids that the target has not."""
+    """Target id of each draft id, int64 [D] on the CPU. ValueError if the file names ids that the target lacks."""
     assert ctx.checkpoint is not None
     vocab = ctx.target.config.vocab_size
     weights = ctx.checkpoint.weights

@@ -27,7 +27,7 @@ class XPressSettings:
 
 
 class JacobiDecode(Decode):
-    """Decoding in rounds. After round n the first n drafts are what drawing them one by one would have given."""
+    """Decoding in rounds. After round n the first n drafts equal those of drawing one by one."""
 
     def __init__(self, ctx: DraftContext, s: XPressSettings) -> None:
         builder = ctx.builder
@@ -65,7 +65,7 @@ class JacobiDecode(Decode):
         return tokens, None
 
     def cost(self, num_requests: int, num_drafts: int) -> Cost:
-        """What a round computes with is read in every round."""
+        """Cost of a block; the weights of a round are read in every round."""
         in_rounds = (self._in, self._gate_up, self._down, self._readout)
         found = cost.linear(self._whole, num_requests)
         found += cost.linear(self._own, num_requests * self._block_size)
@@ -74,7 +74,7 @@ class JacobiDecode(Decode):
         return found
 
     def cache(self, hidden_JRH: Tensor) -> Tensor:
-        """The part that does not change from round to round: each row's state and the block's mean, [J, R, 2E]."""
+        """The part that is constant over rounds: each row's state and the block's mean, [J, R, 2E]."""
         num_rows, R, hidden = hidden_JRH.shape
         own = self._own(hidden_JRH.reshape(-1, hidden)).view(num_rows, R, -1)
         return torch.cat((own, self._whole(hidden_JRH.mean(0)).expand_as(own)), -1)

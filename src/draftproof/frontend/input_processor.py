@@ -1,4 +1,4 @@
-"""From a user's prompt and parameters to what the engine takes: ids and numbers, checked."""
+"""Converts a user's prompt and parameters to the engine's input: checked ids and numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_HINTS = RequestHints()
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt and its parameters, checked, in copies of ours: what a caller changes later changes nothing.
+    """A checked copy of a prompt and its parameters; later changes by the caller have no effect.
 
     `members`, `bad_words_ids`, `grammar` and `items`: as in `RequestSpec`.
     """
@@ -41,11 +41,13 @@ class PreparedRequest:
     bad_words_ids: list[list[int]] = field(default_factory=list)
     grammar: Grammar | None = None
     items: tuple[Item, ...] = ()
-    inputs: tuple[ItemInput, ...] = ()  # the items', which the engine knows while this holds them
+    inputs: tuple[
+        ItemInput, ...
+    ] = ()  # the items' inputs, which the engine keeps as long as this object refers to them
 
 
 class InputProcessor:
-    """Checks and encodes. Holds nothing that changes: any thread may call it."""
+    """Checks and encodes requests. Has no mutable state: any thread may call it."""
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class InputProcessor:
         store: ItemStore | None = None,
         images: ImageReader | None = None,
     ) -> None:
-        """`methods`: of the engine's drafter, or of its chain's members; `store`: the engine's, None: tokens only;
-        `images`: None for a model that reads none."""
+        """`methods`: of the engine's drafter, or of its chain's members; `store`: the engine's, None: only token
+        prompts; `images`: None for a model without image input."""
         self.images = images
         self._store = store
         self.tokenizer = tokenizer
@@ -77,7 +79,7 @@ class InputProcessor:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
-        """Raises ValueError if it cannot be served."""
+        """The checked request; ValueError if it cannot be served."""
         encoded = self._encode(prompt)
         params = replace(params)  # which copies its lists and checks them again
         if self.tokenizer is None and (params.bad_words or params.stop_strings):
@@ -100,13 +102,13 @@ class InputProcessor:
         return prepared
 
     def spec(self, given: PreparedRequest, arrival: int, index: int = 0) -> RequestSpec:
-        """Choice number `index` of a request, the engine's `arrival`-th."""
+        """The engine's spec of choice `index` of a request, the engine's `arrival`-th."""
         token_ids, params = given.prompt_token_ids, given.params
-        # positions end where the model's do, wherever the text's places do
+        # rotary positions may be ahead of the number of tokens, and the limit applies to both
         room = self._max_model_len - len(token_ids) - num_ahead(given.items, given.inputs)
         scores_prompt = params.prompt_logprobs is not None
         return RequestSpec(
-            token_ids=token_ids,  # one list for all choices: the scheduler knows them by it
+            token_ids=token_ids,  # one list object for all choices, by which the scheduler identifies them
             params=params,
             row_seed=row_seed(params.seed, self._engine_seed, arrival, index),
             limit=len(token_ids) + min(room, params.max_tokens or room),
@@ -123,7 +125,7 @@ class InputProcessor:
         )
 
     def draft_spec(self, token_ids: list[int]) -> RequestSpec:
-        """A request that is drafted for and never sampled: every row is computed. Raises ValueError as `prepare`."""
+        """A request that is only drafted for, never sampled: every row is computed. Raises ValueError as `prepare`."""
         given = self.prepare({"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=None))
         return replace(self.spec(given, -1), reads_prefix_cache=False)
 
@@ -154,7 +156,7 @@ class InputProcessor:
         )
 
     def _with_images(self, given: dict[str, Any]) -> Encoded:
-        """A text or ids, and the images for the places in it."""
+        """A text or ids with images for its placeholders."""
         data = given.pop("multi_modal_data") or {}
         if self.images is None:
             raise ValueError("multi_modal_data: this model reads no images; leave it out")
@@ -178,7 +180,7 @@ class InputProcessor:
         return Encoded(plain.text, token_ids, items, inputs)
 
     def _embeds(self, given: dict[str, Any]) -> Encoded:
-        """A prompt of embeddings in place of tokens; its ids are zeros."""
+        """A prompt of embeddings instead of tokens; its ids are zeros."""
         embeds = torch.as_tensor(given["prompt_embeds"])
         wanted = self._model.hidden_size
         if len(given) != 1 or self._store is None:
@@ -201,7 +203,7 @@ class InputProcessor:
         return Encoded(None, [0] * num_rows, (Item(held.content, 0, num_rows),), (held,), has_no_tokens=True)
 
     def _members(self, method: str | None) -> tuple[int, ...]:
-        """Numbers of the chain's members of a method; none where it names all there are."""
+        """Indices of the chain's members with this method; empty: all members."""
         if method is None:
             return ()
         if not self.methods:
@@ -211,17 +213,16 @@ class InputProcessor:
         return () if len(named) == len(self.methods) else named
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Those that end an output, and that min_tokens holds back."""
+        """Ids that end an output, and that min_tokens suppresses."""
         return frozenset(params.stop_token_ids or ()) | self._ends(params)
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """End-of-text ids that end an output. A grammar's end is one, and nothing can follow it."""
+        """End-of-text ids that end an output. With a grammar they always do, since nothing can follow its end."""
         goes_on = params.ignore_eos and params.structured_outputs is None
         return frozenset(() if goes_on else self.eos_ids)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """What an output must follow, compiled; compiled before, where it is met again. ValueError where it cannot
-        be."""
+        """The compiled grammar that an output must follow, cached; None without one. ValueError if it is invalid."""
         rule = params.structured_outputs
         if rule is None:
             return None
@@ -241,7 +242,7 @@ class InputProcessor:
         return self._defaults.eos_token_ids or self._model.eos_token_ids or fallback
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as it is encoded at the start of a text and after a space."""
+        """Each word encoded as at the start of a text and as after a space."""
         found: list[list[int]] = []
         for word in params.bad_words or ():
             assert self.tokenizer is not None
@@ -254,7 +255,7 @@ class InputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as ids, and what stands in place of some of them. `has_no_tokens`: its ids say nothing."""
+    """A prompt as ids, and the items that replace some of them. `has_no_tokens`: the ids are only placeholders."""
 
     text: str | None
     token_ids: list[int]
@@ -274,12 +275,12 @@ def _check_without_tokens(params: SamplingParams) -> None:
 
 
 def as_lists(value: Any) -> Any:
-    """`value`, where it is an array or a tensor as lists of Python's numbers."""
+    """`value`; an array or a tensor as lists of Python numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """One SamplingParams for all prompts, or one for each."""
+    """The SamplingParams of each prompt: one for all, or a list."""
     if isinstance(params, SamplingParams):
         return [params] * count
     listed: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]

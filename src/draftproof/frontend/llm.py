@@ -46,14 +46,14 @@ class LLM:
     `{"method": "ngram", "num_speculative_tokens": 4}` or `{"model": "path/to/head"}`. Without `model` a small one is
     used (`assets.default_model`). Raises ValueError, naming the field and the fix, for whatever cannot be served.
 
-    Threads may share it: their requests are one batch. A process that is forked off may not (RuntimeError); it is
-    spawned, and makes an `LLM` of its own. `close`, or leaving `with LLM(...) as llm`, gives its memory back.
+    Threads may share it: their requests form one batch. A forked process may not use it (RuntimeError); spawn processes
+    instead, each with its own `LLM`. `close`, or leaving `with LLM(...) as llm`, frees its memory.
 
-    `arithmetic` names what the bits of results depend on beside the model: two machines on which it is "float32" or
-    the same kind of bf16 agree, where both run the compiled operators and have fused multiply-adds. `operators`
-    names the library of compiled ones and its fingerprint, or "torch". `engine` is the `EngineCore`, or with
-    `data_parallel_size` above 1 several of them in processes of their own; `requests` what is asked of it. While
-    another thread may use this object they are for looking at only.
+    `arithmetic` names what the bits of results depend on besides the model: two machines with "float32", or with the
+    same kind of bf16, agree if both run the compiled operators and have fused multiply-adds. `operators` names the
+    library of compiled operators with its fingerprint, or "torch". `engine` is the `EngineCore`, or with
+    `data_parallel_size` above 1 several of them in their own processes; `requests` are the requests to it. Both are
+    read-only while another thread may use this object.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LLM:
         replica: int = 0,
         **settings: Any,
     ) -> None:
-        """replica: the number of this engine among several, whose ports follow each other."""
+        """replica: the number of this engine among several, whose ports are consecutive."""
         self.config = EngineConfig.from_kwargs(model=None if model is None else str(model), **settings)
         claim_process()
         note = assets.default_model().note if model is None else ""
@@ -106,11 +106,11 @@ class LLM:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether requests are computed by processes of their own."""
+        """Whether requests are computed in other processes."""
         return self.config.data_parallel_size > 1
 
     def _publisher(self, replica: int) -> Publisher | None:
-        """What tells of this engine's prefix cache; replicas tell of their own each."""
+        """The publisher of this engine's prefix cache events, or None; each replica publishes its own."""
         config = self.config.kv_events_config
         if config is None or not config.is_published or self.has_replicas:
             return None
@@ -123,14 +123,13 @@ class LLM:
         return Publisher(config, replica)
 
     def close(self) -> None:
-        """Give the memory back: no more requests are taken (RuntimeError), and those that run are aborted. What other
-        threads generate is cut off after the step that is being made: they get what they have, with the finish_reason
-        "abort". Closing twice is closing once."""
+        """Free the memory. New requests raise RuntimeError, and running ones are aborted: requests of other threads end
+        after the current step, with the output so far and the finish_reason "abort". Closing again does nothing."""
         self._turns.check_caller()
         self._closed = True
         self._soon(self.requests.shutdown)
         with self._turns.take():
-            pass  # done by now, by whoever had the turn
+            pass  # the shutdown has run by now, in this thread or in the one that had the turn
 
     def __enter__(self) -> LLM:
         return self
@@ -154,7 +153,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ValueError where the model has none."""
+        """The tokenizer; ValueError if the model has none."""
         if self.requests.inputs.tokenizer is None:
             raise ValueError(f"model={self.config.model!r}: has no tokenizer; give tokenizer=...")
         return self.requests.inputs.tokenizer
@@ -164,8 +163,7 @@ class LLM:
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what prompts that start alike have in common; requests that run are computed again, to the same bits.
-        True, as in vLLM."""
+        """Empty the prefix cache; running requests are recomputed, to the same bits. Returns True, as in vLLM."""
         self._check_open()
         with self._turns.take():
             self.requests.reset_prefix_cache()
@@ -173,8 +171,8 @@ class LLM:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A name of all but the weights and settings of requests that bits of answers depend on: two engines with one
-        fingerprint and one model give the same answers."""
+        """A hash of everything that output bits depend on, except the weights and the requests' settings: two engines
+        with the same fingerprint and model give the same outputs."""
         exact = (self.config.exact, self.config.verification)
         versions = (__version__, importlib.metadata.version("torch"))
         facts = (*versions, platform.machine(), self.device_name, self.arithmetic, self.operators, *exact)
@@ -182,7 +180,7 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine, for those who look into it. ValueError where it is not in this process."""
+        """The engine, for access to its internals. ValueError if it is not in this process."""
         if not isinstance(self.engine, EngineCore):
             raise ValueError("data_parallel_size: must be 1 for this, which looks into the engine")
         return self.engine
@@ -196,7 +194,7 @@ class LLM:
         return self.engine.stats
 
     def default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults, changed by what the model's generation_config.json recommends."""
+        """vLLM's defaults, overridden by the model's generation_config.json."""
         d = self._defaults
         given = {
             "temperature": d.temperature,
@@ -213,11 +211,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts: text, a list (array, tensor) of token ids, `{"prompt": text}`,
-        `{"prompt_token_ids": [...]}`, `{"prompt_embeds": tensor [rows, hidden]}`, or several.
+        """Generate outputs, in the order of the prompts. A prompt is text, a list (array, tensor) of token ids,
+        `{"prompt": text}`, `{"prompt_token_ids": [...]}` or `{"prompt_embeds": tensor [rows, hidden]}`.
 
-        A single prompt that cannot be served raises ValueError. Among several it gets an output whose `error` says
-        why, with the id "refused-" and its place among them, and the others go on.
+        A single prompt that cannot be served raises ValueError. With several prompts, it is returned with `error` set
+        and the id "refused-" plus its index; the others complete.
         """
         self._check_open()
         listed = _as_list(prompts)
@@ -244,13 +242,13 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """`generate` on one conversation or several. A message's content is text, or a list of parts: text, and images
-        where the model reads them, as `{"type": "image_url", "image_url": {"url": ...}}` (data, a file inside
-        `allowed_local_media_path`, or what is at `allowed_media_domains`) or `{"type": "image",
-        "image": an image of yours}`.
+        """`generate` for one or several conversations. A message's content is text, or a list of parts: text, and, for
+        models that read images, `{"type": "image_url", "image_url": {"url": ...}}` (a data URL, a file in
+        `allowed_local_media_path`, or a URL of `allowed_media_domains`) or `{"type": "image", "image": an image
+        object}`.
 
-        `template`: add_generation_prompt, chat_template, continue_final_message, and what the model's chat template
-        names, such as tools or enable_thinking; ValueError for anything else.
+        `template`: add_generation_prompt, chat_template, continue_final_message, and variables of the model's chat
+        template, such as tools or enable_thinking; ValueError for anything else.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
@@ -272,7 +270,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """Deltas as they come, of one prompt or several; leaving the loop aborts what still runs.
+        """Yield the deltas of one or several prompts as they come; leaving the loop aborts what still runs.
 
         Raises ValueError for the first prompt that cannot be served, before anything runs.
         """
@@ -288,7 +286,7 @@ class LLM:
             requests.extend(self._start(p, streamed=True) for p in prepared)
             while True:
                 self._turns.until(partial(_has_news, requests), self.requests.step)
-                is_over = all(r.finished for r in requests)  # looked at first: what comes later is news again
+                is_over = all(r.finished for r in requests)  # read before the deltas, so that none is missed
                 yield from [d for r in requests for d in r.take_pending()]
                 if is_over:
                     return
@@ -296,18 +294,18 @@ class LLM:
             self._forget(requests)
 
     def _start(self, prepared: PreparedRequest, *, streamed: bool = False) -> Request:
-        """Queue a request for the next step, whoever makes it."""
+        """Queue a request for the next step, in whichever thread."""
         request, arrival = self.requests.new(prepared, streamed=streamed)
         self._soon(partial(self.requests.start, request, arrival))
         return request
 
     def _soon(self, action: Callable[[], None]) -> None:
-        """Do it when nobody is in the middle of a step, as `Turns.soon`."""
+        """Run the action when no step is running; see `Turns.soon`."""
         self._turns.soon(action)
-        self.engine.wake()  # a step may wait for what others do
+        self.engine.wake()  # a running step may be waiting for such an event
 
     def _check_open(self) -> None:
-        """RuntimeError after `close`, once the engine has ended, and in a forked process."""
+        """Raise RuntimeError after `close`, after the engine has ended, and in a forked process."""
         self._turns.check_process()
         if self._closed:
             raise RuntimeError("LLM: is closed; make another")
@@ -315,18 +313,18 @@ class LLM:
             raise RuntimeError(f"LLM: {self.engine.error}")
 
     def abort(self, request_id: str) -> None:
-        """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. Called in the
-        middle of a step, or while another thread is in one, it takes effect when that ends."""
+        """Stop a running request: its stream ends with finish_reason "abort". Unknown ids are ignored. If a step is
+        running, in this thread or another, it takes effect after that."""
         self._turns.check_process()
         self._soon(partial(self.requests.abort, request_id))
 
     def draft(
         self, prompt_token_ids: Sequence[int], k: int | None = None, next_token: int | None = None
     ) -> list[int]:
-        """What the drafter would propose after the prompt and `next_token` (default: the target's greedy one).
+        """The drafter's proposal after the prompt and `next_token` (default: the target's greedy one).
 
-        At most `k` ids, fewer where the drafter has no more. What other threads generate is brought to its end first.
-        Raises ValueError without a drafter, for k beyond `num_speculative_tokens`, and while a stream is open.
+        At most `k` ids, fewer if the drafter has no more. Requests of other threads are finished first. Raises
+        ValueError without a drafter, for k beyond `num_speculative_tokens`, and while a stream is open.
         """
         self._check_open()
         most = self.num_speculative_tokens
@@ -339,7 +337,7 @@ class LLM:
         if next_token is None:
             greedy = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
             output = self.generate([token_ids], greedy, use_tqdm=False)[0]
-            self._check_open()  # else it has its token
+            self._check_open()  # closed meanwhile: there may be no token
             next_token = output.outputs[0].token_ids[0]
         spec = self.requests.inputs.draft_spec([*token_ids, next_token])
         with self._turns.take():
@@ -351,7 +349,8 @@ class LLM:
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, number: int | None
     ) -> PreparedRequest | RequestOutput:
-        """`number` among several prompts, which go on without this one; None: it is the only one."""
+        """The checked request, or a refused output. `number`: index among several prompts; None: the only prompt, for
+        which ValueError is raised."""
         try:
             return self.requests.prepare(prompt, params)
         except ValueError as error:
@@ -360,12 +359,14 @@ class LLM:
             return _refused(prompt, number, str(error))
 
     def _run(self, requests: list[Request], bar: Any) -> None:
-        """Until all are finished, by this thread's steps and others'."""
+        """Wait until all are finished, by steps of this thread or others."""
         if bar is not None:
             bar.update(bar.total - len(requests))  # refused ones
         left = requests
         while left:
-            num_wanted = 0 if bar is None else len(left) - 1  # the bar moves whenever one is finished
+            num_wanted = (
+                0 if bar is None else len(left) - 1
+            )  # return after each finished one, to move the bar
             self._turns.until(partial(_at_most, num_wanted, left), self.requests.step)
             still = [r for r in left if not r.finished]
             if bar is not None:
@@ -374,7 +375,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _watched(self, prepared: Sequence[PreparedRequest | RequestOutput]) -> Iterator[None]:
-        """A bar of the images of these prompts whose embeddings were made or found; none where there are no images."""
+        """Context manager with a progress bar of these prompts' encoded images; without images no bar."""
         inputs = [one for p in prepared if isinstance(p, PreparedRequest) for one in p.inputs]
         left = {one.content for one in inputs if one.kind == IMAGE}
         if not left:
@@ -390,7 +391,7 @@ class LLM:
         watchers.append(watch)
         try:
             yield
-            bar.update(len(left))  # the prefix cache had what these are needed for
+            bar.update(len(left))  # the rest was not needed, thanks to the prefix cache
         finally:
             watchers.remove(watch)
             bar.close()
@@ -401,7 +402,7 @@ class LLM:
 
 
 def _at_most(number: int, requests: Sequence[Request]) -> bool:
-    """Whether no more than so many are still running."""
+    """Whether at most `number` requests are still running."""
     return sum(not r.finished for r in requests) <= number
 
 
@@ -410,7 +411,7 @@ def _has_news(requests: Sequence[Request]) -> bool:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of ids is one prompt; a list of anything else is several. Arrays and tensors are lists, too."""
+    """The prompts as a list. A list (array, tensor) of ids is one prompt; a list of anything else is several."""
     prompts = as_lists(prompts)
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -435,7 +436,7 @@ def _refused(prompt: Prompt, number: int, error: str) -> RequestOutput:
 
 
 def show_progress(what: str, done: int, total: int) -> None:
-    """A line on standard error while something is done that takes its time."""
+    """Show progress of a slow operation on standard error."""
     if sys.stderr.isatty():
         print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
     elif done == 0:

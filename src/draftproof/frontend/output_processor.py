@@ -1,4 +1,4 @@
-"""From the engine's ids to what users read: text, stop strings, log-probabilities with their tokens, metrics."""
+"""Converts the engine's ids to users' outputs: text, stop strings, log-probabilities with their tokens, metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftproof.types import (
 
 @dataclass(slots=True)
 class Choice:
-    """One of a request's n outputs, as far as it has come; `id` is the engine's."""
+    """One of a request's n outputs so far; `id` is the engine's."""
 
     id: str
     index: int
@@ -41,8 +41,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt and its n choices. `pending` are deltas that nobody has taken yet. `streamed`: its caller may leave it
-    standing for as long as it likes."""
+    """One prompt and its n choices. `pending`: deltas that were not taken yet. `streamed`: its caller may pause
+    indefinitely."""
 
     request_id: str
     given: PreparedRequest
@@ -54,7 +54,7 @@ class Request:
     queue_seconds: float = 0.0
     prompt_logprobs: list[LogprobRow] = field(
         default_factory=list
-    )  # a row for each prompt token but the first
+    )  # one row per prompt token except the first
     pending: deque[Delta] = field(default_factory=deque)
 
     @property
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, and outputs so far."""
+        """Tokens of the prompt and of the outputs so far."""
         return len(self.given.prompt_token_ids) + sum(len(choice.token_ids) for choice in self.choices)
 
     def take_pending(self) -> list[Delta]:
@@ -73,14 +73,14 @@ class Request:
 
 
 class OutputProcessor:
-    """Turns the engine's deltas into users'. Knows the tokenizer and the drafters' names, not the engine."""
+    """Converts the engine's deltas to users' deltas. Knows the tokenizer and the drafters' names, not the engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, drafter_names: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._drafter_names = drafter_names
 
     def request(self, request_id: str, given: PreparedRequest, *, streamed: bool = False) -> Request:
-        """A request at its start."""
+        """A new request without output."""
         choices = [
             Choice(f"{request_id}.{index}", index, self._text(given), drafters=self._no_counts())
             for index in range(given.params.n)
@@ -88,7 +88,7 @@ class OutputProcessor:
         return Request(request_id, given, choices, time.perf_counter(), streamed=streamed)
 
     def process(self, request: Request, choice: Choice, new: TokenDelta) -> bool:
-        """Take in what a step added to a choice; whether a stop string ended it, so that the engine must abort it."""
+        """Add a step's result to a choice; returns whether a stop string ended it, so that the engine must abort it."""
         request.prompt_logprobs += new.prompt_logprobs
         request.num_cached_tokens = max(request.num_cached_tokens, new.num_cached_tokens)
         request.queue_seconds = max(request.queue_seconds, new.queue_seconds)
@@ -115,12 +115,12 @@ class OutputProcessor:
         return result.stop is not None and new.finish_reason is None
 
     def abort(self, request: Request, choice: Choice) -> None:
-        """End a choice with what it has so far."""
+        """End a choice with its output so far."""
         choice.finish_reason = "abort"
         self._deliver(request, choice, choice.text.flush(), 0, 0)
 
     def output(self, request: Request) -> RequestOutput:
-        """The request as far as it has come."""
+        """The request's output so far."""
         speculation, params = SpeculationStats(), request.given.params
         drafters = self._no_counts()
         for choice in request.choices:

@@ -1,4 +1,4 @@
-"""The requests of an engine: prompts in, deltas and outputs out, a step of the engine at a time."""
+"""The requests of an engine: takes prompts, runs steps, and passes deltas and outputs to their requests."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Who asked for what, over an engine. Only `prepare` and `new` may be called by a thread without a turn."""
+    """An engine's requests by id. A thread without a turn may only call `prepare` and `new`."""
 
     def __init__(self, engine: Engine, inputs: InputProcessor, publisher: Publisher | None = None) -> None:
-        """publisher: tells others what happens in the engine's prefix cache."""
+        """publisher: of events of the engine's prefix cache."""
         self.engine = engine
         self._publisher = publisher
         if publisher is not None:
             engine.keep_cache_events()
-            publisher.publish(
-                [AllCleared()], engine.loads()[0].block_size
-            )  # whatever was said before a restart
+            # subscribers may still have the state from before a restart
+            publisher.publish([AllCleared()], engine.loads()[0].block_size)
         self.inputs = inputs
         self.running: dict[str, Request] = {}
         self._outputs = OutputProcessor(inputs.tokenizer, [d.name for d in engine.stats.drafters])
@@ -44,19 +43,19 @@ class Requests:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
-        """Raises ValueError if it cannot be served. Nothing of the engine is touched."""
+        """The checked request; ValueError if it cannot be served. Does not use the engine."""
         return self.inputs.prepare(prompt, params, hints)
 
     def new(
         self, given: PreparedRequest, *, streamed: bool = False, request_id: str | None = None
     ) -> tuple[Request, int]:
-        """A request with an id (None: one of ours), and its number, which its noise depends on where it has no seed."""
+        """(a new request, its arrival number, which replaces a missing seed). `request_id` None: one is generated."""
         arrival = next(self._arrivals)
         own_id = f"request-{arrival}" if request_id is None else request_id
         return self._outputs.request(own_id, given, streamed=streamed), arrival
 
     def start(self, request: Request, arrival: int) -> None:
-        """Queue what `new` gave. Once the engine has ended the request ends at once, with the reason."""
+        """Queue the result of `new`. If the engine has ended, the request fails at once, with the reason."""
         self.running[request.request_id] = request
         if self.engine.error is not None:
             self.fail(request, self.engine.error)
@@ -66,7 +65,7 @@ class Requests:
             self._choices[choice.id] = (request, choice)
 
     def fail(self, request: Request, error: str) -> None:
-        """End what still runs of a request, with the finish_reason "error"."""
+        """End a request's unfinished choices with the finish_reason "error"."""
         for choice in request.choices:
             if choice.finish_reason is None:
                 if self.engine.error is None:  # else it computes nothing any more
@@ -76,18 +75,18 @@ class Requests:
                 self._outputs.process(request, choice, ended)
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a request. Raises ValueError, leaving all other requests alone, if it cannot be served."""
+        """Queue a request. Raises ValueError, without effect on other requests, if it cannot be served."""
         request, arrival = self.new(self.prepare(prompt, params))
         self.start(request, arrival)
         return request
 
     @property
     def is_generating(self) -> bool:
-        """Whether requests run that nobody can leave standing."""
+        """Whether unfinished requests exist other than streams, whose callers may pause."""
         return any(not r.finished and not r.streamed for r in self.running.values())
 
     def step(self) -> None:
-        """One engine step; its deltas wait in their requests."""
+        """Run one engine step; its deltas are kept in their requests."""
         self.take(self.engine.step())
         if self._publisher is not None:
             self.publish(self.engine.take_cache_events())
@@ -95,17 +94,17 @@ class Requests:
             log.info("%s", line)
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Tell others of events of the prefix cache, where they are to be told."""
+        """Publish events of the prefix cache, if there is a publisher."""
         if self._publisher is not None and events:
             self._publisher.publish(events, self.engine.loads()[0].block_size)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+        """Empty the prefix cache; running requests are recomputed, to the same bits."""
         self.engine.reset_prefix_cache()
         self.publish(self.engine.take_cache_events())
 
     def take(self, deltas: Sequence[TokenDelta]) -> None:
-        """What a step brought, to those who asked for it."""
+        """Pass a step's deltas to their requests."""
         for delta in deltas:
             found = self._choices.get(delta.id)
             if found is None:
@@ -116,7 +115,7 @@ class Requests:
                 self._choices.pop(delta.id, None)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; what it has so far stays in its output. An id that is not running is ignored."""
+        """Stop a request; it keeps its output so far. Ids that are not running are ignored."""
         request = self.running.get(request_id)
         for choice in request.choices if request is not None else ():
             if choice.finish_reason is None:
@@ -126,7 +125,7 @@ class Requests:
                 self._outputs.abort(request, choice)
 
     def shutdown(self) -> None:
-        """Abort whatever runs, and end the engine."""
+        """Abort all requests, and shut the engine down."""
         for request_id in list(self.running):
             self.abort(request_id)
         self.engine.shutdown()
@@ -139,5 +138,5 @@ class Requests:
         self.running.pop(request_id, None)
 
     def output(self, request: Request) -> RequestOutput:
-        """The request as far as it has come."""
+        """The request's output so far."""
         return self._outputs.output(request)

@@ -1,4 +1,4 @@
-"""Between text and token ids: the tokenizer, incremental detokenisation, and the rules that end an output."""
+"""Text and token ids: the tokenizer, incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ SIZES_KEPT = 1 << 13
 # What a template's own code raises; a range that is too long for the sandbox is an OverflowError.
 OF_TEMPLATES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 CHAT_OPTIONS = frozenset({"add_generation_prompt", "chat_template", "continue_final_message"})
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # transformers' for any tokenizer.json
-ENDS = frozenset({"add_bos_token", "add_eos_token"})  # what replaces a tokenizer.json's own ends of a text
-CONTEXT_TOKENS = 6  # a prompt's last ones: enough to tell whether an output starts with a space
+PLAIN_CLASSES = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # transformers' classes for any tokenizer.json
+ENDS = frozenset({"add_bos_token", "add_eos_token"})  # keys that override a tokenizer.json's own BOS and EOS
+CONTEXT_TOKENS = (
+    6  # last tokens of a prompt that are kept: enough to decide whether an output starts with a space
+)
 
 
 class Tokenizer:
     """One tokenizer directory. Encoding and decoding need only `tokenizers`; chat templates load transformers."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises ValueError where `directory` is missing or holds no tokenizer that can be read."""
+        """Raises ValueError if `directory` is missing or has no readable tokenizer."""
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise ValueError(
@@ -46,7 +51,7 @@ class Tokenizer:
         self._fallback_ids = _byte_fallback_ids(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        # An output's text asks these of each of its tokens, and of the alternatives beside it.
+        # Called for each token of an output and its alternatives.
         self.piece = functools.lru_cache(SIZES_KEPT)(self._piece)
         self.size_alone = functools.lru_cache(SIZES_KEPT)(self._size_alone)
 
@@ -56,14 +61,14 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer itself puts around a text."""
+        """Ids of `text`, with the special tokens that the tokenizer adds around a text."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise ValueError(f"prompt={text!r:.80}: not a string of valid Unicode ({error})") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids that the tokenizer does not know give no text."""
+        """Text of `ids`; ids unknown to the tokenizer have no text."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def chat(
@@ -73,12 +78,12 @@ class Tokenizer:
         rewrite: Callable[[str], str] = lambda text: text,
         **options: Any,
     ) -> list[int]:
-        """Ids of a conversation under the model's chat template, whose text is rewritten before it is encoded.
+        """Ids of a conversation under the model's chat template; `rewrite` is applied to the text before encoding.
 
-        `options` are those in `CHAT_OPTIONS`, and variables that the template names (tools, enable_thinking).
-        `add_generation_prompt` is on unless the last message is to be continued. Parts of a message's text are joined
-        by newlines, as in vLLM. Raises ValueError for a message without a role or content, an option that changes
-        nothing, and where there is no template, or it refuses the messages.
+        `options` are those in `CHAT_OPTIONS`, and variables of the template (tools, enable_thinking).
+        `add_generation_prompt` is on unless the last message is to be continued. Text parts of a message are joined by
+        newlines, as in vLLM. Raises ValueError for a message without a role or content, an option without effect, a
+        missing template, or messages that the template refuses.
         """
         import jinja2
 
@@ -94,7 +99,7 @@ class Tokenizer:
         return self.encode(rewrite(text), add_special_tokens=False)
 
     def _check_chat_options(self, options: Mapping[str, Any]) -> None:
-        """ValueError for an option that would change nothing."""
+        """Raise ValueError for an option that would have no effect."""
         variables = {name for name, value in options.items() if value is not None} - CHAT_OPTIONS
         if not variables:
             return
@@ -107,45 +112,45 @@ class Tokenizer:
             )
 
     def chat_template(self) -> str:
-        """The chat template of conversations with tools, where it differs; empty where there is none."""
+        """The chat template (the one for tools, if it differs); empty if there is none."""
         try:
             return str(self._hugging_face().get_chat_template(tools=[]))
         except ValueError:
             return ""
 
     def is_special_text(self, text: str) -> bool:
-        """Whether this is a token that decoding leaves out when special tokens are skipped."""
+        """Whether `text` is a special token, which decoding can skip."""
         found = self.token_id(text)
         return found is not None and self.is_special(found)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that this is, by itself; None where it is none."""
+        """The id of the token `text`; None if it is not a single token."""
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether decoding leaves this token out when special tokens are skipped."""
+        """Whether this is a special token, which decoding can skip."""
         return token_id in self._special_ids
 
     def special_texts(self) -> frozenset[str]:
-        """The special tokens, as prompts name them."""
+        """The special tokens, as written in prompts."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token.content for token in added.values() if token.special)
 
     def to_json(self) -> str:
-        """All of it, as in a tokenizer.json."""
+        """The whole tokenizer, as the content of a tokenizer.json."""
         return str(self._backend.to_str())
 
     def holds_back(self, token_id: int) -> bool:
-        """Whether text up to this token may still change: a run of raw bytes is decoded as a whole."""
+        """Whether text up to this token may still change: a run of byte tokens is decoded as a whole."""
         return token_id in self._fallback_ids
 
     def _piece(self, token_id: int) -> str:
-        """Text of one token by itself, special or not."""
+        """Text of a single token, special or not."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def _size_alone(self, token_id: int, skip_special_tokens: bool) -> int:
-        """Characters of the text of one token by itself."""
+        """Number of characters of a single token's text."""
         return len(self.decode([token_id], skip_special_tokens))
 
     def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
@@ -157,11 +162,11 @@ class Tokenizer:
         return None if found is None else int(found)
 
     def _hugging_face(self) -> Any:
-        """transformers' own tokenizer of this directory, loaded on first use: it costs more than a second."""
+        """transformers' tokenizer of this directory, loaded on first use, which takes more than a second."""
         if self._chat is None:
             from transformers import AutoTokenizer
 
-            try:  # without trust_remote_code it asks on stdin whether to run code of the folder
+            try:  # without trust_remote_code it prompts on stdin whether to run the folder's code
                 loaded = AutoTokenizer.from_pretrained(
                     str(self.directory), local_files_only=True, trust_remote_code=False
                 )
@@ -177,7 +182,7 @@ class Tokenizer:
         return self._chat
 
     def _why_not(self, error: Exception) -> str:
-        """Why transformers did not load this directory, on one line."""
+        """Why transformers did not load this directory, in one line."""
         needed = "there is no tokenizer.json; give a folder that has one"
         missing = not (self.directory / "tokenizer.json").is_file()
         for name in ("tokenizer_config.json", "config.json"):
@@ -188,7 +193,7 @@ class Tokenizer:
 
 
 def _plain_message(message: Any, where: str) -> Mapping[str, Any]:
-    """`message` with its content as one text; without content only where it has tool calls. Else ValueError."""
+    """`message` with its content as one text; no content is allowed only with tool calls. Else ValueError."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(
             f'{where}={message!r:.80}: must be a mapping with a role, such as {{"role": "user", "content": "Hi"}}'
@@ -199,7 +204,7 @@ def _plain_message(message: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"{where}: content={shown(content)}: must be text, or a list of parts of text")
     seen = ({"type": "image"}, {"type": "video"})
-    if any(part in seen for part in content):  # templates say where these stand among texts
+    if any(part in seen for part in content):  # templates place these among the text parts
         for i, part in enumerate(content):
             if part not in seen:
                 _text_of(part, f"{where}: content[{i}]")
@@ -221,15 +226,15 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty where there is no file."""
+    """A JSON file's object; empty if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
 def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
-    """The tokenizer of tokenizer.json, 20 times faster than transformers; None where that might differ from it.
+    """The tokenizer of tokenizer.json, which loads 20 times faster than transformers' class; None if they might differ.
 
-    transformers takes tokenizer.json as it is for byte-level BPE, and where the configuration names no family's class
-    nor ends of its own; it adds special tokens that only the configuration names.
+    transformers uses tokenizer.json unchanged for byte-level BPE, and if the configuration names neither a family's
+    class nor BOS and EOS settings; it adds special tokens that only the configuration names.
     """
     backend = open_tokenizer(directory)
     if backend is None:
@@ -250,7 +255,7 @@ def _read_backend(directory: Path, config: Mapping[str, Any]) -> Any:
 
 
 def _byte_fallback_ids(backend: Any) -> frozenset[int]:
-    """Ids of the tokens <0x00>..<0xFF>, for tokenizers that write unknown characters with them."""
+    """Ids of the tokens <0x00>..<0xFF>, for tokenizers with byte fallback; else empty."""
     if "ByteFallback" not in repr(backend.decoder):
         return frozenset()
     found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -258,11 +263,11 @@ def _byte_fallback_ids(backend: Any) -> frozenset[int]:
 
 
 class Detokenizer:
-    """Text of one output, token by token: all pieces together are the text of all tokens together.
+    """Text of one output, token by token: the concatenated pieces equal the text of all tokens decoded at once.
 
-    Only a window of tokens is decoded: those since the last place where the text was complete, and the stretch
-    before it, because a token's text may depend on whether something precedes it. `context_ids` is the prompt (its
-    last few tokens are used).
+    Only a window of tokens is decoded: those since the last place where the text was complete, and some before,
+    because a token's text may depend on whether something precedes it. `context_ids` is the prompt (its last few
+    tokens are used).
     """
 
     def __init__(
@@ -271,19 +276,19 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window = list(context_ids[-CONTEXT_TOKENS:])
-        self._num_complete = len(self._window)  # tokens of the window whose text is out
+        self._num_complete = len(self._window)  # tokens of the window whose text is released
         text = self._decode()
-        self._num_out = len(text) - text.endswith(BROKEN)  # characters of the window's text that are out
+        self._num_out = len(text) - text.endswith(BROKEN)  # released characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; a character that is not complete waits."""
+        """Add a token; returns the text that is now certain. An incomplete character is held back."""
         if self._skip and self._tokenizer.is_special(token_id):
             return ""
         self._window.append(token_id)
         if self._tokenizer.holds_back(token_id):
             return ""
         text = self._decode()
-        # The last bytes may be the start of a character: they show as one BROKEN at the very end.
+        # The last bytes may be an incomplete character: it is decoded as one BROKEN at the very end.
         if text.endswith(BROKEN):
             delta = text[self._num_out : -1]
             self._num_out += len(delta)
@@ -298,7 +303,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """What was still waiting, as decoding the whole output would show it."""
+        """The text held back so far, as in the whole output decoded at once."""
         text = self._decode()[self._num_out :]
         self._num_out += len(text)
         return text
@@ -309,8 +314,8 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What became of newly emitted tokens: the first `num_kept` stand, `text` is released, the rest is dropped because
-    `stop`, a stop string, ended the output."""
+    """Result of new tokens: the first `num_kept` are kept and `text` is released; the rest is dropped because the stop
+    string `stop` ended the output."""
 
     num_kept: int
     text: str
@@ -318,11 +323,11 @@ class StopResult:
 
 
 class StopStrings:
-    """One output's text, and its end where a stop string says so; ends by ids and lengths are the engine's. What it
-    says depends on the tokens only, not on how many come at once."""
+    """One output's text, and the check for stop strings; the engine checks stop ids and lengths. Results depend only on
+    the tokens, not on how many come at once."""
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
-        """`detokenizer` None: no text is made."""
+        """`detokenizer` None: no text is produced."""
         if detokenizer is None and params.stop_strings:
             raise ValueError("stop: stop strings need text; leave detokenize=True (and give a tokenizer)")
         self._params = params
@@ -339,9 +344,10 @@ class StopStrings:
         return self._text[: self._num_released]
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> StopResult:
-        """Take the tokens of one round, in order, up to the one that ends the output.
+        """Add the tokens of one round, in order, up to the one that ends the output.
 
-        `finish_reason`: why the engine ends it with the last of them ("stop": a stop token, whose text is left out).
+        `finish_reason`: why the engine ends the output with the last token ("stop": a stop token, whose text is
+        omitted).
         """
         start, last = self._num_released, len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
@@ -364,7 +370,8 @@ class StopStrings:
         return self._text[start:]
 
     def _push_one(self, token_id: int, finish_reason: FinishReason | None) -> str | None:
-        """The stop string that this token completes; `finish_reason` as in `push`, None but for the last token."""
+        """Add a token; returns the stop string that it completes, if any. `finish_reason`: as in `push`, only for the
+        last token."""
         self._num_tokens += 1
         before = len(self._text)
         if self._detokenizer is not None:
@@ -379,7 +386,7 @@ class StopStrings:
         return self._cut_at_stop_string(before) if grew else None
 
     def _cut_at_stop_string(self, before: int) -> str | None:
-        """The stop string that ends first in the text from `before` on (of those, the first listed); text is cut."""
+        """Find the stop string that ends first in the text from `before` on (ties: the first listed); cut the text."""
         before = max(before, self._num_exempt)
         first: tuple[int, str] | None = None
         for stop in self._stops:
@@ -393,7 +400,7 @@ class StopStrings:
         return stop
 
     def _num_uncertain(self) -> int:
-        """Characters at the end of the text that may turn out to be the start of a stop string."""
+        """Number of characters at the end of the text that may begin a stop string."""
         if self._params.include_stop_str_in_output:
             return 0
         longest = 0

@@ -1,4 +1,4 @@
-"""Who may use an engine: the threads of the process that made it, one at a time."""
+"""Mutual exclusion for an engine: threads of the process that made it use it one at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-_processes: set[int] = (
-    set()
-)  # ids of processes that made an engine: this one, and those that it was forked from
+_processes: set[int] = set()  # ids of processes that made an engine: this one and, after a fork, its parents
 
 
 def claim_process() -> None:
-    """RuntimeError in a process that was forked off one with an engine: the threads that compute are gone there, and
-    whoever waits for them waits for ever."""
+    """Register this process. RuntimeError if it was forked from one with an engine: the compute threads do not exist in
+    it, so waiting for them would never end."""
     if _processes - {os.getpid()}:
         raise RuntimeError(
             "LLM: this process was forked from one in which an LLM was made, and the threads that compute do not "
@@ -34,9 +32,9 @@ class _Waiter:
 
 
 class Turns:
-    """Turns of the threads that share an engine. Whoever has the turn steps for everybody; the others sleep until what
-    they wait for is there, or until it is theirs to step. So requests of many threads are one batch, and a thread that
-    does nothing with a stream of its own is in nobody's way."""
+    """Turns of the threads that share an engine. The thread with the turn steps for all; the others sleep until their
+    condition holds, or until the turn is offered to them. So requests of many threads form one batch, and a thread that
+    pauses its stream blocks no other."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -46,19 +44,21 @@ class Turns:
         self._waiters: list[_Waiter] = []
 
     def until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Return once `done()`, a look at what steps have brought: steps are this thread's, or those of whichever
-        thread has the turn. RuntimeErrors as in `take`."""
+        """Return once `done()`, which checks the results of steps. Steps are run by this thread, or by the one with the
+        turn. RuntimeErrors as in `take`."""
         self.check_caller()
         try:
             while not self._stepped(done, step) and not done():
                 pass
         finally:
-            self._wake_one()  # the turn may have been offered to us
+            self._wake_one()  # the turn may have been offered to this thread, which no longer needs it
 
     def _stepped(self, done: Callable[[], bool], step: Callable[[], None]) -> bool:
-        """Whether the turn was free, and steps were made until `done`. Else it was waited for."""
+        """If the turn was free, step until `done` and return True; else wait to be woken and return False."""
         waiter = _Waiter(done)
-        self._waiters.append(waiter)  # before the look at the turn: who gives it up later will find us
+        self._waiters.append(
+            waiter
+        )  # before trying the turn, so that a thread that releases it later finds this one
         try:
             if self._turn.acquire(blocking=False):
                 self._step_until(done, step)
@@ -70,7 +70,7 @@ class Turns:
             self._waiters.remove(waiter)
 
     def _step_until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:
-        """With the turn in hand, which is given up."""
+        """Step until `done`, with the turn acquired; release it at the end."""
         with self._holding():
             while not done():
                 step()
@@ -81,22 +81,22 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for a turn and have it inside `with`. RuntimeError where this thread has one already (a drafter that
-        asks its own engine for something), and in a forked process."""
+        """Context manager that waits for the turn and holds it. RuntimeError if this thread has it already (a drafter
+        that calls its own engine), and in a forked process."""
         self.check_caller()
         self._turn.acquire()
         with self._holding():
             yield
 
     def check_caller(self) -> None:
-        """RuntimeErrors as in `take`."""
+        """Raise RuntimeError as in `take`."""
         self.check_process()
         if self._turn.locked() and self._holder == threading.get_ident():
             raise RuntimeError("LLM: called from within one of its own steps; call it when that has returned")
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Do it now where nobody has a turn, else when that one ends, at the latest when the next begins. Never waits:
-        this may be the garbage collector's call, or a signal handler's, in the middle of a step. Nothing is done in a
+        """Run the action now if the turn is free, else when the turn ends, at the latest when the next begins. Never
+        waits: the caller may be the garbage collector or a signal handler in the middle of a step. Does nothing in a
         forked process."""
         if self._process != os.getpid():
             return
@@ -104,7 +104,7 @@ class Turns:
         self._catch_up_if_free()
 
     def check_process(self) -> None:
-        """RuntimeError in a process that was forked off the engine's."""
+        """Raise RuntimeError in a process forked from the engine's."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"LLM: was made in process {self._process} and cannot be used in {os.getpid()}, forked from it: the "
@@ -114,7 +114,7 @@ class Turns:
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
-        """The turn has been acquired; it is released at the end, and offered to a thread that waits."""
+        """Context manager for an acquired turn: releases it at the end, and offers it to a waiting thread."""
         self._holder = threading.get_ident()
         try:
             self._catch_up()
@@ -126,7 +126,7 @@ class Turns:
             self._wake_one()
 
     def _wake_one(self) -> None:
-        """Offer the turn to the thread that has waited longest, unless somebody has taken it."""
+        """Offer the turn to the thread that has waited longest, unless it is taken."""
         if not self._turn.locked():
             for waiter in list(self._waiters):
                 if not waiter.woken.is_set():
@@ -134,7 +134,7 @@ class Turns:
                     return
 
     def _catch_up_if_free(self) -> None:
-        """Where the turn is another's, that one looks again when it has released it: nothing is left behind."""
+        """Run postponed actions if the turn is free; else its holder calls this after releasing it, so none is lost."""
         while self._put_off and self._turn.acquire(blocking=False):
             self._holder = threading.get_ident()
             try:

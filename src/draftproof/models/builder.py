@@ -1,6 +1,6 @@
-"""What makes the pieces of a decoder from its weights: tensors, products and norms.
+"""Builds the parts of a decoder from its weights: tensors, products and norms.
 
-Shapes: T rows, H hidden size, X whatever width a piece is given, N outputs of a product.
+Shapes: T rows, H hidden size, X width of a part's input, N outputs of a product.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Linear = Callable[[Tensor], Tensor]  # [T, X] -> [T, N]
 
 @dataclass(frozen=True, slots=True)
 class LayerBuilder:
-    """Makes the pieces of a model from its weights. `exact` None: as the planner does; drafters pass False. `kind`: how
-    the weights of products are kept, see `kernels.weights`."""
+    """Builds the parts of a model from its weights. `exact` None: the planner's setting; drafters pass False. `kind`:
+    how the weights of products are stored, see `kernels.weights`."""
 
     weights: WeightSource
     ops: Ops
@@ -42,7 +42,7 @@ class LayerBuilder:
         return self.place(self.weights.get(name, shape))
 
     def place(self, stored: Tensor) -> Tensor:
-        """A copy of `stored` in the model's dtype: what was read may be a view of a mapped file, and not aligned."""
+        """A copy of `stored` in the model's dtype: the tensor read may be an unaligned view of a mapped file."""
         placed = stored.to(device=self.device, dtype=self.dtype, copy=True)
         self.planner.weight_bytes += placed.nbytes
         return placed
@@ -56,7 +56,7 @@ class LayerBuilder:
         bias: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
-        """The product with one weight, or with several one below the other; names without ".weight"."""
+        """The product with one weight, or with several stacked along the outputs; names without ".weight"."""
         names = [names] if isinstance(names, str) else names
         out_sizes = [out_sizes] if isinstance(out_sizes, int) else out_sizes
         weights = [
@@ -73,7 +73,7 @@ class LayerBuilder:
         )
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
-        """name: without ".weight"; see `norm_weight` for `offset`."""
+        """An RMS norm; name: without ".weight"; `offset`: see `norm_weight`."""
         return Norm(self.norm_weight(name, size, offset), eps, self.ops)
 
     def norm_weight(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -89,7 +89,7 @@ class LayerBuilder:
         *,
         kept: bool = False,
     ) -> PackedLinear:
-        """The product with a weight that `tensor` read. `kept`: the caller has another use for the weight."""
+        """The product with a weight that `tensor` read. `kept`: the caller keeps using the weight."""
         weight = KINDS[self.kind].store(weight_NX)
         made = self.planner.pack(weight, bias_N, out_dtype=out_dtype, exact=self.exact, kept=kept)
         if self.kind != DENSE:
@@ -111,17 +111,17 @@ class Norm:
 
     @staticmethod
     def load(builder: LayerBuilder, name: str, size: int, eps: float) -> Norm:
-        """name: without ".weight"."""
+        """A norm from the builder's weights; name: without ".weight"."""
         return builder.norm(name, size, eps)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         return self._rms_norm(x_TH, self.weight_H, self.eps)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); x_TH as a product's `partial_sums` gives it."""
+        """(norm(x + residual), x + residual); x_TH may be the result of a product's `partial_sums`."""
         return self._add_rms_norm(x_TH, residual_TH, self.weight_H, self.eps)
 
 
 def rounded(scale: float, dtype: torch.dtype) -> float:
-    """`scale` as the dtype holds it: models are trained with it rounded."""
+    """`scale` rounded to the dtype, as in training."""
     return float(torch.tensor(scale, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Operators of layers as cases to certify: the shapes they are called at, the data they are checked with."""
+"""Operators of layers as cases to certify: the shapes they are called with, and the data they are checked with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.kernels import operator_checks as checks
 from draftproof.kernels.exactness import Case
 from draftproof.kernels.operator_checks import RopeShape
 
-SPLIT_K_PARTS = 4  # on a GPU a sum over K may come in so many parts, which the norm behind it adds
+SPLIT_K_PARTS = 4  # on a GPU a sum over K may come as this many partial sums, which the following norm adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def norm_dtype(where: Where, offset: float) -> torch.dtype:
-    """The dtype of norms' weights: fp32 where something is added to what is stored."""
+    """The dtype of norms' weights: fp32 if an offset is added to the stored ones."""
     return torch.float32 if offset else where.dtype
 
 
@@ -71,6 +71,6 @@ def attention_cases(
 
 
 def gate_case(width: int, where: Where, *, gelu: bool) -> Case:
-    """The product of a gate's activation and what it lets through."""
+    """The product activation(gate) * up."""
     make = partial(checks.gate_mul_check, width, where.dtype, where.device, gelu=gelu)
     return Case("gelu_mul" if gelu else "silu_mul", f"{width} {name_of(where.dtype)}", make)

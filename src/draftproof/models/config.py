@@ -23,7 +23,7 @@ from draftproof.models.rope import RopeConfig
 from draftproof.models.spec import LayerSpec
 from draftproof.schema import flag, whole
 
-# Why model types that begin so are refused, where the name alone would suggest that they are like another.
+# Prefixes of model types that resemble a supported one by name, and why they are refused.
 _OTHER_LAYERS: Mapping[str, str] = {
     "qwen3_next": "has layers of linear attention",
     "qwen3_5": "has layers of linear attention",
@@ -43,8 +43,8 @@ class ModelConfig:
     """The constants of one decoder. Sizes are numbers of elements. Embeddings are multiplied by `embed_scale`;
     `logit_cap` 0: logits are not capped; `blank_id`: as in `Body`.
 
-    `norm_eps` and `norm_offset` are the final norm's. `dtype` is what the files say the weights are in, None where they
-    do not say.
+    `norm_eps` and `norm_offset` are the final norm's. `dtype`: the weights' dtype according to the config; None if it
+    does not say.
     """
 
     model_type: str
@@ -67,22 +67,22 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary embeddings that its layers turn by, each once."""
+        """The rotary embeddings of its layers, each once."""
         return tuple(dict.fromkeys(rope for layer in self.layers for rope in layer.mixer.ropes))
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """What its layers ask of an attention backend, each once."""
+        """The attention shapes of its layers, each once."""
         shapes = [layer.mixer.shape for layer in self.layers]
         return tuple(dict.fromkeys(shape for shape in shapes if shape is not None))
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
-        """What its layers keep of each token; a window is the longest of the layers that read it."""
+        """The caches of its layers; a cache's window is the longest among the layers that read it."""
         own = [kept for layer in self.layers for kept in layer.mixer.caches if isinstance(kept, PagedKV)]
         readers: list[list[int]] = [[] for _ in own]
         for layer, cache in zip(self.layers, self.cache_of_layer, strict=True):
-            if own:  # else its target lends them
+            if own:  # else all are the target's
                 readers[cache].append(layer.window)
         return tuple(
             dataclasses.replace(kept, window=max(windows) if all(windows) else 0)
@@ -91,19 +91,19 @@ class ModelConfig:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """What its layers keep of each slot."""
+        """The per-slot states of its layers."""
         return tuple(s for layer in self.layers for s in layer.mixer.caches if not isinstance(s, PagedKV))
 
     @property
     def cache_of_layer(self) -> tuple[int, ...]:
-        """The index among `caches` of what each layer reads."""
+        """Index into `caches` of the cache that each layer reads."""
         own = itertools.count()
         return tuple(next(own) if layer.mixer.reads is None else layer.mixer.reads for layer in self.layers)
 
 
 @contextlib.contextmanager
 def reading(where: object) -> Iterator[None]:
-    """A context for reading a config: values of a type nobody thought of end as a ValueError that names the file."""
+    """Context manager for reading a config: type errors from unexpected values become a ValueError naming the file."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
@@ -127,14 +127,14 @@ def read_config(
 
 
 def read_vision(directory: Path, overrides: Mapping[str, Any] | None = None) -> vision.Vision | None:
-    """The part of a config that concerns images; None for a model that reads none."""
+    """The image settings of a config; None for a model without image input."""
     raw, where = read_raw(directory, overrides)
     with reading(where):
         return vision.read(raw, where, directory)
 
 
 def read_raw(directory: Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """(config.json of `directory`, what errors call it). Keys of `overrides` replace the file's, objects are merged."""
+    """(config.json of `directory`, its name in errors). Keys of `overrides` replace the file's, objects are merged."""
     path = directory / "config.json"
     raw = schema.read_json(path)
     if not overrides:
@@ -149,7 +149,7 @@ def language_model(
     *,
     extra: Collection[str] = (),
 ) -> ModelConfig:
-    """The config of a language model from the file's content; ValueError too where `architectures` names none."""
+    """The config of a language model from the file's content; ValueError also if `architectures` names none."""
     with reading(where):
         config = parse(raw, families, where=where, extra=extra)
     seeing = vision.family_of(raw)
@@ -172,7 +172,7 @@ def parse(
 ) -> ModelConfig:
     """A Hugging Face config, or the part of a draft head's config that describes its layers, as a ModelConfig.
 
-    where: how error messages call the source. extra: keys that the caller understands and handles itself. Raises
+    where: name of the source in error messages. extra: keys that the caller handles itself. Raises
     ValueError for unknown model types and for keys that may change the arithmetic in a way not implemented here.
     """
     raw = vision.text_part(raw, where)

@@ -1,7 +1,7 @@
-"""What a pass must read and compute at least: bytes and floating-point operations, counted from a model's config.
+"""Lower bound of what a pass reads and computes: bytes and floating-point operations, from a model's config.
 
-Counted: every weight of a product read once, keys and values of the context read once a request, two operations a
-weight and row, four a key, head dimension and row in attention. Not counted: activations, logits written, sampling.
+Counted: every weight of a product read once, keys and values of the context read once per request, two operations per
+weight and row, four per key, head dimension and row in attention. Not counted: activations, logits written, sampling.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Cost:
 
 
 def products(elements: int, rows: int, itemsize: int = 2) -> Cost:
-    """Products of so many weights with `rows` rows; nothing is read for no rows."""
+    """Products of `elements` weights with `rows` rows; zero without rows."""
     return Cost(elements * itemsize, 2.0 * elements * rows) if rows else Cost()
 
 
 def linear(packed: PackedLinear, rows: int) -> Cost:
-    """One product as it is in memory."""
+    """One product, with its weights as stored in memory."""
     return products(packed.in_features * packed.out_features, rows, packed.weight_itemsize)
 
 
 def layers_products(
     config: ModelConfig, rows: int, itemsize: int = 2, first_input: int | None = None
 ) -> Cost:
-    """All layers' products. first_input: what the first layer's mixer reads, if not the hidden size."""
+    """All layers' products. first_input: input width of the first layer's mixer, if not the hidden size."""
     hidden = config.hidden_size
     found = Cost()
     for i, layer in enumerate(config.layers):
         inputs = hidden if i or first_input is None else first_input
-        # a layer's own input: made, let through, and added
+        # a layer's own input: its projection, gate, and output
         own = layer.mixer.num_weights(inputs, hidden) + 3 * hidden * layer.input_size
         ffn = layer.ffn.num_weights(hidden, rows)
         if rows:
@@ -53,7 +53,7 @@ def layers_products(
 
 
 def attention(config: ModelConfig, requests: int, rows: int, context: int, itemsize: int = 2) -> Cost:
-    """All layers' attention of `rows` rows for each of `requests` at `context`; windows see no more than they hold."""
+    """All layers' attention of `rows` rows for each of `requests` at `context`, limited by windows."""
     found = Cost()
     for layer in config.layers:
         shape = layer.mixer.shape
@@ -72,7 +72,7 @@ def target_pass(config: ModelConfig, requests: int, rows: int, context: int, ite
 
 
 def prompt_pass(config: ModelConfig, rows: int, itemsize: int = 2) -> Cost:
-    """A prompt from its start, logits of its last row; a row sees those before it, half of them on average."""
+    """A whole prompt, with logits of its last row; a row sees half of the prompt on average."""
     head = products(config.vocab_size * config.hidden_size, 1, itemsize)
     return (
         layers_products(config, rows, itemsize) + head + attention(config, 1, rows, (rows + 1) // 2, itemsize)

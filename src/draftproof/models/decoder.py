@@ -1,4 +1,4 @@
-"""The one decoder that every supported language model is an instance of.
+"""The decoder: every supported language model is an instance of it.
 
 Shapes: T rows, H hidden size, M rows whose logits are wanted, V vocabulary, P positions.
 """
@@ -28,17 +28,17 @@ from draftproof.models.weights import Weights, WeightSource, head_of, root_of
 
 @dataclass(slots=True)
 class TargetOutput:
-    """The result of one pass. hidden_TH: after the final norm, of the rows wanted; taps: [T, H] each, as asked for."""
+    """Result of one pass. hidden_TH: the wanted rows' states after the final norm; taps: [T, H] each, as requested."""
 
     hidden_TH: Tensor
     taps: tuple[Tensor, ...]
 
 
 class Decoder:
-    """Embedding, layers, final norm and head. It has no modes: a pass is rows at positions of slots, in any mixture.
+    """Embedding, layers, final norm and head. It has no modes: a pass is any mixture of rows, each a slot and position.
 
-    embed_VH: the rows that tokens are read with, before any scale; head: the product that makes logits, before any cap.
-    Drafters without such tables of their own read them here.
+    embed_VH: the embedding before scaling; head: the product that computes logits, before any cap. Drafters without
+    their own use these.
     """
 
     __slots__ = (
@@ -101,9 +101,9 @@ class Decoder:
     ) -> Decoder:
         """Read the weights from a folder or any source; call `planner.certify()` once after the last load.
 
-        max_positions: length of the rotary table, by default the config's; it may be longer. exact: None as the
-        planner does, False for draft models; kind: see `LayerBuilder`. num_columns: outputs of an untied
-        head that has not one for each id. Raises ValueError for tensors missing, misshapen or left over.
+        max_positions: length of the rotary table, by default the config's; it may be longer. exact: None: the
+        planner's setting, False for draft models; kind: see `LayerBuilder`. num_columns: outputs of an untied
+        head with a reduced vocabulary. Raises ValueError for tensors missing, misshapen or left over.
         """
         weights = Weights.open(source) if isinstance(source, Path) else source
         builder = LayerBuilder(weights, ops, planner, device, dtype, exact, kind)
@@ -150,10 +150,10 @@ class Decoder:
     ) -> TargetOutput:
         """One pass over rows of any requests; their keys and values are stored.
 
-        taps: tap i is the stream entering layer i (0 the embeddings, num_layers the last layer's output); final: the
-        state after the final norm, given last; given: embeddings of rows that carry them in place of their tokens';
-        only_M: the rows whose states are wanted, for a target that `leaves_rows`: all that the last layer does for the
-        others is to keep their keys and values. ValueError where a tap is out of range.
+        taps: tap i is the stream entering layer i (0 the embeddings, num_layers the last layer's output); final: also
+        return the state after the final norm, as the last tap; given: embeddings that rows carry in place of their
+        tokens'; only_M: the rows whose states are wanted, if `leaves_rows`: for other rows the last layer only stores
+        keys and values. ValueError if a tap is out of range.
         """
         if taps:
             self.check_taps(taps)
@@ -184,11 +184,11 @@ class Decoder:
 
     @property
     def leaves_rows(self) -> bool:
-        """Whether a pass may leave out rows of the last layer."""
+        """Whether a pass may skip rows in the last layer."""
         return self._layer_inputs is None and self.config.layers[-1].mixer.leaves_rows
 
     def check_taps(self, taps: Sequence[int]) -> None:
-        """ValueError where a tapped id is not one of this model's."""
+        """Raise ValueError if a tapped id is out of range."""
         last = len(self._layers)
         wrong = [i for i in taps if not 0 <= i <= last]
         if wrong:
@@ -204,9 +204,9 @@ class Decoder:
 
 
 def _check_leftovers(weights: Weights, root: str, config: ModelConfig) -> None:
-    """ValueError for a tensor of the layers or the head that found no place, such as a bias that the config denies.
+    """Raise ValueError for an unused tensor of the layers or the head, such as a bias that the config excludes.
 
-    Layers past the last are left: they are a draft head that came with the model.
+    Layers past the last are ignored: they are a draft head in the model's files.
     """
     layer = re.compile(re.escape(root) + r"layers\.(\d+)\.")
 

@@ -1,6 +1,6 @@
-"""The families of language models that the one decoder runs: a table with one row a family, and nothing else.
+"""The supported families of language models: a table with one row per family, and nothing else.
 
-A row says how a family differs from "Llama": where its biases are, whether it norms q and k, what its window means,
+A row says how a family differs from Llama: where its biases are, whether it norms q and k, which layers have windows,
 how much of a head rotates, where it has experts.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 #   switched   as per_layer, but only under `use_sliding_window`; without `layer_types` the layers from
 #              `max_window_layers` on slide
 #   every      `sliding_window` holds for every layer, `default_window` where the key is missing, null for none
-#   never      the keys may be there, switched off
+#   never      the keys may be present but must be off
 Windows = Literal["per_layer", "switched", "every", "never"]
 
 WINDOW_KEYS: Mapping[Windows, frozenset[str]] = {
@@ -27,12 +27,12 @@ WINDOW_KEYS: Mapping[Windows, frozenset[str]] = {
 
 
 # How a row chooses its experts:
-#   softmax         the likeliest ones
-#   biased_sigmoid  as DeepSeek-V3 does: sigmoid scores, of which a correction bias decides the choice but not the
-#                   weight; groups of experts, of which the best are looked at; weights scaled; shared experts
+#   softmax         those with the highest probability
+#   biased_sigmoid  as in DeepSeek-V3: sigmoid scores plus a correction bias for the choice, without it for the weight;
+#                   only experts of the best groups are candidates; weights scaled; shared experts
 Scoring = Literal["softmax", "biased_sigmoid"]
 
-# Losses, noise and layout of training; the modules that draft are read by whoever drafts.
+# Training settings (losses, noise, layout), and numbers of draft modules, which the drafters' reader handles.
 _HARMLESS = frozenset(
     {
         "output_router_logits",
@@ -60,11 +60,11 @@ _SOFTMAX_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEFamily:
-    """A family's part in the table: names of config keys and of tensors, and the kind of routing.
+    """The experts of a family: names of config keys and of tensors, and the kind of routing.
 
-    `count`: keys for the number of experts, the first found counts. `normalized`: chosen weights sum to 1; a constant
-    or the key that says so, and `default_normalized` where it is missing, None: it must be there. `parts`: gate, up and
-    down of an expert, a tensor each. `blocks`: where in a layer the experts are, the first found counts. `turned`: a
+    `count`: keys for the number of experts, the first found counts. `normalized`: whether chosen weights sum to 1: a
+    constant or a config key, with `default_normalized` if the key is missing (None: it is required). `parts`: tensors
+    of an expert's gate, up and down. `blocks`: where in a layer the experts are, the first found counts. `turned`: a
     tensor of all experts may hold their weights transposed.
     """
 
@@ -79,7 +79,7 @@ class MoEFamily:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Config keys that mean something, or are known to mean nothing for the logits."""
+        """Config keys that are read, or known not to affect logits."""
         own = frozenset({*self.count, self.width, "num_experts_per_tok"})
         if isinstance(self.normalized, str):
             own |= {self.normalized}
@@ -90,9 +90,9 @@ class MoEFamily:
 class Family:
     """One row. A bias, or the norm of q and k, is a constant or the config key that switches it on (missing: off).
 
-    `default_rotary`: share of a head that rotates where the config does not say; None: the family rotates whole heads
-    and refuses anything else. `mixer`, `ffn`: the layers' kinds, and `reader`: what makes layers of a config, all by
-    their names in `registry`.
+    `default_rotary`: share of a head that rotates if the config does not say; None: the family rotates whole heads
+    and refuses anything else. `mixer`, `ffn`: the layers' kinds, `reader`: the config reader, all by their names in
+    `registry`.
     """
 
     model_type: str
@@ -106,7 +106,7 @@ class Family:
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     default_theta: float = 10000.0
     default_rotary: float | None = None
-    interleaved_axes: bool = False  # where pairs turn by several axes: in turns, if the config does not say
+    interleaved_axes: bool = False  # M-RoPE: whether axes are interleaved if the config does not say
     moe: MoEFamily | None = None
     mixer: str = "attention"
     ffn: str = "dense"
@@ -114,7 +114,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Config keys that mean something in this family, beyond those that all share, and its layers' kinds'."""
+        """Config keys of this family beyond the common ones and those of its layers' kinds."""
         switches = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
         named = {switch for switch in switches if isinstance(switch, str)}
         mixture = self.moe.keys if self.moe else frozenset()
@@ -149,7 +149,7 @@ _ROWS: Mapping[str, Family] = {
             windows="switched",
             default_head_dim=128,
         ),
-        # transformers turns its pairs by the axes in turns, whether or not the config says so.
+        # transformers interleaves the M-RoPE axes whether or not the config says so.
         Family(
             model_type="qwen3_vl_text",
             architectures=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
@@ -194,7 +194,7 @@ _ROWS: Mapping[str, Family] = {
                 parts=("w1", "w3", "w2"),
             ),
         ),
-        # transformers lets every layer slide where the key says so; no published model does.
+        # transformers makes every layer slide if the key says so; no published model does.
         Family(
             model_type="qwen3_moe",
             architectures=("Qwen3MoeForCausalLM",),
@@ -249,5 +249,5 @@ _ROWS: Mapping[str, Family] = {
     )
 }
 
-# Configs that hold a text model beside others are read as that.
+# Configs of multimodal models are read as their text model.
 FAMILIES: Mapping[str, Family] = {**_ROWS, **{f"gemma{n}": _ROWS[f"gemma{n}_text"] for n in (3, 4)}}

@@ -1,4 +1,4 @@
-"""Inputs of layers' own, which some models add to the stream: made of a pass's tokens and of their embeddings.
+"""Per-layer inputs, which some models add to the stream: computed from a pass's tokens and their embeddings.
 
 Shapes: T rows, H hidden size, L layers, S size of a layer's own input, X = L * S.
 """
@@ -17,7 +17,7 @@ from draftproof.models.spec import LayerFn, LayerSpec
 
 
 class TakesInput(Protocol):
-    """A layer that is given an input of its own."""
+    """A layer with its own input."""
 
     def __call__(
         self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention, input_TS: Tensor | None = None
@@ -55,7 +55,7 @@ class LayerInputs:
         sizes: tuple[int, int],
         layers: Sequence[TakesInput],
     ) -> None:
-        """layer: as all are; sizes: vocabulary and hidden size; layers: those that take the inputs."""
+        """layer: any, all are alike; sizes: vocabulary and hidden size; layers: those that take the inputs."""
         vocab, hidden = sizes
         size, norms = layer.input_size, layer.norms
         width = size * len(layers)
@@ -69,7 +69,7 @@ class LayerInputs:
         self._scale = rounded(size**0.5, builder.dtype)
 
     def __call__(self, tokens_T: Tensor, embedded_TH: Tensor) -> list[LayerFn]:
-        """The layers, each with its input given."""
+        """The layers, each bound to its input."""
         size = self._size
         num_layers = len(self._layers)
         known_TX = self._gather(self._table_VX, tokens_T) * self._scale

@@ -1,8 +1,8 @@
 """A decoder's layers, target's or draft head's: a mixer and a feed-forward part with norms between them.
 
-The stream before and after a layer is given in two halves, so that every addition is fused with the norm that follows
-it: the caller norms the stream (`input_norm`), and adds what the layer returns with the next norm's `add`.
-Shapes: T rows, H hidden size, X whatever width a piece is given, S size of a layer's own input.
+The stream before and after a layer is passed as two terms, so that every addition is fused with the norm after it: the
+caller norms the stream (`input_norm`), and adds the two results of the layer with the next norm's `add`.
+Shapes: T rows, H hidden size, X width of a part's input, S size of a layer's own input.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from draftproof.models.spec import LayerSpec, Mixer, NormStyle, Place, RopeTable
 
 
 class Layer(Protocol):
-    """One layer, or one with something around it."""
+    """One layer, possibly wrapped."""
 
     @property
     def input_norm(self) -> Norm | None: ...
 
     def __call__(self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention) -> tuple[Tensor, Tensor]:
         """x_TX: the normed input; residual_TH: the stream it was made from. Returns two tensors whose sum is the stream
-        after the layer; the first perhaps as partial sums."""
+        after the layer; the first may be partial sums."""
         ...
 
 
@@ -48,7 +48,7 @@ class DecoderLayer:
         *,
         input_norm: bool = True,
     ) -> None:
-        """prefix: what the layer's tensors begin with; input_norm False: the layer has none of its own."""
+        """prefix: of the layer's tensors; input_norm False: the layer has none."""
         hidden, norms = place.hidden_size, layer.norms
 
         def norm(name: str) -> Norm:
@@ -65,8 +65,8 @@ class DecoderLayer:
 
 
 class SandwichLayer:
-    """A layer with norms before and after its mixer and its feed-forward part. It may add a term made of an input of
-    its own, and scale what leaves it."""
+    """A layer with norms before and after its mixer and its feed-forward part. It may add a term computed from its own
+    input, and scale its output."""
 
     __slots__ = (
         "_after_ffn",
@@ -106,7 +106,7 @@ class SandwichLayer:
     def __call__(
         self, x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention, input_TS: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sums and scalings are elementwise, so torch's own are row-safe."""
+        """See `Layer`. Sums and scalings are elementwise, so torch's operators are row-safe."""
         x_TH = self._after_mixer(self.mixer(x_TX, attn))
         x_TH, residual_TH = self.post_norm.add(x_TH, residual_TH)
         x_TH = self._after_ffn(self.ffn(x_TH, residual_TH))
@@ -136,10 +136,10 @@ def load_layers(
     first_input: int | None = None,
     first_norm: bool = True,
 ) -> list[DecoderLayer | SandwichLayer]:
-    """All layers of a model; prefix: what the tensors of layer i begin with, less i.
+    """All layers of a model; prefix: of the tensors of layer i, without i.
 
-    first_cache: where in a pass's cache the model's own begin. Of the first layer: first_input: width of its input, if
-    not the hidden size; first_norm False: it has no input norm of its own (EAGLE-1's).
+    first_cache: index of the model's first cache in a pass's cache. first_input: width of the first layer's input, if
+    not the hidden size; first_norm False: the first layer has no input norm (EAGLE-1's).
     """
     hidden = config.hidden_size
     loaded = []
@@ -166,7 +166,7 @@ def rope_tables(config: ModelConfig, length: int, device: torch.device) -> dict[
 def run_layers(
     layers: Sequence[Layer], x_TX: Tensor, residual_TH: Tensor, attn: PagedAttention
 ) -> tuple[Tensor, Tensor]:
-    """Run all layers in turn; the first is given its input already normed. Returns the last one's result."""
+    """Run all layers in order; the first one's input is already normed. Returns the last layer's result."""
     x_TH, residual_TH = layers[0](x_TX, residual_TH, attn)
     for layer in layers[1:]:
         assert layer.input_norm is not None

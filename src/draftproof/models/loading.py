@@ -1,4 +1,4 @@
-"""From a model's name to its folder, and what its author recommends for generation."""
+"""Resolves a model's name to its folder, and reads the author's generation defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.schema import number, read_json, token_ids, whole
 from draftproof.types import SamplingParams
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
-_HUB_DUPLICATES = ["consolidated*", "original/*"]  # a model's weights once more, in another layout
+_HUB_DUPLICATES = ["consolidated*", "original/*"]  # copies of the weights in another layout
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -25,11 +25,11 @@ def resolve(
     load_format: str = "auto",
     progress: gguf.Progress | None = None,
 ) -> Path:
-    """The folder of `model`: a directory, a .gguf file (or the folder of one), which is converted into the cache at
-    first, or a hub id whose files are fetched (or found in the hub's cache). `field` is what the user calls it, `file`
-    what a directory must hold ("": anything); load_format "gguf": a .gguf file or nothing.
+    """The folder of `model`: a directory, a .gguf file or a folder with one (converted into the cache on first use), or
+    a hub id, whose files are fetched or found in the hub's cache. `field`: the user's setting, for errors; `file`: a
+    file that a directory must have ("": any); load_format "gguf": only a .gguf file is accepted.
 
-    Raises ValueError for a missing directory, an unknown id, and a hub that cannot be reached.
+    Raises ValueError for a missing directory, an unknown id, or an unreachable hub.
     """
     path = Path(model).expanduser()
     single = _gguf_file(path, field, file, load_format)
@@ -53,7 +53,7 @@ def resolve(
                 str(model), revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES
             )
         )
-    except Exception as error:  # the client raises many unrelated types, and all mean the same to the user
+    except Exception as error:  # the client raises many unrelated types; the user needs one message
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ValueError(
             f"{field}={str(model)!r}, revision={revision!r}: no such directory here, and the hub did not give it "
@@ -62,7 +62,7 @@ def resolve(
 
 
 def _gguf_file(path: Path, field: str, file: str, load_format: str) -> Path | None:
-    """The .gguf file that `path` means, by itself or as its folder's only one; None where it means something else."""
+    """The .gguf file at `path`, or the only one in that folder; None if `path` is something else."""
     here = f"{field}={str(path)!r}"
     if path.is_file() and path.suffix == gguf.SUFFIX:
         return path
@@ -80,13 +80,13 @@ def _gguf_file(path: Path, field: str, file: str, load_format: str) -> Path | No
 
 
 def resolve_tokenizer(name: str | os.PathLike[str]) -> Path:
-    """The folder of a tokenizer, found as `resolve` finds a model's; it need not hold a model."""
+    """The folder of a tokenizer, resolved like a model's; it need not contain a model."""
     return resolve(name, field="tokenizer", file="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a model's author recommends; None = not stated."""
+    """The author's recommended settings; None: not stated."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -97,8 +97,8 @@ class GenerationDefaults:
 
 
 def read_generation_config(directory: Path) -> GenerationDefaults:
-    """`generation_config.json` of a folder; all None where there is no such file. ValueError names the file, the key
-    and what `SamplingParams` takes."""
+    """`generation_config.json` of a folder; all None without the file. ValueError names the file, the key and what
+    `SamplingParams` accepts."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return GenerationDefaults()

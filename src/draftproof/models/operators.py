@@ -1,6 +1,6 @@
-"""Which operators a target calls, and at which shapes: what has to be certified on the user's machine.
+"""The operators that a target calls, with their shapes: what must be certified on the user's machine.
 
-Products are not in the list (the planner sees each weight), nor is what only moves bits or works on integers.
+Not listed: products, which the planner certifies per weight, and operators that only move bits or compute on integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftproof.models.spec import LayerSpec
 
 
 def target_cases(model: ModelConfig, where: Where) -> list[Case]:
-    """The operators of a target with their shapes, each once."""
+    """The operators of a target with their shapes, without duplicates."""
     hidden, weight = model.hidden_size, norm_dtype(where, model.norm_offset)
     found = [norm_case(hidden, where, weight), *add_norm_cases(hidden, where, weight)]
     for layer in dict.fromkeys(model.layers):

@@ -1,4 +1,4 @@
-"""A config.json as the readers of families, mixers and feed-forward parts see it, and the keys that it may have.
+"""Reads a config.json for families, mixers and feed-forward parts, and checks its keys.
 
 Every key is understood, known to be harmless, or refused by name.
 """
@@ -21,7 +21,7 @@ _COMMON_KEYS = words(
     tie_word_embeddings eos_token_id bos_token_id dtype torch_dtype"""
 )
 
-# Bookkeeping, training and text-generation settings: whatever their value, logits do not change.
+# Bookkeeping, training and text-generation settings, which never change logits.
 _HARMLESS_KEYS = words(
     """architectures auto_map transformers_version _name_or_path _model_name_or_path name_or_path _commit_hash
     _experts_implementation experts_implementation _attn_implementation attn_implementation
@@ -38,7 +38,7 @@ _HARMLESS_KEYS = words(
     num_nextn_predict_layers mtp_num_hidden_layers"""
 )
 
-# Keys whose other values would change the arithmetic, with the values that leave it alone.
+# Keys that are accepted only with these values: others would change the arithmetic.
 _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "pretraining_tp": (0, 1),
@@ -59,13 +59,12 @@ _REFUSED_KEYS: Mapping[str, str] = {
 }
 
 
-KINDS = ("sliding_attention", "full_attention")  # what `layer_types` may hold
+KINDS = ("sliding_attention", "full_attention")  # values of `layer_types`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The content of a config.json; its family says what keys mean. Every reading raises ValueError with file, key and
-    fix."""
+    """The content of a config.json; the family says what keys mean. Errors are ValueErrors with file, key and fix."""
 
     raw: Mapping[str, Any]
     family: Family
@@ -102,7 +101,7 @@ class Given:
 
     @property
     def head_dim(self) -> int:
-        """Size of a head that rotates."""
+        """Head size; must be even, as rotary embedding rotates pairs."""
         hidden, heads = self.hidden_size, self.num_heads
         default = self.family.default_head_dim if "head_dim" not in self.raw else None
         if self.raw.get("head_dim") is None and default is None and hidden % heads:
@@ -114,15 +113,15 @@ class Given:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Each layer's window, 0 = none; what the keys mean is the family's business (`families.Windows`)."""
+        """Each layer's window, 0 = none; the family says what the keys mean (`families.Windows`)."""
         return _windows(self.raw, self.family, self.num_layers, self.where)
 
     def switch(self, switch: bool | str) -> bool:
-        """A constant of the family, or the key that switches it on."""
+        """Value of a family's switch: a constant, or the config key that turns it on."""
         return flag(self.raw, switch, self.where) if isinstance(switch, str) else switch
 
     def even(self, key: str, default: int | None = None) -> int:
-        """A size whose halves rotate together."""
+        """An even size, as rotary embedding rotates pairs."""
         size = whole(self.raw, key, self.where, default=default)
         if size % 2:
             raise ValueError(f"{self.where}: {key}={size}: must be even, rotary embedding turns pairs")
@@ -130,7 +129,7 @@ class Given:
 
 
 def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> None:
-    """ValueError for a key, beside those of the layers, that is neither known nor bookkeeping."""
+    """Raise ValueError for a key outside the layers' config that is neither known nor bookkeeping."""
     stored_dtype(raw, where)
     flag(raw, "tie_word_embeddings", where)
     for key, value in raw.items():
@@ -144,8 +143,8 @@ def check_keys(raw: Mapping[str, Any], where: str, known: Collection[str]) -> No
 
 
 def check_family_keys(given: Given, own: Collection[str], extra: Collection[str]) -> None:
-    """ValueError for a key that may change the arithmetic in a way not implemented here. own: keys that mean something
-    in this family; extra: those that the caller handles."""
+    """Raise ValueError for a key that may change the arithmetic in a way not implemented here. own: this family's keys;
+    extra: keys that the caller handles."""
     raw, family, where = given.raw, given.family, given.where
     understood = {*_COMMON_KEYS, *own, *_HARMLESS_KEYS, *extra}
     for key, value in raw.items():
@@ -164,7 +163,7 @@ def check_family_keys(given: Given, own: Collection[str], extra: Collection[str]
 
 
 def check_layer_types(types: object, num_layers: int, where: str) -> None:
-    """ValueError where `layer_types` is no list of a known kind for each layer."""
+    """Raise ValueError if `layer_types` is not a list with a known kind per layer."""
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in KINDS for kind in types):
         other = next((kind for kind in types if kind not in KINDS), None) if isinstance(types, list) else None
         hint = "" if other is None else f"; {schema.shown(other)} is not supported"
@@ -175,7 +174,7 @@ def check_layer_types(types: object, num_layers: int, where: str) -> None:
 
 
 def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str) -> tuple[int, ...]:
-    for key in ("sliding_window", "max_window_layers"):  # in force or not
+    for key in ("sliding_window", "max_window_layers"):  # checked even if not used
         if raw.get(key) is not None:
             whole(raw, key, where, 0)
     size = raw.get("sliding_window", family.default_window)
@@ -215,7 +214,7 @@ def _windows(raw: Mapping[str, Any], family: Family, num_layers: int, where: str
 
 
 def stored_dtype(raw: Mapping[str, Any], where: str) -> torch.dtype | None:
-    """What the files say the weights are in; None where they do not say."""
+    """The weights' dtype according to the config; None if it does not say."""
     name = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     if name is None:
         return None

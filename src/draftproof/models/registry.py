@@ -1,7 +1,7 @@
-"""The kinds of layers' parts, and what makes layers of a config: a row here enrols one.
+"""Tables of the kinds of mixers, feed-forward parts and config readers; a new kind is a row here.
 
-A mixer or a feed-forward part is a file in `mixers/` or `ffns/`; families name it, and its config keys count where they
-do.
+A mixer or a feed-forward part is a file in `mixers/` or `ffns/`; families refer to it by name, and its config keys are
+then accepted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Reader = Callable[[Mapping[str, Any], Family, str, Collection[str]], tuple[Mappi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerKind:
-    """`config`: a layer's data; `read`: makes it of a config.json, for each layer, None where only readers of single
-    families do; `keys`: the config keys that mean something to it."""
+    """A row. `config`: a layer's data; `read`: creates it for each layer from a config.json, None if only readers of
+    single families do; `keys`: the config keys that it reads."""
 
     config: type[MixerConfig]
     read: Callable[[Given], list[MixerConfig]] | None = None
@@ -34,7 +34,7 @@ class MixerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnKind:
-    """As `MixerKind`; the keys of experts are their family's."""
+    """A row, as `MixerKind`; config keys of experts belong to their family."""
 
     config: type[FfnConfig]
     read: Callable[[Given], list[FfnConfig]] | None = None
@@ -55,19 +55,19 @@ FFNS: dict[str, FfnKind] = {
 def read_alike(
     raw: Mapping[str, Any], family: Family, where: str, extra: Collection[str]
 ) -> tuple[Mapping[str, Any], Body]:
-    """(the config; layers of the family's one kind of mixer and one kind of feed-forward part). Raises ValueError for
-    keys that are not understood."""
+    """(the config, layers with the family's one kind of mixer and of feed-forward part). Raises ValueError for unknown
+    keys."""
     given = Given(raw=raw, family=family, where=where)
     mixer, ffn = MIXERS[family.mixer], FFNS[family.ffn]
     check_family_keys(given, family.keys | mixer.keys, extra)
     assert mixer.read is not None and ffn.read is not None
     norms = Norms(eps=schema.number(raw, "rms_norm_eps", where, default=1e-6))
-    given.num_kv_heads, given.whole("intermediate_size")  # wrong ones are refused, read or not
+    given.num_kv_heads, given.whole("intermediate_size")  # validated even if no part reads them
     parts = zip(mixer.read(given), ffn.read(given), strict=True)
     return raw, Body(layers=tuple(LayerSpec(mixer=m, ffn=f, norms=norms) for m, f in parts))
 
 
-# What makes layers of a config, by the name that families give it.
+# Config readers, by the name that families use.
 READERS: dict[str, Reader] = {
     "alike": read_alike,
     "gemma3": partial(read_gemma, generation=3),

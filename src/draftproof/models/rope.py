@@ -1,4 +1,4 @@
-"""Rotary position embedding: which frequencies a config asks for, and the one table computed from them at start.
+"""Rotary position embedding: the frequencies that a config asks for, and the table computed from them at start.
 
 Shapes: P positions, F = rotary_dim / 2 frequencies.
 """
@@ -38,14 +38,14 @@ _KEYS_OF_TYPE: Mapping[str, frozenset[str]] = {
     ),
 }
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-TABLE_PIECE = 1 << 14  # positions that are computed at once
+TABLE_PIECE = 1 << 14  # positions computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of one model. `factor` stretches positions; the types beside "default" use the rest.
+    """Settings of a rotary embedding. `factor` stretches positions; only types other than "default" use the rest.
 
-    `rotary_dim`: leading sizes of each head that rotate; `attention_factor` multiplies cos and sin (yarn).
+    `rotary_dim`: leading elements of each head that rotate; `attention_factor` multiplies cos and sin (yarn).
     """
 
     theta: float
@@ -59,10 +59,9 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    num_turning: int = 0  # "proportional": so many pairs rotate, the others stand still
-    axes: tuple[
-        int, ...
-    ] = ()  # M-RoPE: the axis (time, height, width) by which each pair turns; none: one axis
+    num_turning: int = 0  # "proportional": number of pairs that rotate, the others do not
+    # M-RoPE: the axis (time, height, width) whose position rotates each pair; empty: one axis
+    axes: tuple[int, ...] = ()
 
 
 def parse_rope(
@@ -77,8 +76,8 @@ def parse_rope(
 ) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4.x) of a model's config.
 
-    default_rotary: the share of a head that rotates where the config does not say; None: whole heads, always.
-    interleaved_axes: whether several axes take turns where the config does not say.
+    default_rotary: the share of a head that rotates if the config does not say; None: always whole heads.
+    interleaved_axes: whether M-RoPE axes are interleaved if the config does not say.
     Raises ValueError for types whose frequencies depend on the length of the text, unknown types and unknown keys.
     """
     given = dict(_flat(raw, where))
@@ -125,7 +124,7 @@ def parse_rope(
 
 
 def _axes(sections: Any, interleaved: Any, num_pairs: int, here: str) -> tuple[int, ...]:
-    """The axis of each pair: as many pairs of time, height and width as the sections say, in this order or in turns."""
+    """The axis of each pair: sections give the numbers of pairs for time, height and width, in order or interleaved."""
     fits = isinstance(sections, list) and all(isinstance(n, int) and n >= 0 for n in sections)
     if not fits or len(sections) != 3 or sum(sections) != num_pairs:
         raise ValueError(
@@ -159,7 +158,7 @@ def _parse_yarn(
 ) -> RopeConfig:
     if theta == 1:
         raise ValueError(f"{here}: rope_theta={theta:g}: must be greater than 1 with rope_type='yarn'")
-    # without a factor it is told by both lengths, where there are two
+    # a missing factor follows from the two lengths, if they differ
     stretch = max_positions / original if max_positions > original else None
     factor = number(given, "factor", here, above=0, default=stretch)
     mscale = number(given, "mscale", here, default=0)
@@ -181,7 +180,7 @@ def _parse_yarn(
 
 
 def score_factor(raw: Mapping[str, Any], where: str) -> float:
-    """The factor on attention scores of a stretched rotary embedding (`mscale_all_dim`) in DeepSeek's models."""
+    """The factor on attention scores for a stretched rotary embedding (`mscale_all_dim`) in DeepSeek's models."""
     given = _flat(raw, where)
     here = f"{where}: rotary embedding"
     stretched = _type(given, here) != "default"
@@ -196,7 +195,7 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _flat(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The rotary settings as one dict; a dict per layer type is taken where all its entries agree."""
+    """The rotary settings as one dict; a dict per layer type is accepted if all its entries agree."""
     given = section(raw, "rope_scaling", where) or section(raw, "rope_parameters", where)
     if not any(isinstance(value, Mapping) for value in given.values()):
         return given
@@ -227,7 +226,7 @@ def _check_type(kind: str, where: str) -> None:
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each rotated pair, fp32 [F].
 
-    In fp32 and in this order of operations, because that is the arithmetic models are trained and published with.
+    In fp32 and in this order of operations, because models are trained and published with that arithmetic.
     """
     exponent_F = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     base_F = rope.theta**exponent_F
@@ -246,7 +245,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:
-    """Frequencies of type "llama3": short wavelengths stay, long ones are stretched by `factor`, others blended."""
+    """Frequencies of type "llama3": short wavelengths unchanged, long ones stretched by `factor`, others blended."""
     wavelength_F = 2 * math.pi / inverse_F
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -260,7 +259,7 @@ def _llama3(rope: RopeConfig, inverse_F: Tensor) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig) -> Tensor:
-    """0 where a pair turns often enough to be left alone, 1 where it is stretched, a ramp between; fp32 [F]."""
+    """Share of stretching per pair: 0 for high frequencies, 1 for low ones, a linear ramp between; fp32 [F]."""
 
     def index_of(turns: float) -> float:
         length = rope.original_max_positions / (turns * 2 * math.pi)

@@ -1,8 +1,8 @@
-"""What a layer is made of, as data: a mixer over the rows of a request, a feed-forward part, and the norms around them.
+"""A layer as data: a mixer over the rows of a request, a feed-forward part, and the norms around them.
 
-Each kind of mixer or feed-forward part is one file: the data that a config is read into, and the module that is made of
-it. `registry.py` has a row for each.
-Shapes: T rows, H hidden size, X whatever width a piece is given, P positions, D rotated size.
+Each kind of mixer or feed-forward part is one file: the data that a config is read into, and the module built from it.
+`registry.py` has a row for each.
+Shapes: T rows, H hidden size, X width of a part's input, P positions, D rotated size.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Norms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a layer stands. `cache`: the index of the keys and values that it reads, among its model's; `input_size`:
-    the width of its mixer's input; `state`: that of its first state."""
+    """A layer's place in its model. `input_size`: width of its mixer's input; `cache`: index of the cache that it
+    reads; `state`: index of its first state."""
 
     hidden_size: int
     input_size: int
@@ -52,14 +52,14 @@ class Place:
 
 
 class WeightCount(NamedTuple):
-    """Weights of products: those that a pass reads, and those that each of its rows is multiplied by."""
+    """Numbers of weights: those that a pass reads, and those that each of its rows is multiplied with."""
 
     read: float
     used: float
 
 
 class Mixer(Protocol):
-    """The part of a layer in which rows see those before them."""
+    """The part of a layer in which rows attend to earlier rows."""
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         """x_TX [T, input_size], already normed -> [T, H]."""
@@ -71,42 +71,42 @@ class Mixer(Protocol):
 
 
 class MixerConfig(Protocol):
-    """One layer's mixer as data; equal ones are equal."""
+    """One layer's mixer as data; compared by value."""
 
     @property
     def shape(self) -> AttentionShape | None:
-        """What it asks of an attention backend; None: nothing."""
+        """Its attention shape; None: it uses no attention backend."""
         ...
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """What it keeps: of each token, in pages of one kind at most, none where it reads what another layer keeps; and
-        of each slot, as many states as it likes."""
+        """What it stores: at most one paged cache per token (none if it reads another layer's), and any number of
+        states per slot."""
         ...
 
     @property
     def reads(self) -> int | None:
-        """Index of the cache that it reads, where it has none of its own."""
+        """Index of the cache that it reads; None: its own."""
         ...
 
     @property
     def leaves_rows(self) -> bool:
-        """Whether its result for a row is made of what attention gives and of nothing else, so that fewer rows may
-        attend than are stored (`PagedAttention.only`)."""
+        """Whether a row's output depends only on its attention result, so that fewer rows may attend than are stored
+        (`PagedAttention.only`)."""
         ...
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary embeddings whose tables it wants."""
+        """The rotary embeddings whose tables it needs."""
         ...
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Patterns of tensors' names, behind the layer's own, that files may hold and that nothing is made of."""
+        """Patterns of tensor names, after the layer's prefix, that files may contain and that are not used."""
         ...
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, place: Place) -> Mixer:
-        """The module; prefix: what the layer's tensors begin with."""
+        """The module; prefix: of the layer's tensors."""
         ...
 
     def num_weights(self, input_size: int, hidden_size: int) -> int:
@@ -119,10 +119,10 @@ class MixerConfig(Protocol):
 
 
 class Ffn(Protocol):
-    """The part of a layer that each row goes through alone."""
+    """The part of a layer that processes each row by itself."""
 
     def __call__(self, x_TH: Tensor, stream_TH: Tensor) -> Tensor:
-        """x_TH: the normed rows; stream_TH: the stream that they were made from."""
+        """x_TH: the normed rows; stream_TH: the stream before the norm."""
         ...
 
     def partial_sums(self, x_TH: Tensor, stream_TH: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ class Ffn(Protocol):
 
 
 class FfnConfig(Protocol):
-    """One layer's feed-forward part as data; equal ones are equal."""
+    """One layer's feed-forward part as data; compared by value."""
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, hidden_size: int) -> Ffn:
-        """The module; prefix: what the layer's tensors begin with."""
+        """The module; prefix: of the layer's tensors."""
         ...
 
     def num_weights(self, hidden_size: int, rows: int) -> WeightCount:
-        """Weights of its products; of experts, those that so many rows choose if they choose evenly."""
+        """Weights of its products; for experts, the expected number that `rows` rows choose if they choose evenly."""
         ...
 
     def cases(self, where: Where, norms: Norms, hidden_size: int) -> Iterator[Case]:
@@ -148,8 +148,8 @@ class FfnConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer. `input_size` above 0: it adds a term made of an input of its own, of that size; `scaled`: what leaves
-    it is multiplied by a number in the files. Both only where norms are a sandwich."""
+    """One layer. `input_size` above 0: it adds a term computed from its own input of that size; `scaled`: its output is
+    multiplied by a number in the files. Both only with sandwich norms."""
 
     mixer: MixerConfig
     ffn: FfnConfig
@@ -159,14 +159,14 @@ class LayerSpec:
 
     @property
     def window(self) -> int:
-        """Positions that a row sees, 0: all before it."""
+        """Number of positions that a row attends to; 0: all before it."""
         return 0 if self.mixer.shape is None else self.mixer.shape.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """What a family's reader makes of a config: the layers, and constants around them. `logit_cap` 0: logits are not
-    capped. `blank_id`: the token whose layers' inputs rows take that carry an embedding in place of a token's."""
+    """A family reader's result: the layers, and the model's constants. `logit_cap` 0: logits are not capped.
+    `blank_id`: the token whose per-layer inputs are used by rows that carry an embedding in place of a token's."""
 
     layers: tuple[LayerSpec, ...]
     embed_scale: float = 1.0

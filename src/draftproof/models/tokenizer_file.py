@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json: the tokenizer in it, or its vocabulary alone."""
+"""Reads a folder's tokenizer.json: the whole tokenizer, or only its vocabulary."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from draftproof.schema import read_json, section
 
 NAME = "tokenizer.json"
-BROKEN = "\ufffd"  # what decoding gives for bytes that are no character (yet)
+BROKEN = "\ufffd"  # decoded for bytes that are not (yet) a complete character
 
 
 def open_tokenizer(directory: Path) -> Tokenizer | None:
-    """The folder's tokenizer, cutting and padding nothing; None where there is none."""
+    """The folder's tokenizer without truncation and padding; None if there is none."""
     path = directory / NAME
     if not path.is_file():
         return None
@@ -28,8 +28,8 @@ def open_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """The id of each token but added ones, several times faster than through the tokenizer; None where there is no
-    file or it lists them in a way of its own."""
+    """The id of each token except added ones, several times faster than through the tokenizer; None without a file or
+    for an unknown form of vocabulary."""
     path = directory / NAME
     if not path.is_file():
         return None

@@ -15,20 +15,24 @@ from torch import Tensor
 
 from draftproof.schema import read_json, section, shown
 
-_OFFSETS = ("d2t",)  # tensors that hold target id minus draft id
-_ORDERS = ("masked_embedding.token_ordering",)  # tensors that name every id once
+_OFFSETS = ("d2t",)  # tensors of target id minus draft id
+_ORDERS = ("masked_embedding.token_ordering",)  # tensors that are permutations of all ids
 _BRANCHES = {
     "o_proj": 1.0,
     "down_proj": 8.0,
     ".w2.": 8.0,
-}  # random weights: how loud a layer's parts are in the stream
-_ROOTS = ("model.", "model.language_model.", "language_model.model.")  # text models within others
+}  # random weights: gain of a layer's parts in the stream
+_ROOTS = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+)  # prefixes, some of text models within multimodal ones
 
 
-# "finite": numbers among which NaN or infinity would make outputs wrong that look right, as in a choice of experts.
+# "finite": numbers where NaN or infinity would silently give wrong outputs, as in the choice of experts.
 Kind = Literal["numbers", "finite", "ids"]
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Dtypes of each kind of tensor: others (int8, float8, complex, bool) mean something else than their numbers.
+# Allowed dtypes of each kind: the numbers of others (int8, float8, complex, bool) are not the values they encode.
 _DTYPES: Mapping[Kind, tuple[torch.dtype, ...]] = {
     "numbers": _NUMBERS,
     "finite": _NUMBERS,
@@ -42,30 +46,30 @@ class WeightSource(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
-        """The tensor `name`, on the CPU and as stored; ValueError where it is missing, not of `shape`, or not stored
-        as a `kind` is."""
+        """The tensor `name`, on the CPU and as stored; ValueError if it is missing, not of `shape`, or its dtype is not
+        one of `kind`."""
         ...
 
     def shape(self, name: str, *num_dims: int) -> tuple[int, ...] | None:
-        """The stored shape of `name`, None where any would do; ValueError where it is missing or has none of the
-        numbers of dimensions `num_dims`."""
+        """The stored shape of `name`, None if the source accepts any; ValueError if it is missing or its number of
+        dimensions is not in `num_dims`."""
         ...
 
 
 def root_of(weights: WeightSource) -> str:
-    """The prefix of a language model's tensor names; empty in a model saved without its head."""
+    """The prefix of a language model's tensor names; empty for a model saved without its head."""
     return next((root for root in _ROOTS if f"{root}embed_tokens.weight" in weights), "")
 
 
 def head_of(weights: WeightSource) -> str:
-    """The name of a language model's product that makes logits, less ".weight"."""
+    """The name of a language model's output matrix, without ".weight"."""
     return next(
         (name for name in ("lm_head", "language_model.lm_head") if f"{name}.weight" in weights), "lm_head"
     )
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """ValueError, beginning with `what`, for a tensor that is not all there: sparse, quantised, or a part repeated."""
+    """Raise ValueError, beginning with `what`, for a tensor not stored in full: sparse, quantized or expanded."""
     stored_as = None
     if tensor.device.type != "cpu":
         stored_as = "without data"
@@ -80,7 +84,7 @@ def check_dense(tensor: Tensor, what: str) -> None:
 
 
 class Weights:
-    """The tensors of one checkpoint, read when asked for; it remembers which were."""
+    """The tensors of one checkpoint, read on request; it tracks which were requested."""
 
     __slots__ = ("_asked", "_names", "_read", "stored", "where")
 
@@ -91,7 +95,7 @@ class Weights:
         read: Callable[[str], Tensor],
         stored: Callable[[str], str] = lambda name: name,
     ) -> None:
-        """stored: what the files call a tensor, for errors."""
+        """stored: the files' name of a tensor, for errors."""
         self.where = where
         self._names = frozenset(names)
         self._read = read
@@ -100,7 +104,7 @@ class Weights:
 
     @classmethod
     def open(cls, directory: Path) -> Weights:
-        """The safetensors of a folder: by index, `model.safetensors`, or the only file there is."""
+        """The safetensors of a folder: by index, `model.safetensors`, or the only file."""
         files = _Files(directory)
         return cls(str(directory), files.names(), files.read)
 
@@ -110,7 +114,7 @@ class Weights:
         return cls(where, tensors, tensors.__getitem__)
 
     def renamed(self, rename: Callable[[str], str]) -> Weights:
-        """These tensors under the names that `rename` gives them."""
+        """These tensors under the names given by `rename`."""
         names = {rename(name): name for name in self._names}
         return Weights(
             self.where,
@@ -126,7 +130,7 @@ class Weights:
         return sorted(self._names)
 
     def read(self, name: str) -> Tensor:
-        """A tensor that is there, as stored and unchecked."""
+        """An existing tensor, as stored, without checks."""
         return self._read(name)
 
     def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
@@ -175,12 +179,12 @@ class Weights:
         )
 
     def unused(self, ignorable: Sequence[str] = ()) -> list[str]:
-        """Tensors that nobody asked for, less those that match one of the regular expressions `ignorable`."""
+        """Tensors never requested, except those that match one of the regular expressions `ignorable`."""
         left = self._names - self._asked
         return sorted(n for n in left if not any(re.fullmatch(pattern, n) for pattern in ignorable))
 
     def check_used(self, own: Callable[[str], bool], ignorable: Sequence[str] = ()) -> None:
-        """Refuse leftovers for which `own(name)` says that they are a part of the model; warn of the others."""
+        """Raise ValueError for unused tensors that are part of the model, by `own(name)`; warn about others."""
         left = self.unused(ignorable)
         lost = [name for name in left if own(name)]
         if lost:
@@ -199,7 +203,7 @@ class Weights:
 
 
 def index_names(index: Path) -> dict[str, str]:
-    """Which file holds which tensor, as an index says; ValueError where it says none, or names files elsewhere."""
+    """File of each tensor, from an index; ValueError if it is empty or names files outside the folder."""
     weight_map = section(read_json(index), "weight_map", str(index))
     if not weight_map:
         raise ValueError(f"{index}: has no 'weight_map'; download the model again")
@@ -213,7 +217,7 @@ def index_names(index: Path) -> dict[str, str]:
 
 
 class _Files:
-    """Which file holds which tensor; files are opened on first use and stay open as long as this lives."""
+    """The safetensors files of a folder; opened on first use, and kept open."""
 
     __slots__ = ("_file_of", "_open", "directory")
 
@@ -285,8 +289,8 @@ class _Files:
 class RandomWeights:
     """Weights of any name and shape, drawn from a seed: for tests and benchmarks without files.
 
-    Norms lie around 1, logits too, tied or not. What an MLP adds to the stream outweighs the embedding in it: else
-    tied logits say again what was read. A tensor depends on the seed, its name, its dtype and the kind of device only.
+    Norms and the scale of logits are around 1, tied or not. The MLPs' terms outweigh the embedding in the stream: else
+    tied logits would repeat the input token. A tensor depends only on the seed, its name, dtype and device type.
     """
 
     __slots__ = ("_device", "_dtype", "_seed")
@@ -305,9 +309,9 @@ class RandomWeights:
         return True
 
     def get(self, name: str, shape: Sequence[int] | None = None, kind: Kind = "numbers") -> Tensor:
-        """A random tensor, in the dtype and on the device given at the start, unlike files; `shape` is needed.
+        """A random tensor, unlike files in the constructor's dtype and on its device; `shape` is required.
 
-        The ids of a reduced vocabulary are the first ones: int64 offsets of 0, on the CPU. An order of ids is theirs.
+        A reduced vocabulary has the first ids: int64 offsets of 0, on the CPU. Orderings of ids are ascending.
         """
         if shape is None:
             raise ValueError(f"random weights: tensor {name!r} was asked for without a shape")
@@ -319,7 +323,7 @@ class RandomWeights:
         noise = torch.randn(tuple(shape), generator=generator, device=self._device, dtype=self._dtype)
         if len(shape) == 1:
             return noise.mul_(0.1) if name.endswith("bias") else noise.mul_(0.1).add_(1.0)
-        # what is added to the stream is as small as an embedding, whose rows have length 1
+        # terms added to the stream are as small as an embedding, whose rows have length 1
         gain = next((gain * shape[0] ** -0.5 for part, gain in _BRANCHES.items() if part in name), 1.0)
         return noise.mul_(gain * shape[-1] ** -0.5)
 

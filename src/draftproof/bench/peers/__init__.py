@@ -1,6 +1,6 @@
-"""Other engines, measured beside ours: which there are, what each needs, and where its class is.
+"""Table of other engines that are compared with ours: what each needs, and where its class is.
 
-Each engine runs in a process of its own (`worker`), asked over pipes (`processes`), and they take turns (`comparison`).
+Each engine runs in its own process (`worker`), controlled over pipes (`processes`); they take turns (`comparison`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 OURS = "draftproof"
-MEMORY = "memory"  # reads a buffer and nothing else
+MEMORY = "memory"  # only reads a buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An engine. `where`: module and class, `module`: what must be importable for it, `package`: what brings that."""
+    """An engine. `where`: module and class; `module`: must be importable for it; `package`: provides that module."""
 
     where: str
     module: str
@@ -39,7 +39,7 @@ READ_GGUF = ("llama.cpp", "openvino")
 
 
 def check(names: Sequence[str]) -> None:
-    """ValueError for a peer that nobody knows, is named twice, or is not installed."""
+    """Raise ValueError for a peer that is unknown, named twice, or not installed."""
     for name in names:
         if name not in NAMES:
             raise ValueError(f"--against {name}: unknown; choose from {', '.join(NAMES)}")

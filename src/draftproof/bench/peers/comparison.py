@@ -1,7 +1,7 @@
-"""Engines beside each other: what they are asked, whose turn it is, and the rows of the report.
+"""Compares engines: their requests, the order of turns, and the rows of the report.
 
-In a round every engine gets the prompts that the others get, and no prompt comes twice, because some engines remember
-what they have read. Seconds are those of a whole batch, prompts included.
+In a round every engine gets the same prompts, and no prompt is used twice, because some engines cache prefixes. Seconds
+are those of a whole batch, prompts included.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from draftproof.bench.peers.memory import NUM_BYTES
 from draftproof.bench.peers.processes import EngineFailedError, EngineProcess, busy
 from draftproof.bench.workload import FIRST_ID
 
-PROMPT_NEW = 2  # tokens after a prompt whose time is asked for
-PROMPTS_A_CALL = 4  # one after the other: the clock of processor time ticks every 10 ms
+PROMPT_NEW = 2  # output tokens where the prompt's time is measured
+PROMPTS_A_CALL = 4  # in sequence, because the clock of processor time ticks only every 10 ms
 READS_A_CALL = 5
 STRIDE = 37  # ids between the starts of two prompts
-PAUSE_SECONDS = 0.05  # in which the threads of whoever had his turn fall asleep
+PAUSE_SECONDS = 0.05  # between turns, so that the last engine's threads go to sleep
 CELL_SECONDS = 60.0  # after which an engine gets no more rounds of the same cell
-MUCH_LOAD = 0.1  # of the machine, by others
+MUCH_LOAD = 0.1  # share of the machine taken by foreign load that is noted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every engine is asked. `source`: ids that prompts of `length` are cut from; `weight_bytes`: read by a step
-    in each dtype, where an engine does not say it; `busy`: numbers of busy processes beside, for more rounds."""
+    """What every engine is measured on. `source`: ids that prompts of `length` are cut from; `weight_bytes`: read by a
+    step in each dtype, if an engine does not report it; `busy`: numbers of busy processes, each for extra rounds."""
 
     dtypes: Sequence[str]
     batch_sizes: Sequence[int]
@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing that is timed: `batches` batches of prompts, one after the other. No tokens: memory is read."""
+    """One measurement: `batches` batches of prompts in sequence. `num_new` 0: reading memory."""
 
     dtype: str
     batch_size: int
@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A way to generate of one engine's process."""
+    """One engine process with one of its ways to generate."""
 
     process: EngineProcess
     way: str = ""
@@ -72,7 +72,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One turn. `seconds`: of each batch; `foreign`: share of the machine that others took meanwhile."""
+    """One turn. `seconds`: of each batch; `foreign`: share of the machine that other processes took meanwhile."""
 
     seconds: list[float]
     outputs: Ids
@@ -83,9 +83,10 @@ Start = Callable[[str, str], EngineProcess]  # an engine's name, dtype -> its pr
 
 
 class Comparison:
-    """`start` starts an engine; `names`: ours first, then the peers. What was measured before an exception stays.
+    """The comparison. `start` starts an engine; `names`: ours first, then the peers. Measurements made before an
+    exception stay.
 
-    `together`: all are in memory at once and take turns; else one after the other has the machine to itself.
+    `together`: all engines are in memory at once and take turns; else they run one after the other.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Comparison:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Everything."""
+        """Measure all engines in all dtypes."""
         groups = [self._names] if self._together else [[name] for name in self._names]
         for dtype in self._work.dtypes:
             for group in groups:
@@ -137,12 +138,12 @@ class Comparison:
         return entrants
 
     def _measure(self, dtype: str, entrants: Sequence[Entrant]) -> None:
-        """The rounds of one dtype: on a quiet machine, then beside each number of busy processes."""
+        """Run the rounds of one dtype: on a quiet machine, then with each number of busy processes."""
         sizes, num_new = self._work.batch_sizes, self._work.num_new
         first, *others = [Cell(dtype, batch, num_new) for batch in sizes]
         reading = Cell(
             dtype, 0, 0, READS_A_CALL
-        )  # beside the first batch size, whose share of the rate is told
+        )  # next to the first batch size, which is compared with this rate
         prompts = [Cell(dtype, batch, PROMPT_NEW, 1 if batch > 1 else PROMPTS_A_CALL) for batch in sizes]
         self._rounds([first, reading, *others, *prompts], entrants)
         for count in self._work.busy:
@@ -157,7 +158,7 @@ class Comparison:
         )
 
     def _fits(self, cell: Cell, entrant: Entrant) -> bool:
-        """Whether it is asked at all: the usual way everything, others quiet decoding at their batch size."""
+        """Whether the entrant runs this cell: the default way all, others only quiet decoding at one batch size."""
         if (entrant.process.name == MEMORY) != (cell.num_new == 0):
             return False
         if not entrant.way:
@@ -166,7 +167,7 @@ class Comparison:
         return cell == Cell(cell.dtype, size, self._work.num_new)
 
     def _turn(self, cell: Cell, entrant: Entrant, pids: Sequence[int], number: int) -> None:
-        """One call, kept but for the first round's, which warms up."""
+        """Run and record one call; the first round is a warm-up and not recorded."""
         kept = self.calls.setdefault((cell, entrant.name), [])
         spent = sum(sum(call.seconds) for call in kept)
         gave_up = (cell, entrant.name) in self._gave_up or not entrant.process.is_alive
@@ -198,7 +199,7 @@ class Comparison:
         return Call(answer.seconds, outputs, foreign)
 
     def _asked(self, cell: Cell, number: int) -> list[Ids]:
-        """The batches of a round: every engine's, and nobody's before."""
+        """The batches of a round: the same for every engine, and never used before."""
         if (cell, number) not in self._prompts:
             self._prompts[cell, number] = [
                 [self._fresh_prompt() for _ in range(cell.batch_size)] for _ in range(cell.batches)
@@ -206,7 +207,7 @@ class Comparison:
         return self._prompts[cell, number]
 
     def _fresh_prompt(self) -> list[int]:
-        """A piece of the source whose first two ids no other prompt has."""
+        """A piece of the source with two unique first ids."""
         number, source, work = self._num_prompts, self._work.source, self._work
         self._num_prompts += 1
         prompt = [source[(STRIDE * number + i) % len(source)] for i in range(work.length)]
@@ -214,19 +215,19 @@ class Comparison:
         marks = [work.vocab_size - 1 - number % usable, work.vocab_size - 1 - number // usable % usable]
         return [*marks, *prompt[2:]][: work.length]
 
-    # what comes of it
+    # results
 
     def read_rate(self, dtype: str) -> float | None:
-        """Bytes a second that the machine read meanwhile: the best of each round, and of these the median."""
+        """Measured memory read rate in bytes per second: the median over rounds of each round's best."""
         calls = self.calls.get((Cell(dtype, 0, 0, READS_A_CALL), MEMORY), [])
         return statistics.median(NUM_BYTES / min(call.seconds) for call in calls) if calls else None
 
     def read_rates(self) -> dict[str, float]:
-        """By dtype, where they are known."""
+        """Read rates by dtype, if known."""
         return {dtype: rate for dtype in self._work.dtypes if (rate := self.read_rate(dtype)) is not None}
 
     def rows(self) -> list[Record]:
-        """One for each dtype, batch size and entrant on a quiet machine."""
+        """One row per dtype, batch size and entrant on a quiet machine."""
         cells = [
             Cell(d, batch, self._work.num_new) for d in self._work.dtypes for batch in self._work.batch_sizes
         ]
@@ -279,7 +280,7 @@ class Comparison:
         return 1e3 * median(calls) if calls else None
 
     def _read_share(self, cell: Cell, name: str) -> float | None:
-        """Share of the read rate at which one request's steps read the weights, prompts apart."""
+        """Share of the read rate at which one request's steps read the weights, without the prompt's time."""
         rate, weights, prompt = (
             self.read_rate(cell.dtype),
             self._read[cell.dtype, name],
@@ -297,7 +298,7 @@ class Comparison:
         return weights / step / rate if step > 0 else None
 
     def busy_rows(self) -> list[Record]:
-        """One for each number of busy processes, dtype, batch size and engine."""
+        """One row per number of busy processes, dtype, batch size and engine."""
         found = []
         for (cell, name), calls in self.calls.items():
             quiet = self.calls.get((Cell(cell.dtype, cell.batch_size, cell.num_new), name))
@@ -320,7 +321,7 @@ class Comparison:
         return found
 
     def all_notes(self) -> list[str]:
-        """What was impossible, and whether others disturbed what was measured."""
+        """What could not be measured, and whether foreign load disturbed the measurements."""
         shares = [
             c.foreign
             for (cell, _), calls in self.calls.items()
@@ -337,5 +338,5 @@ class Comparison:
 
 
 def median(calls: Sequence[Call]) -> float:
-    """Seconds of a batch."""
+    """Median seconds of a batch."""
     return statistics.median(second for call in calls for second in call.seconds)

@@ -1,4 +1,4 @@
-"""What a peer's class is: made from a `Spec`, it generates greedily, ends of text ignored, and says how it is set."""
+"""The interface of a peer: built from a `Spec`, it generates greedily, ignores EOS, and reports its settings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Ids = list[list[int]]
-Reach = Literal["single", "largest"]  # which batch sizes: only 1, or only the largest that is measured
+Reach = Literal["single", "largest"]  # batch sizes: only 1, or only the largest measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """Which engine is loaded, and how; it travels as JSON.
+    """Which engine is loaded, and how; sent as JSON.
 
-    `num_seqs`: most prompts at once; `max_len`: tokens of the longest sequence; `scratch`: a folder for files that it
-    needs; `settings`: more keywords of `LLM`, for ours.
+    `num_seqs`: maximum prompts at once; `max_len`: tokens of the longest sequence; `scratch`: a folder for temporary
+    files; `settings`: more keywords of `LLM`, for our engine.
     """
 
     where: str  # module:class
@@ -36,11 +36,11 @@ class Spec:
 
 
 class Engine(Protocol):
-    """Made by `Class(spec)`, which may raise whatever its library raises for a model that it cannot load.
+    """An engine, built by `Class(spec)`, which may raise whatever its library raises for a model that it cannot load.
 
-    `version`: of the library; `settings`: what a reader should know of how it ran; `ways`: its ways to generate
-    beside the usual one, "", and where they are measured; `weight_bytes`: that a step of one request reads, None where
-    the engine does not say and the dtype is what is known.
+    `version`: of the library; `settings`: those that the report shows; `ways`: other ways to generate than the default
+    "", and at which batch size they are measured; `weight_bytes`: read by a step of one request, None if the engine
+    does not report it (then computed from the dtype).
     """
 
     version: str
@@ -49,5 +49,5 @@ class Engine(Protocol):
     weight_bytes: float | None
 
     def generate(self, prompts: Ids, num_new: int, way: str = "") -> tuple[Ids, float]:
-        """Exactly `num_new` ids for each prompt, all prompts in one batch; and the seconds that it took."""
+        """(exactly `num_new` ids per prompt, all prompts in one batch; seconds taken)."""
         ...

@@ -1,6 +1,6 @@
-"""A GGUF file of a checkpoint, for engines that read nothing else: Llama, Mistral, Qwen 2 and Qwen 3.
+"""Writes a checkpoint as a GGUF file, for engines that read only these: Llama, Mistral, Qwen 2 and Qwen 3.
 
-Names of tensors and the order of their rows are in `models/gguf/layout.py`, which reads such files, too.
+Names of tensors and the order of their rows are in `models/gguf/layout.py`, which the reader shares.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from draftproof.schema import read_json
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 FILE_TYPES = {"BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16", "F32": "ALL_F32"}
-PRE_TOKENIZER = "qwen2"  # how text is cut; prompts are ids here, so that none is
+PRE_TOKENIZER = "qwen2"  # any: prompts are ids, so no text is tokenized
 
 
 def of(spec: Spec, kind: str) -> Path:
@@ -48,8 +48,8 @@ def of(spec: Spec, kind: str) -> Path:
 def write(directory: Path, path: Path, kind: str, random: torch.dtype | None = None) -> Path:
     """Write the model of `directory` to `path`, matrices as `kind` ("BF16", "F16", "F32"), vectors in fp32.
 
-    `random`: not the stored weights but those that an engine with load_format="dummy" draws in this dtype. Raises
-    ValueError for a model that is not of Llama's shape.
+    `random`: write the weights that our engine with load_format="dummy" draws in this dtype instead of the stored ones.
+    Raises ValueError for a model that is not of Llama's shape.
     """
     import gguf
 
@@ -75,7 +75,7 @@ def write(directory: Path, path: Path, kind: str, random: torch.dtype | None = N
 
 
 def check(config: ModelConfig) -> str:
-    """The architecture in GGUF's words; ValueError for a model that this module cannot write."""
+    """GGUF's name of the architecture; ValueError for a model that this module cannot write."""
     here = f"model_type={config.model_type!r}"
     if config.model_type not in MODEL_TYPES:
         raise ValueError(f"{here}: no GGUF file is made of it; can be {', '.join(MODEL_TYPES)}")
@@ -104,7 +104,7 @@ def tensors(config: ModelConfig, weights: WeightSource) -> Iterator[tuple[str, T
         tensor = weights.get(ours, shape)
         num_heads = rotated_heads(name, config)
         yield name, interleave(tensor, num_heads) if num_heads else tensor
-    if mixer.rope.type != "default":  # what llama.cpp divides the plain frequencies by
+    if mixer.rope.type != "default":  # llama.cpp divides the plain frequencies by these
         plain = dataclasses.replace(mixer.rope, type="default")
         yield ROPE_DIVISORS, inverse_frequencies(plain) / inverse_frequencies(mixer.rope)
 
@@ -128,7 +128,7 @@ def _describe(writer: Any, config: ModelConfig, name: str, file_type: int) -> No
 
 
 def _add_tokenizer(writer: Any, config: ModelConfig, directory: Path) -> None:
-    """The folder's vocabulary and merges; where it has none of this kind, a file without a tokenizer."""
+    """Add the folder's vocabulary and merges; if it is not BPE, declare that there is no tokenizer."""
     path = directory / TOKENIZER_FILE
     raw = read_json(path) if path.is_file() else {}
     model = raw.get("model", {})
@@ -144,14 +144,14 @@ def _add_tokenizer(writer: Any, config: ModelConfig, directory: Path) -> None:
     writer.add_token_merges(merges)
     end = config.eos_token_ids[0] if config.eos_token_ids else 0
     writer.add_eos_token_id(end)
-    writer.add_bos_token_id(end)  # some readers ask for one
+    writer.add_bos_token_id(end)  # some readers require one
     writer.add_add_bos_token(False)
 
 
 def vocabulary(
     vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], size: int
 ) -> tuple[list[str], list[int]]:
-    """Text and type of every id below `size`; ids without a token get a text of their own."""
+    """Text and type of every id below `size`; ids without a token get a unique filler text."""
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     entries = [(text, i, NORMAL) for text, i in vocab.items()]
     entries += [(a["content"], a["id"], CONTROL if a.get("special") else USER_DEFINED) for a in added]

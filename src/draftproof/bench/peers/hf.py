@@ -18,7 +18,7 @@ NUM_LOOKUP = 5  # drafts of prompt lookup
 
 
 class Transformers:
-    """One model of transformers with the weights of its folder, or the random ones that our engine gets.
+    """A transformers model with the weights of its folder, or with our engine's random weights.
 
     See `Engine`. Raises whatever transformers raises for a model that it cannot load.
     """
@@ -31,9 +31,9 @@ class Transformers:
         self._device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
         self._model = (_random if spec.dummy else _stored)(spec.directory, self._device, dtype)
         self._model.eval()
-        self._model.generation_config.eos_token_id = None  # it fills what ours leaves out
-        # Lookup takes one request. Continuous batching chooses its batches itself, so once is enough; on a CPU it takes
-        # most of the machine's memory, and seconds to do so.
+        self._model.generation_config.eos_token_id = None  # never stop early
+        # Lookup takes one request. Continuous batching forms its own batches, so it is measured once; on a CPU it
+        # allocates most of the machine's memory, which takes seconds.
         self.ways: Mapping[str, Reach] = {LOOKUP: "single"}
         if self._device.type != "cpu":
             self.ways = {**self.ways, CONTINUOUS: "largest"}
@@ -41,7 +41,7 @@ class Transformers:
         self.settings: Mapping[str, Any] = {"attention": attention, "prefix cache": False}
 
     def generate(self, prompts: Ids, num_new: int, way: str = "") -> tuple[Ids, float]:
-        """Greedy; prompts of several lengths are padded on the left."""
+        """See `Engine`. Prompts of several lengths are padded on the left."""
         if way == CONTINUOUS:
             return self._generate_batch(prompts, num_new)
         options = {"prompt_lookup_num_tokens": NUM_LOOKUP} if way == LOOKUP else {}
@@ -56,7 +56,7 @@ class Transformers:
         return found[:, longest:].tolist(), time.perf_counter() - start
 
     def _generate_batch(self, prompts: Ids, num_new: int) -> tuple[Ids, float]:
-        """Its seconds without its start; RuntimeError where it loses outputs."""
+        """Continuous batching; seconds without its startup. RuntimeError if outputs are missing."""
         found = self._model.generate_batch(inputs=prompts, generation_config=_greedy(num_new))
         by_prompt = [output.generated_tokens for output in found.values()]
         if len(by_prompt) != len(prompts) or any(len(ids) < num_new for ids in by_prompt):
@@ -79,9 +79,9 @@ def _stored(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _random(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Parameters have the names that files give them, and by its name a random tensor is drawn."""
+    """A model with our random weights: a parameter's name equals the file's, which determines the random tensor."""
     config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    with device:  # drawn there: a processor takes a minute for what is overwritten at once
+    with device:  # a CPU would take a minute to initialize weights that are overwritten next
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     weights = RandomWeights(0, device, dtype)
     with torch.no_grad():

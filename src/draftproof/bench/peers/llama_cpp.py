@@ -1,4 +1,4 @@
-"""llama.cpp through its C API: all prompts in one batch, the likeliest id of each by numpy.
+"""llama.cpp through its C API: all prompts in one batch, argmax by numpy.
 
 Shapes: S sequences, V vocabulary.
 """
@@ -20,7 +20,7 @@ KEYS_AND_VALUES = {"bfloat16": "F16", "float16": "F16", "float32": "F32"}  # F16
 
 
 LOG_ERROR = 4  # ggml.h's level
-COMPLAINTS: list[str] = []  # of all that it says while it loads
+COMPLAINTS: list[str] = []  # error lines logged while loading
 LOG = api.llama_log_callback(
     lambda level, text, data: COMPLAINTS.append(text.decode().strip()) if level == LOG_ERROR else None
 )
@@ -75,7 +75,7 @@ class LlamaCpp:
         return ids, time.perf_counter() - start
 
     def _decode(self, tokens: Ids, first_positions: Sequence[int]) -> list[int]:
-        """Read the tokens of each sequence from its first position on; the likeliest next id of each."""
+        """Compute the tokens of each sequence from its first position on; returns the likeliest next id of each."""
         batch, count = self._batch, 0
         for sequence, (ids, first) in enumerate(zip(tokens, first_positions, strict=True)):
             for i, token in enumerate(ids):

@@ -1,7 +1,6 @@
-"""Foreign load: the share of the machine that neither the engine in turn nor our own busy processes took.
+"""Foreign load: the share of the machine used by neither the measured engine nor our own busy processes.
 
-Read from Linux' /proc; elsewhere it is not known. What an idle engine burns counts as foreign, as it should: it must
-not spin.
+Read from Linux' /proc; unknown elsewhere. Load of idle engines counts as foreign on purpose: they must not spin.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; gue
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds: the clock, processor time of the whole machine, and of processes that are ours."""
+    """Seconds: wall clock, processor time of the whole machine, and of our processes."""
 
     clock: float
     machine: float
@@ -32,13 +31,13 @@ def machine_seconds(stat: str, ticks_per_second: int) -> float:
 
 
 def process_seconds(stat: str, ticks_per_second: int) -> float:
-    """Processor time of a process, from the text of its stat; its name may hold spaces and brackets."""
+    """Processor time of a process, from the text of its stat; its name may contain spaces and brackets."""
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / ticks_per_second
 
 
 def sample(pids: Sequence[int] = ()) -> Sample | None:
-    """Now; `pids`: processes that are ours. None where the system does not say."""
+    """A sample now; `pids`: our processes. None if the system has no such data."""
     try:
         ticks = os.sysconf("SC_CLK_TCK")
         machine = machine_seconds((PROC / "stat").read_text(), ticks)
@@ -51,9 +50,9 @@ def sample(pids: Sequence[int] = ()) -> Sample | None:
 def foreign_share(
     before: Sample | None, after: Sample | None, engine_seconds: float, num_cores: int | None = None
 ) -> float | None:
-    """Share of all cores' time between two samples that went to others than the engine and our processes.
+    """Share of all cores' time between two samples used by others than the engine and our processes.
 
-    `num_cores`: of the whole machine, whoever may use them; None: as many as there are.
+    `num_cores`: of the whole machine, not only those this process may use; None: all cores.
     """
     if before is None or after is None or after.clock <= before.clock:
         return None

@@ -1,4 +1,4 @@
-"""The rate at which a machine's memory is read, as an engine that takes turns with the others."""
+"""Measures the memory read rate, in the form of an engine that takes turns with the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from draftproof.bench.peers.engine import Ids, Reach, Spec
 
-NUM_BYTES = 1 << 28  # much more than the caches hold
+NUM_BYTES = 1 << 28  # much larger than the caches
 
 
 class Memory:

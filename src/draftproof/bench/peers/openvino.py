@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching on a GGUF file, its cache of prefixes switched off."""
+"""OpenVINO GenAI's continuous batching on a GGUF file, with prefix caching off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own engine as one of those that take turns: plain decoding through `LLM.generate`."""
+"""Our own engine as a peer: plain decoding through `LLM.generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the plan of a benchmark to the comparison with other engines, and to what the report says of it."""
+"""Sets up and runs the comparison with other engines for a benchmark, and collects its results for the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 200  # ids of a prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the command line says of peers. `dtypes` empty: the engine's own; `num_threads` None: torch's number;
+    """The command line's settings for peers. `dtypes` empty: the engine's own; `num_threads` None: torch's number;
     `length`: ids of a prompt."""
 
     peers: Sequence[str] = ()
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What a comparison found, as it goes to results.json."""
+    """Results of a comparison, for results.json."""
 
     rows: list[Record] = field(default_factory=list)
     busy: list[Record] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Beside:
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> float:
-    """Weights that a step of one request reads."""
+    """Bytes of weights that a step of one request reads."""
     size: int = getattr(torch, dtype).itemsize
     head = cost.products(model.vocab_size * model.hidden_size, 1, size)
     return (cost.layers_products(model, 1, size) + head).bytes
@@ -52,7 +52,7 @@ def weight_bytes(model: ModelConfig, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is compared: our engine's model. `settings`: keywords of `LLM` beside it; `dtype`: our engine's."""
+    """The compared model. `settings`: other keywords of `LLM`; `dtype`: our engine's."""
 
     directory: str
     model: ModelConfig
@@ -70,7 +70,7 @@ def make_work(
     num_rounds: int,
     source: Sequence[int],
 ) -> Work:
-    """`source`: ids that prompts are cut from."""
+    """The measurements to make; `source`: ids that prompts are cut from."""
     dtypes = list(asked.dtypes) or [str(target.dtype).removeprefix("torch.")]
     return Work(
         dtypes=dtypes,
@@ -103,7 +103,7 @@ def make_spec(name: str, dtype: str, work: Work, target: Target, scratch: str) -
 
 
 def compare(peers: Sequence[str], work: Work, target: Target, tell: Callable[[str], None]) -> Beside:
-    """Measure ours and `peers`. On a GPU one engine after the other has the memory to itself."""
+    """Measure our engine and `peers`. On a GPU engines run one after the other, each with the whole memory."""
     on_cpu = target.device.type == "cpu"
     names = [OURS, *peers, *([MEMORY] if on_cpu else [])]
     interrupted = []

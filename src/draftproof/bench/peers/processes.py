@@ -1,4 +1,4 @@
-"""Engines in processes of their own, as their parent sees them, and programs that keep a processor busy."""
+"""The parent's side of engine processes, and processes that keep a processor busy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any
 from draftproof.bench.peers.engine import Ids, Reach, Spec
 
 WORKER = (sys.executable, "-m", "draftproof.bench.peers.worker")
-# It ends with whoever started it, however that ended.
+# Ends when its parent ends, however that happens.
 BUSY = (
     sys.executable,
     "-S",
     "-c",
     "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))",
 )
-LOAD_SECONDS = CALL_SECONDS = 600.0  # most that one may take
+LOAD_SECONDS = CALL_SECONDS = 600.0  # time limits
 
 
 class EngineFailedError(Exception):
-    """An engine raised, died or took too long; the text says which, in one line."""
+    """An engine raised, died or exceeded its time limit; the text says which, in one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What `generate` gave: by batch, ids and seconds; and the processor time of all."""
+    """Result of `generate`: ids and seconds per batch, and the total processor time."""
 
     outputs: list[Ids]
     seconds: list[float]
@@ -40,10 +40,10 @@ class Answer:
 
 
 class EngineProcess:
-    """One engine in a process of its own. `ways`, `version`, `settings` and `weight_bytes`: see `Engine`."""
+    """One engine in its own process. `ways`, `version`, `settings` and `weight_bytes`: see `Engine`."""
 
     def __init__(self, name: str, spec: Spec, command: Sequence[str] = WORKER) -> None:
-        """Starts it and waits until the model is loaded; raises EngineFailedError where it cannot be."""
+        """Start the process and wait until the model is loaded; raises EngineFailedError if that fails."""
         self.name = name
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         threads = str(spec.num_threads)
@@ -67,7 +67,7 @@ class EngineProcess:
     def generate(
         self, batches: Sequence[Ids], num_new: int, way: str = "", limit_s: float = CALL_SECONDS
     ) -> Answer:
-        """`num_new` ids for each prompt, one batch after the other."""
+        """Generate `num_new` ids for each prompt, one batch after the other."""
         found = self._ask(limit_s, do="generate", batches=list(batches), num_new=num_new, way=way)
         return Answer(found["outputs"], found["seconds"], found["cpu_seconds"])
 
@@ -76,7 +76,7 @@ class EngineProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End it: at once, since it keeps nothing."""
+        """Kill the process, which has no state to save."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._said):
@@ -105,7 +105,7 @@ class EngineProcess:
         return answer
 
     def _last_words(self) -> str:
-        """What it printed last, and how it ended."""
+        """Exit status and last printed line."""
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         status = self._process.wait()
@@ -114,7 +114,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[list[int]]:
-    """The ids of `count` processes of one thread each that compute without end."""
+    """Context manager with the ids of `count` single-threaded processes that compute until the end."""
     processes = [subprocess.Popen(BUSY) for _ in range(count)]
     try:
         yield [process.pid for process in processes]

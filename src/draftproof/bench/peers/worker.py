@@ -1,10 +1,10 @@
-"""The process of one engine: `python -m draftproof.bench.peers.worker` answers each line of JSON on stdin with one.
+"""The process of one engine: `python -m draftproof.bench.peers.worker` answers each JSON line on stdin with one.
 
     {"do": "load", "spec": {...}}                                        {"version", "settings", "ways",
                                                                           "weight_bytes"}
     {"do": "generate", "batches": [[ids, ...], ...], "num_new", "way"}   {"outputs", "seconds", "cpu_seconds"}
 
-An exception is answered by {"error": "its type and first line"}. Between two lines the process blocks in a read.
+An exception is answered with {"error": "its type and first line"}. Between two lines the process blocks in a read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 from draftproof.bench.peers.engine import Engine, Spec
 
-TOLD = ("version", "settings", "ways", "weight_bytes")  # by an engine, once it is loaded
+TOLD = ("version", "settings", "ways", "weight_bytes")  # attributes of an engine in the answer to "load"
 
 
 def main() -> None:
-    """Answer until stdin ends. What libraries print goes to stderr: stdout carries answers only."""
+    """Answer until stdin ends. Libraries' output goes to stderr, so that stdout has only answers."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     logging.disable(logging.WARNING)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def load(spec: Spec) -> Engine:
-    """The engine that `spec` describes, at its number of threads."""
+    """The engine described by `spec`, with its number of threads."""
     import torch
 
     torch.set_num_threads(spec.num_threads)
@@ -55,7 +55,7 @@ def load(spec: Spec) -> Engine:
 
 
 def generate(engine: Engine, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Each batch after the other: ids, seconds of each, and processor seconds of all together."""
+    """Run the batches in sequence: ids and seconds of each, and processor seconds of all."""
     start = time.process_time()
     results = [engine.generate(batch, asked["num_new"], asked["way"]) for batch in asked["batches"]]
     return {

@@ -1,7 +1,7 @@
-"""Experts beside a layer's MLP (Gemma 4): each row goes through the MLP, and through the few that a router chooses.
+"""Experts in parallel to a layer's MLP (Gemma 4): each row goes through the MLP and the experts that a router chooses.
 
-Router and experts both read the stream as it is after the mixer, each through a norm of its own.
-Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
+Router and experts both read the stream after the mixer, each through its own norm.
+Shapes: T rows, E experts, K experts per row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Beside:
         return self._after(self.mlp(x_TH)) + self.experts(stream_TH)
 
     def partial_sums(self, x_TH: Tensor, stream_TH: Tensor) -> Tensor:
-        """Never in parts: both are added here."""
+        """Always a full sum: both outputs are added here."""
         return self(x_TH, stream_TH)
 
 
 class StreamExperts:
-    """[T, H] of the stream -> [T, H], normed, to be added to the MLP's output."""
+    """The experts: stream [T, H] -> normed output [T, H], which is added to the MLP's."""
 
     __slots__ = (
         "_after",
@@ -79,8 +79,8 @@ class StreamExperts:
     def __init__(
         self, builder: LayerBuilder, layer: str, hidden: int, norms: Norms, config: ExpertsConfig
     ) -> None:
-        """layer: what the layer's tensors begin with."""
-        builder = replace(builder, kind=DENSE)  # as for other experts
+        """layer: prefix of the layer's tensors."""
+        builder = replace(builder, kind=DENSE)  # as in `ExpertsConfig.load`
         eps = norms.eps
         self._routing = config.routing
         self._route = builder.ops.experts.route

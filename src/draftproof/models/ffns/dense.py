@@ -1,4 +1,4 @@
-"""The ordinary MLP: what a gate lets through, taken back to the stream's width.
+"""The gated MLP: down(activation(gate(x)) * up(x)).
 
 Shapes: T rows, H hidden size.
 """
@@ -19,7 +19,7 @@ from draftproof.models.spec import FfnConfig, Norms, WeightCount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """`width`: the intermediate size; `gelu`: of the gate, in place of silu."""
+    """Settings of an MLP. `width`: intermediate size; `gelu`: the gate's activation is gelu instead of silu."""
 
     width: int
     gelu: bool = False
@@ -37,7 +37,7 @@ class DenseConfig:
 
 
 class MLP:
-    """silu(gate(x)) * up(x), or gelu's, gate and up in one product, then down. The stream is not looked at."""
+    """down(silu(gate(x)) * up(x)), or with gelu; gate and up are one product. The stream is not read."""
 
     __slots__ = ("_gate_mul", "down", "gate_up")
 
@@ -59,6 +59,6 @@ class MLP:
 
 
 def read(given: Given) -> list[FfnConfig]:
-    """One MLP, alike in every layer."""
+    """The MLP settings, equal in every layer."""
     bias = given.switch(given.family.mlp_bias)
     return [DenseConfig(width=given.whole("intermediate_size"), bias=bias)] * given.num_layers

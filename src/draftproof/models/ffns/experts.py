@@ -1,6 +1,6 @@
-"""A mixture of experts: each row goes through the few experts that its scores choose, and through the shared ones.
+"""A mixture of experts: each row goes through the K experts with the best scores, and through the shared ones.
 
-Shapes: T rows, E experts, K experts a row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
+Shapes: T rows, E experts, K experts per row, P = T * K pairs of row and expert, H hidden size, I width of an expert.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from draftproof.schema import flag, ids, number, shown, whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """`width`: an expert's intermediate size; `shared`: what every row goes through besides; `biased`: routing adds a
-    correction to the scores; `blocks`: where in a layer they are, the first found counts; `parts`: gate, up and down of
-    an expert, a tensor each; `turned`: see `MoEFamily`."""
+    """Settings of a layer's experts. `width`: an expert's intermediate size; `shared`: the MLP that every row also goes
+    through; `biased`: routing adds a correction bias to the scores; `blocks`, `parts`, `turned`: see `MoEFamily`."""
 
     num_experts: int
     width: int
@@ -44,8 +43,8 @@ class ExpertsConfig:
     turned: bool = False
 
     def load(self, builder: LayerBuilder, prefix: str, norms: Norms, hidden_size: int) -> MoE:
-        """The router's few choose among experts, and their weights are products of another kind: both stay
-        dense."""
+        """The module. Router and experts stay dense: the router decides which experts run, and experts are grouped
+        products."""
         shared = None
         if self.shared is not None:
             shared = MLP(builder, f"{prefix}.mlp.shared_experts", hidden_size, self.shared)
@@ -74,7 +73,7 @@ class ExpertsConfig:
 
 
 class MoE:
-    """Router, experts, and whatever every row goes through besides."""
+    """Router, experts and the shared expert."""
 
     __slots__ = (
         "_bias_E",
@@ -92,7 +91,7 @@ class MoE:
         config: ExpertsConfig,
         shared: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """layer: what the layer's tensors begin with; shared: as of `Experts`."""
+        """layer: prefix of the layer's tensors; shared: see `Experts`."""
         blocks = [f"{layer}.{name}" for name in config.blocks]
         block = next((name for name in blocks if f"{name}.gate.weight" in builder.weights), blocks[0])
         self._routing = config.routing
@@ -110,12 +109,12 @@ class MoE:
         return self._experts(x_TH, experts_TK, weights_TK)
 
     def partial_sums(self, x_TH: Tensor, stream_TH: Tensor | None = None) -> Tensor:
-        """Never in parts: the experts' outputs are added here."""
+        """Always a full sum: the experts' outputs are added here."""
         return self(x_TH)
 
 
 class Experts:
-    """The experts of one layer: each row goes through those chosen for it, and what they give is added up."""
+    """The experts of one layer: each row's output is the sum over the experts chosen for it."""
 
     __slots__ = ("_down", "_gate_mul", "_gate_up", "_gather", "_num_experts", "_ops", "_shared")
 
@@ -147,7 +146,7 @@ class Experts:
 
 
 class ExpertWeights:
-    """Reads experts' weights: a tensor for each part of each expert, as published, or all in one, as some are saved."""
+    """Reads experts' weights: one tensor per part and expert, or one tensor for all experts, as some files have."""
 
     def __init__(self, builder: LayerBuilder, prefix: str, num_experts: int, turned: bool = False) -> None:
         """turned: see `MoEFamily`."""
@@ -164,7 +163,7 @@ class ExpertWeights:
         in_size: int,
         out_dtype: torch.dtype | None = None,
     ) -> GroupedLinear:
-        """The product with `parts` one below the other, each of `out_size`; `packed`: what they are called together."""
+        """The product with `parts` stacked, each of `out_size`; `packed`: name of the tensor with all of them."""
         builder = self._builder
         rows = len(parts) * out_size
 
@@ -182,7 +181,7 @@ class ExpertWeights:
         )
 
     def _packed(self, name: str, shape: tuple[int, int, int]) -> Tensor:
-        """The weights of all experts; a tensor of another shape than theirs lies transposed, where that is known."""
+        """The weights of all experts; if `turned`, a tensor of another shape is read transposed."""
         turned = (shape[0], shape[2], shape[1])
         if self._turned and self._builder.weights.shape(name, 3) not in (shape, None):
             return self._builder.tensor(name, turned).mT.contiguous()
@@ -190,7 +189,7 @@ class ExpertWeights:
 
 
 def read(given: Given) -> list[FfnConfig]:
-    """Each layer's: experts, or an MLP in those layers that the config says are dense."""
+    """Each layer's settings: experts, or an MLP in layers that the config makes dense."""
     raw, where, family = given.raw, given.where, given.family.moe
     assert family is not None, "a family with experts says how its configs name them"
     count_key = next((key for key in family.count if raw.get(key) is not None), family.count[0])

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the keys of a config.json: each key is understood, known to be harmless, or refused.
+"""Converts a GGUF file's metadata to the keys of a config.json: each key is read, known to be harmless, or refused.
 
 Shapes: F frequencies of a rotary embedding.
 """
@@ -18,7 +18,7 @@ from draftproof.models.rope import RopeConfig, inverse_frequencies
 from draftproof.schema import did_you_mean, shown, words
 
 _MODEL_TYPES = {architecture: name for name, architecture in ARCHITECTURES.items() if name != "mistral"}
-# Keys of config.json by what GGUF calls them, without the architecture before it.
+# GGUF key without the architecture's prefix -> key of config.json.
 _NEEDED: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -33,12 +33,10 @@ _OTHERS = words(
 )
 _GEMMA = words("attention.sliding_window_pattern rope.freq_base_swa final_logit_softcapping")
 _HARMLESS = words("vocab_size rope.scaling.finetuned attention.causal tensor_data_layout")
-_ABSENT = words(
-    "expert_count expert_used_count attn_logit_softcapping"
-)  # 0 where there is nothing of the kind
+_ABSENT = words("expert_count expert_used_count attn_logit_softcapping")  # must be 0 or missing
 _TOKENS: Mapping[str, str] = {"bos": "bos", "eos": "eos", "padding": "pad"}
 _END_KEYS = ("eos", "eot", "eom")
-# Texts of control tokens that end a turn, where the metadata names the end of the text alone.
+# Control tokens that end a turn, for files whose metadata names only the end of text.
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<end_of_turn>"})
 _SAMPLING: Mapping[str, str] = {
     "temp": "temperature",
@@ -47,8 +45,8 @@ _SAMPLING: Mapping[str, str] = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_LARGE_GEMMA = 62  # layers of the one Gemma 3 whose scores are scaled by hidden_size / num_attention_heads
-_TOLERANCE = 1e-4  # relative, between divisors that were stored and those of a known type
+_LARGE_GEMMA = 62  # layers of the only Gemma 3 whose scores are scaled by hidden_size / num_attention_heads
+_TOLERANCE = 1e-4  # relative, between stored divisors and those of a known type
 
 
 def read(file: GgufFile) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def read(file: GgufFile) -> dict[str, Any]:
 
 
 def generation(file: GgufFile) -> dict[str, Any]:
-    """The content of generation_config.json: every token that ends an answer, and how its author samples."""
+    """The content of generation_config.json: all end tokens, and the author's sampling settings."""
     ends = [file.field(f"tokenizer.ggml.{name}_token_id", int) for name in _END_KEYS]
     tokens = file.field("tokenizer.ggml.tokens", list, [])
     ends += [i for i, token in enumerate(tokens) if token in _TURN_ENDS]
@@ -121,7 +119,7 @@ class _Keys:
         )
 
     def check(self, own: frozenset[str]) -> None:
-        """ValueError for a key that may change the arithmetic in a way that is not known here."""
+        """Raise ValueError for an unknown key, which may change the arithmetic."""
         known = {*_NEEDED, *_OTHERS, *own, *_HARMLESS}
         for name, value in self.file.fields.items():
             key = name.removeprefix(self._start)
@@ -141,7 +139,7 @@ def _architecture(file: GgufFile) -> str:
 
 
 def _head_dim(given: _Keys, raw: Mapping[str, Any]) -> Any:
-    """Size of a head, which must rotate as a whole and be that of values, too."""
+    """Head size. ValueError if heads do not rotate as a whole, or values have another size."""
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
         raise given.wrong("attention.head_count", "must be one number of at least 1")
@@ -154,14 +152,14 @@ def _head_dim(given: _Keys, raw: Mapping[str, Any]) -> Any:
 
 
 def _llama_like(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of positions and biases in Llama's relatives."""
+    """Keys for positions and biases, for architectures like Llama."""
     tensors = given.file.tensors
     window, length = given.get("attention.sliding_window"), raw["max_position_embeddings"]
     found: dict[str, Any] = {"rope_theta": given.get("rope.freq_base", 10000.0)}
     scaling = _scaling(given, raw)
     if scaling:
         found["rope_scaling"] = scaling
-    if given.file.fields["general.architecture"] != "qwen2":  # whose biases are not told
+    if given.file.fields["general.architecture"] != "qwen2":  # its config has no such key
         found["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if given.file.fields["general.architecture"] == "llama":
         found["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -173,8 +171,8 @@ def _llama_like(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of layers in Gemma 3. How scores are scaled is not in the file; llama.cpp tells it by the number of
-    layers, too."""
+    """Keys for layers of Gemma 3. The scale of scores is not in the file; as in llama.cpp, the number of layers decides
+    it."""
     found: dict[str, Any] = {
         "rope_theta": given.needed("rope.freq_base"),
         "rope_local_base_freq": given.get("rope.freq_base_swa", 10000.0),
@@ -199,7 +197,7 @@ def _gemma(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How a rotary embedding is stretched; None where it is not."""
+    """The scaling of the rotary embedding, or None."""
     if ROPE_DIVISORS in given.file.tensors:
         return _of_divisors(given, raw)
     kind = given.get("rope.scaling.type", "none")
@@ -217,8 +215,8 @@ def _scaling(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any] | None:
 def _of_divisors(given: _Keys, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """The type of rotary embedding whose frequencies are the plain ones divided by the file's `rope_freqs.weight`.
 
-    A file holds these numbers in place of what they were computed from, so known settings are tried: Llama 3's factors
-    of 1 and 4, and an original length that is a power of two.
+    A file holds only the computed divisors, so known settings are tried: Llama 3's factors 1 and 4, and an original
+    length that is a power of two.
     """
     plain = RopeConfig(theta=given.get("rope.freq_base", 10000.0), rotary_dim=raw["head_dim"])
     file, plain_F = given.file, inverse_frequencies(plain)

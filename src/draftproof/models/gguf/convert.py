@@ -1,4 +1,4 @@
-"""From a .gguf file to a checkpoint folder: written once, into draftproof's cache, then used like any other folder."""
+"""Converts a .gguf file to a checkpoint folder, once, in draftproof's cache; it is then used like any other folder."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from draftproof.models.gguf import layout, tokenizer
 from draftproof.models.gguf.file import GgufFile
 from draftproof.runtime import native
 
-VERSION = 1  # raised with every change to what is written: older folders are not used then
+VERSION = 1  # raise with every change to what is written, so that older folders are not used
 SUFFIX = ".gguf"
 _DTYPE, _DTYPE_NAME = torch.bfloat16, "BF16"
-_IGNORED = frozenset({layout.ROPE_DIVISORS})  # told by config.json
-_STALE = 24 * 3600.0  # seconds after which an unfinished folder is nobody's
+_IGNORED = frozenset({layout.ROPE_DIVISORS})  # covered by config.json
+_STALE = 24 * 3600.0  # seconds after which an unfinished folder counts as abandoned
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 def checkpoint_of(path: Path, progress: Progress | None = None) -> Path:
-    """The checkpoint folder of a .gguf file, converted now if it was not before.
+    """The checkpoint folder of a .gguf file; converts the file if that was not done before.
 
-    It holds config.json, generation_config.json, the tokenizer and model.safetensors in bf16, and is put into its
-    place when it is complete. Raises ValueError for what cannot be converted.
+    The folder holds config.json, generation_config.json, the tokenizer and model.safetensors in bf16. It is renamed to
+    its final name when complete. Raises ValueError for files that cannot be converted.
     """
     folder = _place(path)
     if folder.is_dir():
@@ -60,7 +60,7 @@ def checkpoint_of(path: Path, progress: Progress | None = None) -> Path:
 
 
 def _place(path: Path) -> Path:
-    """Where the folder of this file, as it is now, belongs."""
+    """The folder for this file's current version (path, size and modification time)."""
     real = path.resolve()
     found = real.stat()
     key = json.dumps([str(real), found.st_size, found.st_mtime_ns, VERSION])
@@ -69,7 +69,7 @@ def _place(path: Path) -> Path:
 
 
 def _remove_stale(models: Path) -> None:
-    """Remove what conversions that were killed have left."""
+    """Remove partial folders of killed conversions."""
     for left in models.glob("*.partial"):
         if time.time() - left.stat().st_mtime > _STALE:
             shutil.rmtree(left, ignore_errors=True)
@@ -105,9 +105,9 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
 
 
 def _tensor(file: GgufFile, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor as a checkpoint has it."""
+    """A tensor in checkpoint form."""
     if config.norm_offset and name.endswith("norm.weight"):
-        # what the model adds to the weights of norms is added already
+        # GGUF stores norm weights with the offset already added
         return (file.read(name, shape, torch.float32) - config.norm_offset).to(_DTYPE)
     tensor = file.read(name, shape, _DTYPE)
     num_heads = layout.rotated_heads(name, config)
@@ -115,8 +115,8 @@ def _tensor(file: GgufFile, config: ModelConfig, name: str, shape: tuple[int, ..
 
 
 def _header(tensors: Sequence[tuple[str, tuple[int, ...]]]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow in this order: written by hand, since the library wants
-    all of them in memory."""
+    """The header of a safetensors file whose tensors follow in this order; written by hand, because the library needs
+    all tensors in memory."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in tensors:

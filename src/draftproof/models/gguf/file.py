@@ -1,4 +1,4 @@
-"""A GGUF file: its metadata, and its tensors as numbers; every length in it is checked against the file's size.
+"""Reads a GGUF file: metadata and dequantized tensors; every length is checked against the file's size.
 
 The format is that of ggml's docs/gguf.md (github.com/ggml-org/ggml): little-endian, versions 2 and 3.
 """
@@ -23,22 +23,20 @@ from draftproof.schema import shown
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-# Types of metadata of one size, in the words of the struct module.
+# Fixed-size metadata types as format characters of the struct module.
 _SCALARS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _MOST_DIMS = 4
 _MOST_NAME = 256  # characters; the format allows no more than 64 for tensors
-_ALIGNMENT = 32  # where the file does not say
-_PIECE = (
-    1 << 24
-)  # numbers that are dequantised at once: fp32 copies of whole matrices would be the most memory
+_ALIGNMENT = 32  # default
+_PIECE = 1 << 24  # elements dequantized at once: fp32 copies of whole matrices would set the peak of memory
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies. `kind`: how numbers are stored, as the gguf library calls it; `shape`: as torch has it;
-    `start` and `num_bytes` within the file."""
+    """Location of a tensor. `kind`: storage type by the gguf library's name; `shape`: in torch's order; `start` and
+    `num_bytes` within the file."""
 
     kind: str
     shape: tuple[int, ...]
@@ -47,7 +45,7 @@ class Stored:
 
 
 def library() -> ModuleType:
-    """The gguf library; ValueError with the way to install it where it is missing."""
+    """The gguf library; ValueError with how to install it if it is missing."""
     try:
         import gguf
     except ImportError as error:
@@ -58,7 +56,7 @@ def library() -> ModuleType:
 
 
 class GgufFile:
-    """Metadata by key, tensors by name. Raises ValueError, one line that names the file, for one that is broken."""
+    """Metadata by key, tensors by name. Raises ValueError, one line with the file's name, for a broken file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +76,7 @@ class GgufFile:
         self.tensors = self._table(cursor, num_tensors)
 
     def field(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value of the metadata, `default` where there is none; ValueError where it is not of `kind`."""
+        """A metadata value, or `default`; ValueError if it is not of `kind`."""
         value = self.fields.get(key, default)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
             kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -89,15 +87,14 @@ class GgufFile:
         return value
 
     def unsupported(self, key: str, known: Iterable[str]) -> ValueError:
-        """The error for a value that is none of `known`: no near name is a hint here, since it means something else."""
+        """The error for a value that is not in `known`; without a hint, since a similar name means something else."""
         return ValueError(
             f"{self.path}: {key}={shown(self.fields.get(key))}: not supported, only {', '.join(sorted(known))}; take "
             "the checkpoint that this file was made of"
         )
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor's numbers, dequantised in fp32 and rounded to `dtype`; ValueError where it is missing or not of
-        `shape`."""
+        """A tensor, dequantized in fp32 and rounded to `dtype`; ValueError if it is missing or not of `shape`."""
         stored = self.tensors.get(name)
         if stored is None:
             raise ValueError(
@@ -143,7 +140,7 @@ class GgufFile:
             num_dims = cursor.number("I", f"tensor {name!r}")
             if not 1 <= num_dims <= _MOST_DIMS:
                 raise cursor.broken(f"tensor {name!r} has {num_dims} dimensions, not 1 to {_MOST_DIMS}")
-            # the last dimension of torch comes first
+            # GGUF lists torch's last dimension first
             shape = tuple(reversed([cursor.number("Q", f"tensor {name!r}") for _ in range(num_dims)]))
             kind = self._kind(name, cursor.number("I", f"tensor {name!r}"))
             offset = cursor.number("Q", f"tensor {name!r}")
@@ -182,7 +179,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """A place in the file, which moves on with what is read."""
+    """A read position in the file."""
 
     def __init__(self, data: mmap.mmap, where: str) -> None:
         self._data = data
@@ -193,7 +190,7 @@ class _Cursor:
         return ValueError(f"{self.where}: {why}; it is cut short or damaged: download it again")
 
     def take(self, num_bytes: int, what: str) -> bytes:
-        """The next bytes; ValueError where the file ends before them."""
+        """Read the next bytes; ValueError if the file ends before."""
         end = self.position + num_bytes
         if end > len(self._data):
             raise self.broken(f"ends in the middle of {what}")
@@ -212,14 +209,14 @@ class _Cursor:
             raise self.broken(f"{what} is no text ({error.reason})") from None
 
     def name(self, what: str) -> str:
-        """A text that can be shown in one line."""
+        """Read a text that is printable in one line."""
         found = self.text(what)
         if len(found) > _MOST_NAME or not found.isprintable():
             raise self.broken(f"{what}, {shown(found)}, is none")
         return found
 
     def value(self, key: str) -> Any:
-        """A value of metadata, after its type."""
+        """Read a metadata value and the type before it."""
         kind = self.number("I", key)
         if kind == _STRING:
             return self.text(key)
@@ -233,7 +230,7 @@ class _Cursor:
         kind = self.number("I", key)
         count = self.number("Q", key)
         if kind == _STRING:
-            if count > len(self._data):  # else a damaged number is counted to for hours
+            if count > len(self._data):  # else a corrupt count would loop for hours
                 raise self.broken(f"ends in the middle of {key}")
             return [self.text(key) for _ in range(count)]
         if kind not in _SCALARS:
@@ -244,7 +241,7 @@ class _Cursor:
 
 
 def _header(cursor: _Cursor) -> tuple[int, int]:
-    """Numbers of tensors and of fields."""
+    """(number of tensors, number of fields)."""
     magic = cursor.take(4, "its first bytes")
     if magic != _MAGIC:
         raise cursor.broken(f"begins with {magic!r}, so it is no GGUF file")

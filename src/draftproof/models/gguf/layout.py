@@ -1,4 +1,4 @@
-"""What GGUF files call a model's tensors, and how they differ from a checkpoint's; for reading and for writing them.
+"""GGUF's names of a model's tensors, and how their layout differs from a checkpoint's; for reading and writing.
 
 Shapes: D hidden size, F width of the MLP, H heads, K heads of keys, E head size, V vocabulary.
 """
@@ -14,15 +14,15 @@ from draftproof.models.ffns.dense import DenseConfig
 from draftproof.models.mixers.attention import AttentionConfig
 from draftproof.models.spec import LayerSpec
 
-ARCHITECTURES: Mapping[str, str] = {  # what GGUF calls a model type
+ARCHITECTURES: Mapping[str, str] = {  # model type -> GGUF's name
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
-INTERLEAVED = "llama"  # the architecture whose pairs of q and k that rotate together lie side by side
-ROPE_DIVISORS = "rope_freqs.weight"  # what the plain frequencies of a rotary embedding are divided by
+INTERLEAVED = "llama"  # the architecture that stores rotated pairs of q and k next to each other
+ROPE_DIVISORS = "rope_freqs.weight"  # divisors of the rotary embedding's plain frequencies
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
 Shape = tuple[int, ...]
@@ -37,7 +37,7 @@ _SANDWICH_NORMS = {
 
 
 def names(config: ModelConfig, root: str) -> Iterator[Named]:
-    """Every tensor of the model; those of a layer in the order of its pass."""
+    """Every tensor of the model; those of a layer in order of use."""
     D, V = config.hidden_size, config.vocab_size
     yield "token_embd.weight", f"{root}embed_tokens.weight", (V, D)
     for i, layer in enumerate(config.layers):
@@ -52,13 +52,13 @@ def names(config: ModelConfig, root: str) -> Iterator[Named]:
 
 
 def parts(layer: LayerSpec) -> tuple[AttentionConfig, DenseConfig]:
-    """The only kinds of parts that these architectures have."""
+    """(mixer, feed-forward part), of the only kinds that these architectures have."""
     assert isinstance(layer.mixer, AttentionConfig) and isinstance(layer.ffn, DenseConfig)
     return layer.mixer, layer.ffn
 
 
 def _layer(layer: LayerSpec, D: int) -> Iterator[Named]:
-    """The tensors of a layer but for its norms."""
+    """The tensors of a layer except its norms."""
     mixer, ffn = parts(layer)
     E, F = mixer.head_dim, ffn.width
     heads, kv_heads = mixer.num_heads * E, mixer.num_kv_heads * E
@@ -80,7 +80,7 @@ def _layer(layer: LayerSpec, D: int) -> Iterator[Named]:
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int:
-    """Heads of the tensor that GGUF calls `name`, where its rows are interleaved; else 0."""
+    """Number of heads of GGUF's tensor `name` if its rows are interleaved, else 0."""
     if ARCHITECTURES[config.model_type] != INTERLEAVED:
         return 0
     mixer, _ = parts(config.layers[0])
@@ -90,13 +90,13 @@ def rotated_heads(name: str, config: ModelConfig) -> int:
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of q or k such that a pair that rotates together lies side by side, as llama.cpp wants Llama's: a head's
-    halves, (0, 1, ..., E/2, E/2 + 1, ...), become (0, E/2, 1, E/2 + 1, ...)."""
+    """Rows of q or k with rotated pairs next to each other, as llama.cpp wants Llama's: a head's halves,
+    (0, 1, ..., E/2, E/2 + 1, ...), become (0, E/2, 1, E/2 + 1, ...)."""
     halves = weight.reshape(num_heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def separate(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of q or k in a checkpoint's order: what `interleave` made of them, undone."""
+    """Rows of q or k in a checkpoint's order: the inverse of `interleave`."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

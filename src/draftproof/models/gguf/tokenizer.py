@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describes, as files that the `tokenizers` library reads.
+"""Converts the tokenizer in a GGUF file's metadata to files that the `tokenizers` library reads.
 
-A file holds the vocabulary, and merges or scores. How text is cut before that it names by `tokenizer.ggml.pre`; the
-expressions below are those of the tokenizer.json files which the models were published with.
+A file holds the vocabulary, and merges or scores. Its pre-tokenizer is named by `tokenizer.ggml.pre`; the expressions
+below are those of the tokenizer.json files that the models were published with.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SPACE = "\u2581"  # how sentencepiece writes a space
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a byte-level tokenizer cuts text. `split`: an expression, "" for GPT-2's; `digits`: each by itself first;
-    `composed`: characters in normal form C; `whole_words`: a piece that is a token is not merged; `starts`: text begins
-    with the bos token where the file does not say."""
+    """The pre-tokenizer of a byte-level tokenizer. `split`: an expression, "" for GPT-2's; `digits`: first split into
+    single digits; `composed`: Unicode normal form C; `whole_words`: a piece that is a token is not merged; `starts`:
+    text begins with the bos token if the file does not say."""
 
     split: str = ""
     digits: bool = False
@@ -62,21 +62,21 @@ CUTS: Mapping[str, Cut] = {
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The metadata of a tokenizer: each token's text and type, and the ids of those with a name (bos, eos, ...)."""
+    """A tokenizer's vocabulary: each token's text and type, and the ids of named tokens (bos, eos, ...)."""
 
     tokens: list[str]
     types: list[int]
     named: Mapping[str, int]
 
     def text(self, name: str) -> str | None:
-        """The token that has this name; None where none has."""
+        """The text of the named token, or None."""
         return self.tokens[self.named[name]] if name in self.named else None
 
 
 def write(file: GgufFile, folder: Path, vocab_size: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; nothing where the file has no vocabulary.
+    """Write tokenizer.json and tokenizer_config.json; nothing if the file has no vocabulary.
 
-    ValueError for a kind of tokenizer, or a way to cut text, that is not known.
+    ValueError for an unknown kind of tokenizer or pre-tokenizer.
     """
     model = file.field("tokenizer.ggml.model", str, "no_vocab")
     if model == "no_vocab":
@@ -89,7 +89,7 @@ def write(file: GgufFile, folder: Path, vocab_size: int) -> None:
     _add_ends(tokenizer, file, vocabulary, starts)
     tokenizer.save(str(folder / NAME))
     config: dict[str, Any] = {f"{name}_token": vocabulary.text(name) for name in ("bos", "eos", "unk", "pad")}
-    # this class takes tokenizer.json as it is; a family's own would cut text as that family does
+    # this class uses tokenizer.json unchanged; a family's class would apply its own pre-tokenizer
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config["chat_template"] = file.field("tokenizer.chat_template", str)
     stated = {key: value for key, value in config.items() if value is not None}
@@ -124,7 +124,7 @@ def _vocabulary(file: GgufFile, vocab_size: int) -> Vocabulary:
 
 
 def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> tuple[Any, bool]:
-    """A tokenizer of GPT-2's kind, and whether texts begin with the bos token by default."""
+    """(a tokenizer of GPT-2's kind, whether texts begin with the bos token by default)."""
     name = file.field("tokenizer.ggml.pre", str)
     if name not in CUTS:
         raise file.unsupported("tokenizer.ggml.pre", CUTS)
@@ -143,8 +143,8 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> tuple[Any, bool]:
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> tuple[Any, bool]:
-    """A tokenizer of Llama 2's or Gemma's kind, and that texts begin with the bos token by default."""
-    # runs of spaces are stored as spaces, for engines that look for them in the text
+    """(a tokenizer of Llama 2's or Gemma's kind, True: texts begin with the bos token by default)."""
+    # the file stores runs of spaces as plain spaces, for engines that search them in the text
     tokens = [token if token.strip(" ") else _SPACE * len(token) for token in vocabulary.tokens]
     ids = {token: i for i, token in enumerate(tokens)}
     merges = _merges(file) if "tokenizer.ggml.merges" in file.fields else _pairs(ids, _ranks(file, tokens))
@@ -170,7 +170,7 @@ def _bpe(file: GgufFile, ids: Mapping[str, int], merges: Sequence[tuple[str, str
 
 
 def _merges(file: GgufFile) -> list[tuple[str, str]]:
-    """Pairs of pieces that are joined, the first ones first."""
+    """Pairs of pieces to merge, in order of priority."""
     found = []
     for merge in file.field("tokenizer.ggml.merges", list, []):
         left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
@@ -184,8 +184,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _ranks(file: GgufFile, tokens: Sequence[str]) -> list[float]:
-    """How early each token is made of pieces: greater numbers first. By the scores; in Gemma they do not tell, and ids
-    do."""
+    """Merge priority of each token, higher first: its score; for Gemma, whose scores say nothing, its negative id."""
     if file.field("general.architecture", str) == "gemma3":
         return [-float(i) for i in range(len(tokens))]
     scores = file.field("tokenizer.ggml.scores", list, [])
@@ -198,8 +197,8 @@ def _ranks(file: GgufFile, tokens: Sequence[str]) -> list[float]:
 
 
 def _pairs(ids: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, in the order in which sentencepiece joins them: by the rank of what they
-    make; among equal ones the longer pieces first."""
+    """Every pair of tokens that forms a token, in sentencepiece's merge order: by the rank of the result, ties with the
+    longer left piece first."""
     found = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
@@ -211,19 +210,19 @@ def _pairs(ids: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, st
 
 
 def _add_special(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Make whole tokens of those that text is never cut into: control tokens, which are special, and a user's own."""
+    """Add tokens that are matched whole before pre-tokenizing: control tokens (special) and user-defined ones."""
     named = set(vocabulary.named.values())
     pairs = list(enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)))
     special = [text for i, (text, kind) in pairs if kind == CONTROL or i in named]
     others = [text for i, (text, kind) in pairs if kind == USER_DEFINED and i not in named]
     known = tokenizer.get_vocab(with_added_tokens=False)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    # a run of spaces is spelled otherwise in the vocabulary, and merges make it
+    # runs of spaces have another spelling in the vocabulary and result from merges, so they are left out
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in others if text in known])
 
 
 def _add_ends(tokenizer: Any, file: GgufFile, vocabulary: Vocabulary, starts: bool) -> None:
-    """Put bos and eos around a text where the file says so."""
+    """Add bos and eos around a text if the file says so."""
     around = {
         "bos": file.field("tokenizer.ggml.add_bos_token", bool, starts),
         "eos": file.field("tokenizer.ggml.add_eos_token", bool, False),

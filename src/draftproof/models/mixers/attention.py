@@ -1,4 +1,4 @@
-"""Attention over the paged cache, of any number of heads that share keys and values.
+"""Attention over the paged cache: multi-head, grouped-query or multi-query.
 
 Shapes: T rows, H hidden size, X width of the input, D head size.
 """
@@ -25,8 +25,8 @@ from draftproof.models.spec import MixerConfig, Norms, Place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """A layer that keeps its own keys and values. `window` 0: rows see all positions; `qk_norm`: heads of q and k are
-    normed; `v_norm`: those of v are, without weights; `k_is_v`: values are made by the keys' product."""
+    """Attention with its own KV cache. `window` 0: rows see all positions; `qk_norm`: heads of q and k are normed;
+    `v_norm`: those of v are, without weights; `k_is_v`: values are computed with the keys' weight."""
 
     num_heads: int
     num_kv_heads: int
@@ -100,7 +100,7 @@ class Attention:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
         self.index = place.cache
-        # where keys are values too, their product is computed twice: those layers are few, and rows have one layout
+        # with k_is_v the keys' product is computed twice: such layers are few, and all layers share one row layout
         names = ["q_proj", "k_proj", "k_proj" if config.k_is_v else "v_proj"]
         self.qkv = builder.linear(
             [f"{prefix}.{name}" for name in names],
@@ -138,7 +138,7 @@ class Attention:
 
 
 def read(given: Given) -> list[MixerConfig]:
-    """Each layer's; they differ in their windows."""
+    """Each layer's settings; layers differ only in their windows."""
     head_dim = given.head_dim
     family = given.family
     rope = parse_rope(

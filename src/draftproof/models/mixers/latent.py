@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a token's keys and values are one small vector that all
-heads share, and the projections that would widen it are applied to queries and outputs instead.
+heads share; the up-projections are absorbed into queries and outputs.
 
-The cache holds one head of [rotary part, compressed part], which is read as keys and as values.
+The cache holds one head of [rotary part, compressed part], which is read both as keys and as values.
 Shapes: T rows, H hidden size, Q and C compressed sizes of queries and of keys and values, N head size without rotation,
 R rotary part, V value head size, D = R + C cached per token, P positions of the table.
 """
@@ -30,12 +30,12 @@ KEYS = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
     | {"rope_interleave"}
 )
-_LOW_RANK_EPS = 1e-6  # epsilon of the norms inside, whatever the config says of the others
+_LOW_RANK_EPS = 1e-6  # epsilon of the inner norms, independent of the config's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Sizes in elements. `q_rank` None: queries are not compressed. `interleaved`: rotated pairs are neighbours."""
+    """Settings of a layer. `q_rank` None: queries are not compressed. `interleaved`: rotated pairs are neighbours."""
 
     num_heads: int
     q_rank: int | None
@@ -88,7 +88,7 @@ class LatentConfig:
         return LatentAttention(builder, f"{prefix}.self_attn", self, norms, place)
 
     def num_weights(self, input_size: int, hidden_size: int) -> int:
-        """What makes queries and the cached vector, products of heads with it, and the output."""
+        """Weights of the products for queries, the cached vector, the heads' products with it, and the output."""
         heads, query = self.num_heads, self.nope_dim + self.rope_dim
         made = input_size * heads * query
         queries = made if self.q_rank is None else self.q_rank * (input_size + heads * query)
@@ -112,7 +112,7 @@ class LatentConfig:
 
 
 def read(given: Given) -> list[MixerConfig]:
-    """Each layer's; they differ in their windows."""
+    """Each layer's settings; layers differ only in their windows."""
     raw, where, family = given.raw, given.where, given.family
     nope = given.whole("qk_nope_head_dim")
     rope_dim = given.even("qk_rope_head_dim")
@@ -211,7 +211,7 @@ class LatentAttention:
 
 
 class HeadProducts:
-    """A weight for each head: rows of all heads side by side, [T, heads * X] -> [T, heads * Y]."""
+    """Products with one weight per head, heads concatenated: [T, heads * X] -> [T, heads * Y]."""
 
     __slots__ = ("_heads", "_product", "_starts", "_swap")
 
@@ -231,13 +231,13 @@ class HeadProducts:
 
 
 def _pair_order(m: LatentConfig) -> Tensor:
-    """Which size of the rotary part comes first, second, ...: ours pairs one half with the other."""
+    """Permutation of the rotary part from interleaved pairs to ours, which pairs element i with i + R/2."""
     order_R = torch.arange(m.rope_dim)
     return torch.cat((order_R[::2], order_R[1::2])) if m.interleaved else order_R
 
 
 def _into(k_NC: Tensor, m: LatentConfig, order_R: Tensor) -> Tensor:
-    """The weight [D, N + R] that takes a head's query to its rotary part and to its products with what makes keys."""
+    """The weight [D, N + R] that maps a head's query to [rotary part, query times key up-projection]."""
     out_DX = k_NC.new_zeros(m.cached_dim, m.nope_dim + m.rope_dim)
     out_DX[torch.arange(m.rope_dim), m.nope_dim + order_R] = 1
     out_DX[m.rope_dim :, : m.nope_dim] = k_NC.t()
@@ -245,5 +245,5 @@ def _into(k_NC: Tensor, m: LatentConfig, order_R: Tensor) -> Tensor:
 
 
 def _from(v_VC: Tensor, m: LatentConfig) -> Tensor:
-    """The weight [V, D] that makes a head's value of what was attended to, the rotary part left out."""
+    """The weight [V, D] that maps a head's attention output to its value, ignoring the rotary part."""
     return torch.cat((v_VC.new_zeros(m.v_dim, m.rope_dim), v_VC), dim=1)

@@ -1,4 +1,4 @@
-"""Attention of a layer that has queries alone, and reads the keys and values of another layer.
+"""Attention of a layer that computes only queries and reads another layer's keys and values.
 
 Shapes: T rows, H hidden size, X width of the input, D head size.
 """
@@ -23,8 +23,8 @@ from draftproof.models.spec import Norms, Place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKVConfig:
-    """`reads`: index of the cache among the model's, whose heads these sizes are; in an assistant, among those that its
-    target lends."""
+    """Settings of a layer; sizes are those of the cache it reads. `reads`: that cache's index among the model's caches;
+    in an assistant, among the target's caches that it reads."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ class SharedKVConfig:
 
 
 class SharedKV:
-    """Attention over what another layer stored."""
+    """Attention over another layer's keys and values."""
 
     __slots__ = ("index", "out", "query", "spec")
 
