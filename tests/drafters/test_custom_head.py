@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from draftproof import LLM, RequestOutput, SamplingParams, assets
 from draftproof.drafters.context import DraftContext
+from draftproof.drafters.head import HeadDrafter
+from examples.custom_head import build
 
 PROMPTS = ["def add(a, b):", "import numpy as np\n\n", "What is 12 * 7?"]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
@@ -25,6 +28,19 @@ def test_the_example_drafts_what_the_package_does_with_the_same_weights() -> Non
     assert [o.outputs for o in own] == [o.outputs for o in plain]
     assert [o.metrics.speculation for o in own] == [o.metrics.speculation for o in package]
     assert sum(o.metrics.speculation.num_accepted_tokens for o in own) > 5
+
+
+def reads_far_ahead(ctx: DraftContext) -> HeadDrafter:
+    drafter = build(ctx)
+    drafter.head.spec = replace(drafter.head.spec, lookahead=9)
+    return HeadDrafter(drafter.head)
+
+
+def test_places_that_a_head_asks_for_are_reserved() -> None:
+    """Rows of drafts that it writes itself, beyond those of its layout."""
+    config = {"method": f"{__name__}.reads_far_ahead", "num_speculative_tokens": 2}
+    llm = LLM(max_num_seqs=2, speculative_config=config)
+    assert llm.engine.runner.spec.lookahead == 9
 
 
 def gives_nothing(ctx: DraftContext) -> None:

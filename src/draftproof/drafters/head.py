@@ -161,7 +161,8 @@ class HeadDrafter(Drafter):
     def __init__(self, head: DraftHead, unroll: Unroll | None = None) -> None:
         self._layout_fed = layout = head.layout
         reads_ahead = max(head.spec.reads_ahead, layout.shift)
-        self.spec = replace(head.spec, reads_ahead=reads_ahead, lookahead=layout.anchor + layout.masks)
+        lookahead = max(head.spec.lookahead, layout.anchor + layout.masks)
+        self.spec = replace(head.spec, reads_ahead=reads_ahead, lookahead=lookahead)
         self.head = head
         self.unroll = unroll or Recurrent(head)
         self._fed = layout.kernels(self.unroll.num_read)
