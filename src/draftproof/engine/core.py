@@ -54,7 +54,8 @@ class EngineCore:
         self._deltas: list[TokenDelta] = []
         self._step_requests: list[Progress] = []  # requests of the current step: the suspects if it raises
         self._trials = Trials()
-        self._is_result_lost = False  # a launched step has no result, but its pages may be in the prefix cache
+        # a launched step's result was lost, while its pages may be in the prefix cache
+        self._is_result_lost = False
         self._is_shut_down = False
         self._num_arrived = 0
         self._num_matched = 0  # requests whose output follows a grammar

@@ -65,7 +65,7 @@ class Progress:
 
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    windows: list[WindowBlocks] = field(default_factory=list)  # blocks of windowed layers, one entry per window
+    windows: list[WindowBlocks] = field(default_factory=list)  # blocks of windowed layers, by window
     num_sent_blocks: int = 0  # blocks that are in the device's table
     num_computed: int = 0
     num_pending: int = 0

@@ -104,7 +104,7 @@ class ModelRunner:
     most_forced: int = 0  # maximum number of forced drafts per request; attributed to the last drafter
     drafter_may_rest: bool = True  # the drafter need not see steps without drafts
     async_depth: int = 0  # passes that may be in flight when a step ends
-    price: Tensor | None = None  # `StepInput.price`, in memory shared with a drafter that ends proposals by it
+    price: Tensor | None = None  # `StepInput.price`, in memory that a drafter reads
     num_threads: int = 1  # thread count of the certificates, which torch is set to for each pass
     captured: set[BatchShape] = field(default_factory=set)  # shapes of whole steps that are CUDA graphs
 
@@ -179,7 +179,7 @@ class ModelRunner:
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         items = self.items.begin(step.scheduled)
-        if items is not None:  # the pass is not a function of the slots' memory alone, so it cannot be a graph
+        if items is not None:  # not a function of the slots' memory alone, so it cannot be a graph
             step = replace(step, all_decode=False)
         if self.price is not None:
             self.price.fill_(step.price)
@@ -401,7 +401,7 @@ class ModelRunner:
         """Dummy-run the largest passes, to measure peak activation memory."""
         most, longest = self.max_num_batched_tokens, self.state.max_len
         num_slots = self.state.scratch_slot
-        num_prompts = min(-(-most // longest), num_slots)  # the fewest that fill the pass, if there are that many slots
+        num_prompts = min(-(-most // longest), num_slots)  # the fewest that fill the pass
         each = min(most // num_prompts, longest)
         prompts = BatchShape(
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False

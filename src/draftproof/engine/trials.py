@@ -16,7 +16,7 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self._groups: deque[list[tuple[Progress, int]]] = deque()  # (suspect, its number of tokens at the failure)
+        self._groups: deque[list[tuple[Progress, int]]] = deque()  # (suspect, number of tokens at failure)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
