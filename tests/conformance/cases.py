@@ -1,4 +1,4 @@
-"""What every drafter must pass: one case a registered method, the requests, and the engine settings to vary."""
+"""What every drafter is tested with: a case per registered method, the requests, and the engine settings to vary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.made import shared
 from tests.made.shared import DATA, DFLASH, DRAFT, EAGLE3, MTP, prompts
 
 RECORDINGS = str(DATA / "recordings.json")
-TARGETS: dict[str, Callable[[], str]] = {  # with modules of their own, and with layers that share keys
+TARGETS: dict[str, Callable[[], str]] = {  # with MTP modules, and with layers that share keys
     "deepseek": shared.deepseek,
     "mimo": shared.mimo,
     "gemma4": shared.gemma4,
@@ -23,10 +23,10 @@ TARGETS: dict[str, Callable[[], str]] = {  # with modules of their own, and with
 class Case:
     """How to make a drafter of a method; `max_drafts` is the K called K = max.
 
-    `settings`: of speculative_config; a value that is a function is what it gives, asked for when it is needed.
-    `own_target`: gives the folder of its own target, None: the embedded one.
-    `forgets`: a finished request leaves no trace, so that the same request is drafted for in the same way again.
-    `repeatable`: what is proposed depends on the request's tokens alone, not on the rounds in which they came.
+    `settings`: of speculative_config; a function stands for the value that it returns, and is called when needed.
+    `own_target`: returns the folder of its target, None: the embedded one.
+    `forgets`: a finished request leaves no trace, so an equal one later gets the same drafts.
+    `repeatable`: drafts depend on the request's tokens alone, not on the rounds in which they came.
     """
 
     settings: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Case:
         return None if self.own_target is None else self.own_target()
 
     def llm(self, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
-        """`LLM`'s settings: target and drafter, which is asked for `k` drafts or as many as it can."""
+        """Settings for `LLM`: the target, and the drafter with K = `k`, at most `max_drafts`; None: its own default."""
         k = None if k is None else min(k, self.max_drafts)
         return {
             "model": self.target,
@@ -52,7 +52,7 @@ class Case:
         }
 
 
-# a method may have several: what comes after the slash tells them apart
+# a method may have several cases, told apart by what follows the slash
 CASES: dict[str, Case] = {
     "ngram": Case({"method": "ngram", "prompt_lookup_min": 1}),
     "draft_model": Case({"model": DRAFT}),
@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
     "dflash2": Case({"model": shared.dflash2}, max_drafts=7),
     "xpress": Case({"model": shared.xpress}, max_drafts=7),
     "suffix": Case({"method": "suffix"}, forgets=False),
-    # beside a head, since by itself it drafts for requests with a grammar alone: test_grammar.py
+    # beside a head, since on its own it drafts only for requests with a grammar: test_grammar.py
     "ff": Case({"method": "chain", "drafters": [{"method": "ff"}, {"model": EAGLE3}]}, max_drafts=5),
     "replay": Case(
         {
@@ -102,9 +102,9 @@ CASES: dict[str, Case] = {
     "custom_head": Case({"method": "examples.custom_head.build"}),
 }
 
-# One case of each way to draft: on the host, by a language model (of other tokens, too), by a head with keys of its
-# own, by modules of the target, by borrowed keys, by blocks, by several together, by forced text, by a user's code.
-# What a drafter does to the engine is shown with these where every case would say the same again.
+# One case for each way to draft: on the host, by a language model (with another vocabulary, too), by a head with keys
+# of its own, by MTP modules, by borrowed keys, by blocks, by a chain, by forced text, by a user's code. Tests of the
+# engine use these where all cases would show the same.
 KINDS = (
     "ngram",
     "suffix",
@@ -126,14 +126,14 @@ REPEATS = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2, 3, 4]\nd = ["
 
 @dataclass(frozen=True)
 class Requests:
-    """A mixture of everything a request can ask for."""
+    """Prompts and their parameters."""
 
     prompts: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
 
 
 def mixture() -> Requests:
-    """Greedy and sampled, with every kind of processing, stopping and score."""
+    """Requests of all kinds: greedy and sampled, with every kind of processing, stop rule and logprobs."""
     p = SamplingParams
     wanted = [
         p(temperature=0, max_tokens=40, logprobs=3),
@@ -165,6 +165,6 @@ def mixture() -> Requests:
 
 
 def run(requests: Requests, **settings: Any) -> tuple[list[RequestOutput], LLM]:
-    """One engine, one generate call."""
+    """Generate with a new engine: (outputs, the engine)."""
     llm = LLM(**settings)
     return llm.generate(requests.prompts, requests.params, use_tqdm=False), llm

@@ -1,4 +1,4 @@
-"""A user's drafter for the conformance suite: the example's guess, with taps declared, now and then nothing at all."""
+"""A user's drafter for the conformance suite: the example's drafts with taps declared, and sometimes no drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters that do everything wrong that a drafter can do. Each must cost acceptance only."""
+"""Faulty drafters, one for each thing that a drafter can do wrong. Each may cost acceptance only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.drafters.base import DraftRuntime
 
 
 class Faulty:
-    """Proposes the newest token twice; subclasses spoil that."""
+    """Proposes the newest token twice; subclasses spoil the proposal."""
 
     spec = DraftSpec(taps=Taps(layers=(4,)))
 
@@ -93,7 +93,7 @@ class NotAProposal(Faulty):
 
 
 class Mutates(Faulty):
-    """Writes into everything it was given. Its proposals are fine, so this is no fault that can be seen."""
+    """Writes into everything it was given. Its proposals are valid, so no fault can be detected."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         proposal = Proposal(tokens_RK.clone(), count_R.clone())
@@ -112,7 +112,7 @@ class Mutates(Faulty):
 
 
 class KeepsTheTaps(Faulty):
-    """Holds on to what an earlier round gave it and writes into that."""
+    """Keeps the tensors of an earlier round and writes into them."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         for tensor in getattr(self, "kept", ()):
@@ -122,7 +122,7 @@ class KeepsTheTaps(Faulty):
 
 
 class SpoilsWhatItWasLent(Faulty):
-    """Writes into the block table and runs graphs of its own under the engine's names."""
+    """Writes into the block table, and runs graphs of its own with the engine's keys."""
 
     def bind(self, runtime: DraftRuntime) -> None:
         self.memory = runtime
@@ -165,7 +165,7 @@ class RaisesWhatCannotBeShown(Faulty):
 
 
 class Touchy(torch.Tensor):
-    """Fine to look at, raises when anything is computed with it."""
+    """A tensor that can be read, but raises in every computation."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +176,7 @@ class Touchy(torch.Tensor):
 
 
 class GivesTouchyTensors(Faulty):
-    """No fault: nothing is computed with what it gives."""
+    """Not a fault: the engine only reads the tensors."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         return Proposal(tokens_RK.as_subclass(Touchy), count_R.as_subclass(Touchy))
@@ -204,7 +204,7 @@ class GivesHugeNumbers(Faulty):
 
 
 class DrawsOnAnotherDevice(Faulty):
-    """Compiled code would follow a pointer to nowhere."""
+    """Compiled code would dereference an invalid pointer."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         logits = torch.zeros(len(count_R), 8192, device="meta")
@@ -217,27 +217,27 @@ class DrawsOfTooFewPositions(Faulty):
 
 
 class GivesLists(Faulty):
-    """No fault: a list of drafts a request will do."""
+    """Not a fault: a list of drafts per request is a valid proposal."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         return [row.tolist() if r % 2 else tuple(row) for r, row in enumerate(tokens_RK)]
 
 
 class Meddles(Faulty):
-    """Leaves something of the process changed; its proposals are fine."""
+    """Changes global state of the process; its proposals are valid."""
 
     def spoil(self, verified: Verified, tokens_RK: torch.Tensor, count_R: torch.Tensor) -> Any:
         self.meddle()
         return Proposal(tokens_RK, count_R)
 
     def meddle(self) -> None:
-        """All of it at once."""
+        """What all subclasses do, at once."""
         for kind in Meddles.__subclasses__():
             kind.meddle(self)  # type: ignore[arg-type]
 
 
 class Blanks(TorchDispatchMode):
-    """Every operator gives zeros."""
+    """Makes every operator return zeros."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -245,8 +245,8 @@ class Blanks(TorchDispatchMode):
 
 
 class MeddlesWithModes(Meddles):
-    """As a generator leaves them that is never run to its end. First of all: what frees such a mode, much later, puts
-    back what held when it was entered."""
+    """Leaves modes entered, as an unfinished generator does. Must be the first subclass: when such a mode is freed,
+    much later, it restores the state of when it was entered."""
 
     kept: Any = ()
 

@@ -1,4 +1,4 @@
-"""JSON schemas to answer by: made by a seeded generator, of the types that client libraries ship, of a test suite."""
+"""JSON schemas for structured answers: from a seeded generator, from client libraries' types, from a test suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("name", "age", "tags", "kind", "x", "is_open", "address", "créé", "a 
 
 
 def generated(number: int, seed: int) -> list[dict[str, Any]]:
-    """So many schemas, each another, all of whose answers have an end: each text, list and number is bounded."""
+    """Distinct random schemas whose answers have bounded length: every text, list and number is bounded."""
     rng = random.Random(seed)
     found: dict[str, dict[str, Any]] = {}
     while len(found) < number:
@@ -82,7 +82,8 @@ def _leaf(rng: random.Random, kind: str | None = None) -> dict[str, Any]:
 
 
 def shipped() -> list[dict[str, Any]]:
-    """Schemas of the types in the `openai` and `anthropic` packages, by turns, each once; of those that there are."""
+    """Distinct schemas of the types in the `openai` and `anthropic` packages, alternating; packages that are not
+    installed are skipped."""
     modules = ("openai.types", "openai.types.chat", "openai.types.responses"), ("anthropic.types",)
     both = itertools.zip_longest(*(_of_types(names) for names in modules))
     found = {json.dumps(schema): schema for pair in both for schema in pair if schema is not None}
@@ -90,7 +91,7 @@ def shipped() -> list[dict[str, Any]]:
 
 
 def _of_types(modules: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Schemas of the types in modules, by their names."""
+    """Schemas of the types in modules, in order of their names."""
     for module in modules:
         try:
             types = importlib.import_module(module)
@@ -100,14 +101,14 @@ def _of_types(modules: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         for name in sorted(dir(types)):
             kind = getattr(types, name)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                with contextlib.suppress(Exception):  # has parts that no schema describes
+                with contextlib.suppress(Exception):  # some types cannot be described by a schema
                     yield kind.model_json_schema()
 
 
 def suite(folder: str) -> list[dict[str, Any]]:
-    """Schemas of JSON-Schema-Test-Suite, a folder of a draft: `json/tests/draft2020-12` in the sources of `jsonschema`
-    (`pip download --no-deps --no-binary jsonschema jsonschema`); each once, but for `true` and `false`. Without a
-    folder there are none."""
+    """Distinct schemas of JSON-Schema-Test-Suite, without `true` and `false`; [] if `folder` is empty. `folder`: such
+    as `json/tests/draft2020-12` in the sources of `jsonschema`
+    (`pip download --no-deps --no-binary jsonschema jsonschema`)."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(Path(folder).glob("*.json")) if folder else ():
         for group in json.loads(file.read_text()):

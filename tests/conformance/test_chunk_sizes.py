@@ -1,4 +1,4 @@
-"""`tests.chunk_sizes` in its quick form; and that it can see a difference."""
+"""The quick form of `tests.chunk_sizes`, and a proof that it can see a difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_chunks_and_batches_change_nothing(dtype: str, native: bool) -> None:
 
 
 class _FollowsItsNeighbours(ChunkedAttention):
-    """Wrong on purpose: rows are summed one way where few share the call, another way where many do."""
+    """Wrong on purpose: sums in one way with few rows in the call, and in another with many."""
 
     def __call__(self, q_THD: Tensor, *arguments: object) -> Tensor:  # type: ignore[override]
         if len(q_THD) < 20:

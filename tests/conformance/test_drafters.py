@@ -1,4 +1,4 @@
-"""Law 1 and law 2 for every registered drafter: ids and logprobs with it are those of plain decoding, bit for bit."""
+"""Laws 1 and 2 for every registered drafter: ids and logprobs equal those of plain decoding, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[..., list[RequestOutput]]:
-    """Plain decoding of the mixture, one request at a time, whole prompts, nothing shared."""
+    """The mixture decoded plainly, one request at a time, without chunked prompts or prefix cache."""
     known: dict[tuple[str, int, str | None], list[RequestOutput]] = {}
 
     def get(dtype: str, block_size: int = 16, target: str | None = None) -> list[RequestOutput]:
@@ -56,7 +56,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def erratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` that goes by a die: now everybody drafts, now nobody, now some more than others."""
+    """Make the `auto` policy random: each request gets a random number of drafts, sometimes all get none."""
     die = random.Random(11)
 
     def choose(policy: AutoPolicy, asked: list[Progress], num_others: int) -> list[int]:
@@ -70,12 +70,12 @@ def erratic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains whose first member with a proposal wins: which one does must not depend on what came before."""
+    """Make chains use the first member that has a proposal, so that the choice does not depend on earlier rounds."""
     monkeypatch.setattr(Record, "expected", lambda record, slot: 1.0)
 
 
 def drafting(method: str, k: int | None = 5, policy: str = "fixed") -> dict[str, Any]:
-    """`LLM`'s settings."""
+    """Settings for `LLM` with this method's drafter."""
     return CASES[method].llm(k, policy)
 
 
@@ -100,7 +100,7 @@ def test_every_registered_method_has_a_case() -> None:
 
 @slow
 def test_the_mixture_is_one(plain: Any) -> None:
-    """Sampling shows: the choices of a request differ, and so do greedy and sampled answers to one prompt."""
+    """The mixture really mixes: the choices of a request differ, as do greedy and sampled answers to one prompt."""
     outputs, requests = plain("float32"), mixture()
     several = [o for o, p in zip(outputs, requests.params, strict=True) if p.n > 1]
     assert several and all(o.outputs[0].token_ids != o.outputs[1].token_ids for o in several)
@@ -128,7 +128,7 @@ BATCHINGS = [("one batch", "float32"), *((c, "bfloat16") for c in CONFIGS)]
 OF_EVERY_CASE = [*BATCHINGS[:2], ("chunks of 7", "bfloat16"), ("preempted", "bfloat16")]
 
 
-# every way of batching, and both dtypes in one of them: that rows do not depend on their batch in either is shown above
+# all ways of batching in bf16, and one in fp32 too: independence of the batch is shown above for both dtypes
 @pytest.mark.parametrize(
     ("method", "settings", "dtype"),
     few(
@@ -155,7 +155,7 @@ def test_output_in_fp16_equals_plain_decoding(plain: Any, method: str, settings:
 
 
 def test_fp16_runs_on_compiled_operators_alone() -> None:
-    """A pass in which torch computed anything could not have been recorded."""
+    """A pass that used an operator of torch could not have been recorded."""
     if native.load() is None:
         pytest.skip("no C++ compiler")
     _, llm = run(mixture(), dtype="float16", **drafting("eagle3"))
@@ -178,7 +178,7 @@ def test_fp16_runs_on_compiled_operators_alone() -> None:
     ),
 )
 def test_output_does_not_depend_on_k(plain: Any, in_order: None, method: str, k: Any) -> None:
-    """The first member of a chain may draft so many."""
+    """In a chain, the first member may draft K tokens."""
     k = CASES[method].max_drafts if k == "max" else k
     outputs, llm = run(mixture(), dtype="bfloat16", **drafting(method, k))
     check(plain("bfloat16", target=CASES[method].target), outputs, llm)
@@ -188,7 +188,8 @@ def test_output_does_not_depend_on_k(plain: Any, in_order: None, method: str, k:
 @slow
 @pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_output_does_not_depend_on_who_drafts_when(plain: Any, erratic: None, method: str) -> None:
-    """Neighbours with different numbers of drafts, requests that pause, and some that the drafter never saw."""
+    """With neighbours that have other numbers of drafts, requests that pause drafting, and some never shown to the
+    drafter."""
     outputs, llm = run(mixture(), dtype="float32", **drafting(method, policy="adaptive"))
     check(plain("float32", target=CASES[method].target), outputs, llm)
 
@@ -212,7 +213,7 @@ def test_output_does_not_depend_on_threads(
 
 @pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_a_prefix_hit_changes_nothing(in_order: None, method: str) -> None:
-    """The second call finds its prompts' pages; the drafter must do there what it did the first time."""
+    """The second call finds its prompts in the cache; the drafter must propose what it did the first time."""
     texts = [p * 2 for p in prompts()[:4]]
     params = [SamplingParams(temperature=t, seed=8, max_tokens=24, logprobs=1) for t in (0, 0.8, 0, 0.8)]
     requests = Requests(texts, params)
@@ -231,7 +232,7 @@ def test_a_prefix_hit_changes_nothing(in_order: None, method: str) -> None:
 
 @pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_an_answer_may_be_continued_from_the_cache(method: str) -> None:
-    """A chat's next turn: prompt and answer are found again, pages written while drafting among them."""
+    """A chat's next turn: prompt and answer come from the cache, including pages written while drafting."""
     llm = LLM(dtype="bfloat16", **drafting(method))
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
     first = llm.generate(REPEATS, params, use_tqdm=False)[0]
@@ -257,7 +258,7 @@ def test_stopping_at_every_position_of_a_round(method: str) -> None:
 
 @pytest.mark.parametrize("method", few(some(CASES, KINDS), "eagle3"))
 def test_the_edge_of_max_model_len(method: str) -> None:
-    """Prompts that leave room for 1..8 tokens, fewer than K: drafts never write or count past the end."""
+    """Prompts that leave room for 1 to 8 tokens, fewer than K: drafts are never written or counted past the end."""
     ids = LLM(dtype="float32").tokenizer.encode(REPEATS * 3)[:60]
     listed: list[Any] = [ids[: 48 - n] for n in range(1, 9)]
     params = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logprobs=0)] * len(listed)
@@ -271,8 +272,8 @@ def test_the_edge_of_max_model_len(method: str) -> None:
 
 @pytest.mark.parametrize("method", few([m for m, case in CASES.items() if case.repeatable], "eagle3"))
 def test_drafts_from_kept_state_equal_drafts_from_scratch(in_order: None, method: str) -> None:
-    """Replay: what is proposed in the middle of generations, with neighbours, chunks, rejections and a cached prefix
-    behind it, is what is proposed after a fresh prefill."""
+    """Proposals in the middle of a generation, after neighbours, chunks, rejections and a cached prefix, equal those
+    after a fresh prefill of the same tokens."""
     settings: dict[str, Any] = {"dtype": "float32", **drafting(method)}
     llm = LLM(**settings, max_num_batched_tokens=16)
     first, second = prompts()[:2]
@@ -281,7 +282,8 @@ def test_drafts_from_kept_state_equal_drafts_from_scratch(in_order: None, method
     proposed: list[tuple[list[int], list[int]]] = []
     requests = [queue.add(llm.tokenizer.encode(text), long) for text in (first, second)]
     while not all(r.finished for r in requests):
-        if len(requests) == 2 and len(requests[1].choices[0].token_ids) > 8:  # finds the first one's pages
+        # a third request, which finds the first one's pages
+        if len(requests) == 2 and len(requests[1].choices[0].token_ids) > 8:
             requests.append(queue.add(requests[0].given.prompt_token_ids, long))
         queue.step()
         for running in llm.engine.scheduler.running:

@@ -1,4 +1,4 @@
-"""Without the compiled operators (no compiler, or another processor) the engine is slower; output stays the same."""
+"""Without compiled operators (no compiler, or another processor) the engine is slower, but output is the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_torch_operators_are_as_exact(dtype: str) -> None:
 def test_a_processor_without_packed_products_is_as_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, dtype: str
 ) -> None:
-    """Only torch's plain product is left to the planner, as on processors that oneDNN cannot pack for."""
+    """The planner has only torch's plain product, as on processors for which oneDNN cannot pack weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     original = products.candidates
     found: list[str] = []

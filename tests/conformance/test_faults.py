@@ -1,4 +1,4 @@
-"""A drafter's fault is not the user's: output does not move, faults are counted, and in the end it is switched off."""
+"""Faults of a drafter: output is unchanged, faults are counted, and the drafter is switched off after several."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PLACES = {
 def test_whatever_is_raised_at_start_is_the_callers_mistake(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SystemExit too, in every piece of the user's code that runs before the first token."""
+    """Even SystemExit becomes a ValueError, in all of the user's code that runs before the first token."""
     (tmp_path / f"leaves_in_{place}.py").write_text(START + PLACES[place])
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"speculative_config: .*SystemExit: 3"):
@@ -104,7 +104,7 @@ def test_an_interrupt_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repeated_faults_switch_the_drafter_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The first is logged with the place that it came from."""
+    """The first fault is logged with the place where it was raised."""
     config = {"method": "tests.conformance.faulty.Raises", "num_speculative_tokens": 3, "max_faults": 4}
     with pytest.warns(RuntimeWarning, match="Raises switched off after 4 faults.*no idea") as caught:
         _, llm = run(REQUESTS, dtype="float32", speculative_config=config)
@@ -151,8 +151,8 @@ def test_a_slow_drafter_is_counted_against_its_time_limit() -> None:
 def test_a_head_whose_state_broke_is_not_asked_again_for_that_request(
     monkeypatch: pytest.MonkeyPatch, eager: bool, number: int
 ) -> None:
-    """One round fails for everybody: the requests of that round decode plainly, a later request drafts again. What was
-    recorded then is not run again."""
+    """One round fails for all its requests: they go on plainly, and a later request is drafted for again. A program
+    recorded in the failed round is not replayed."""
     from tests.conformance.cases import CASES
 
     settings = {"dtype": "float32", "max_num_seqs": 1, "enforce_eager": eager}

@@ -1,11 +1,10 @@
-"""Answers that follow a grammar: valid, and the same with every drafter as without one.
+"""Answers that follow a grammar are valid, and with every drafter the same as without one.
 
     DRAFTPROOF_TEST_EVERYTHING=1 NUM_SCHEMAS=500 SCHEMA_SUITE=DIR python -m pytest tests/conformance/test_grammar.py -rP
 
-takes as many schemas with every drafter and says what came of them; without, sixty with a drafter of each kind. A
-third of them is of the types in client libraries, a third of JSON-Schema-Test-Suite, where DIR is its folder of a
-draft, and the rest is generated. Each is asked for greedily and sampled; with SCHEMA_MODES=turns by turns, which takes
-half the time.
+runs 500 schemas with every drafter and prints a summary; the default is sixty, with one drafter of each kind. A third
+comes from types of client libraries, a third from JSON-Schema-Test-Suite (DIR: its folder of one draft), and the rest
+is generated. Each schema is answered greedily and sampled; SCHEMA_MODES=turns alternates, in half the time.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ NUM_SCHEMAS = int(os.environ.get("NUM_SCHEMAS", "60"))
 SCHEMA_SUITE = os.environ.get("SCHEMA_SUITE", "")
 IS_BY_TURNS = os.environ.get("SCHEMA_MODES") == "turns"
 QUICK = ("eagle3", "suffix", "ff")
-# What share of the answers must end, by where their schemas are from. Clients' types and the suite's schemas hold texts
-# and objects without a bound, in which a small model goes on and on; a generated one bounds everything in it.
+# Least share of answers that must end by themselves, by the source of their schemas. Clients' types and the suite's
+# schemas have unbounded texts and objects, which a small model may never end; generated ones bound everything.
 LEAST_FINISHED = {"types": 0.5, "suite": 0.15, "generated": 1.0}
 FEW_BLOCKS: dict[str, Any] = {"num_kv_blocks": 36, "max_num_seqs": 16}  # so that requests are preempted
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "seed": 3}
@@ -46,7 +45,7 @@ def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Requ
 
 
 def answers(outputs: list[RequestOutput]) -> list[Any]:
-    """All of an output that a drafter could change, log-probabilities with their bits."""
+    """Everything in an output that a drafter could change, logprobs with all their bits."""
     return [
         (c.token_ids, c.text, c.finish_reason, c.cumulative_logprob, o.error)
         for o in outputs
@@ -56,8 +55,8 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 @functools.cache
 def usable() -> list[tuple[str, dict[str, Any]]]:
-    """Schemas that llguidance takes, each with where it is from: libraries' types and a test suite, a third of all at
-    most, and generated ones."""
+    """(source, schema) pairs that llguidance supports: at most a third each from libraries' types and from the test
+    suite, the rest generated."""
     found = list[tuple[str, dict[str, Any]]]()
     with LLM(**ENGINE) as llm:
         for source, listed in (("types", shipped()), ("suite", suite(SCHEMA_SUITE))):
@@ -75,7 +74,7 @@ def is_taken(llm: LLM, schema: dict[str, Any]) -> bool:
 
 
 def wanted() -> tuple[list[str], list[SamplingParams], list[str]]:
-    """Each schema greedy and sampled, with one more wish by turns: prompts, parameters, where each schema is from."""
+    """Requests for each schema, greedy and sampled, with one further option in turn: (prompts, parameters, sources)."""
     more: list[dict[str, Any]] = [
         {},
         {"top_p": 0.9, "min_p": 0.02},
@@ -91,7 +90,7 @@ def wanted() -> tuple[list[str], list[SamplingParams], list[str]]:
             "structured_outputs": rule,
             **more[number // 2 % len(more)],
         }
-        if number % 5 < 2:  # which takes longer than all else
+        if number % 5 < 2:  # not more often: it takes longer than everything else
             shared["logprobs"] = 1
         for mode, own in enumerate(({"temperature": 0}, {"temperature": 0.9, "seed": number})):
             if IS_BY_TURNS and mode != number % 2:
@@ -142,7 +141,7 @@ def test_drafts_change_no_answer(name: str) -> None:
             f"{speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafts accepted, "
             f"{llm.stats.num_preemptions} preemptions"
         )
-        assert speculation.num_draft_tokens > 0 or name == "replay"  # whose recordings are other answers
+        assert speculation.num_draft_tokens > 0 or name == "replay"  # its recordings are of other answers
         if name == "ff":
             forced = llm.stats.drafters[-1]
             assert forced.name == "ff"
@@ -174,9 +173,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", ["fixed", "adaptive"])
 def test_every_rule_beside_requests_without_one(policy: str) -> None:
-    """Choices of one request, prompts that share a prefix, the end of a block by its token, batches of all kinds."""
+    """With several choices, prompts that share a prefix, grammars that begin after a token, and mixed batches."""
     prompts, params = list[str](), list[SamplingParams]()
-    after = 203  # a newline, for a reasoning block's end
+    after = 203  # a newline, standing for the end of a reasoning block
     for number, rule in enumerate(RULES.values()):
         for more in ({}, {"after_token_id": after}):
             given = StructuredOutputsParams(**rule, **more)
@@ -240,14 +239,14 @@ def test_a_grammar_that_cannot_be_is_refused_and_others_go_on() -> None:
 
 
 def moved_by_drafts(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
-    """Masks along drafts by a matcher that takes them in, the refused ones' forerunners too, and stays there."""
+    """Wrong: the matcher advances by the drafts and stays there."""
     masks = right_masks(self, drafts, num_rows)
     self._matcher.try_consume_tokens(list(drafts))
     return masks
 
 
 def same_for_all_rows(self: Matcher, drafts: Sequence[int], num_rows: int) -> bytes:
-    """What may follow the output, for the rows behind drafts too."""
+    """Wrong: rows after drafts get the mask of the first row."""
     return right_masks(self, [], 1) * num_rows
 
 

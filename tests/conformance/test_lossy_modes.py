@@ -1,4 +1,4 @@
-"""verification="rejection" and "block" in the engine. That they keep the distribution is proved in tests/sampling."""
+"""verification="rejection" and "block" in the engine. tests/sampling proves that they keep the distribution."""
 
 from __future__ import annotations
 

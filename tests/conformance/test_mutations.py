@@ -1,4 +1,4 @@
-"""The equality tests have power: engines that are wrong on purpose are told from right ones."""
+"""The equality tests have power: they detect engines that are wrong on purpose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = {"model": EAGLE3, "num_speculative_tokens": 4, "policy": "fixed"}
 
 
 def differences(**settings: Any) -> list[Difference]:
-    """Speculative output of the engine as it is now, against plain output made before it was spoilt."""
+    """Differences between speculative output of the engine as patched now and plain output from before the patch."""
     outputs, llm = run(REQUESTS, speculative_config=HEAD, **settings)
     assert llm.stats.speculation.num_accepted_tokens > 0
     return compare(PLAIN[settings.get("dtype", "bfloat16")], outputs)
@@ -46,7 +46,7 @@ def test_the_unspoilt_engine_shows_none() -> None:
 
 
 def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tensor) -> VerifyResult:
-    """The exact rule, but for which drafts count as equal."""
+    """The exact rule, but with another notion of which drafts are accepted."""
     at_W = torch.arange(rows.width)
     sampled_RW = sampled_M[row_index(rows, at_W, len(sampled_M))]
     live_RK = same_RK & (at_W[:-1] < rows.draft_count_R[:, None])
@@ -57,7 +57,7 @@ def accept(sampled_M: Tensor, rows: VerifyRows, tokens_SL: Tensor, same_RK: Tens
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, taken: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Verify by another rule: taken(drafts_RK, sampled_RK, logits_RKV) says which drafts are accepted."""
+    """Patch the verifier: taken(drafts_RK, sampled_RK, logits_RKV) decides which drafts are accepted."""
     original = verifier.ExactVerifier.verify
 
     def wrong(
@@ -94,7 +94,7 @@ def test_one_draft_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_favouring_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft is taken where the target finds it likely enough: what "typical acceptance" does."""
+    """A draft is accepted if the target finds it likely enough: "typical acceptance"."""
 
     def likely(drafts_RK: Tensor, sampled_RK: Tensor, logits_RKV: Tensor) -> Tensor:
         chance_RK = logits_RKV.softmax(-1).gather(2, drafts_RK[..., None])[..., 0]
@@ -128,7 +128,7 @@ def test_a_product_that_splits_its_sum_by_the_number_of_rows_is_seen(
 
 @slow
 def test_an_attention_whose_chunks_follow_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys summed in two halves, cut at a place that depends on the number of rows: equal but for rounding."""
+    """Keys are summed in two parts, split at a place that depends on the number of rows: equal except for rounding."""
     llm = LLM(dtype="float32", speculative_config=HEAD, attention_backend="reference")
     parts = llm.engine.runner
 

@@ -1,4 +1,4 @@
-"""Several heads of different methods in one process: none notices another, next door or in one chain."""
+"""Several heads of different methods in one process do not affect each other, in separate engines or in one chain."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_engines_next_to_each_other_do_as_alone(alone: dict[str, list[RequestOut
 def test_a_head_drafts_in_a_chain_as_it_does_alone(
     alone: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The first of a chain always proposes here and counts as the best, so the others only keep their state in step."""
+    """The chain's first member always proposes and counts as the best, so the others only keep their state current."""
     monkeypatch.setattr(Record, "expected", lambda record, slot: 1.0)
     others = (name, *(h for h in HEADS if h != name))
     members = [{**CASES[other].config, "num_speculative_tokens": 4} for other in others]

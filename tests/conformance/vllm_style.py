@@ -1,4 +1,4 @@
-"""Proposers as people write them for vLLM: nothing of this project is imported."""
+"""Proposers written for vLLM's interface: nothing of this project is imported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class NgramProposer:
-    """Copies what followed the newest two tokens where they stood last. Checks all that it is given, too: an assertion
-    that fails is a fault, and the suite counts those."""
+    """Copies what followed the last earlier occurrence of the newest two tokens. Also checks all its arguments: a
+    failed assertion is a fault, which the suite counts."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.k = vllm_config.speculative_config.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Runs ahead of every method are slow; those of one head are not."""
+"""Marks the async tests of `test_ahead.py` as slow, except those of one head."""
 
 from __future__ import annotations
 

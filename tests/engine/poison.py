@@ -1,4 +1,4 @@
-"""Steps that fail for one request's sake, on whatever runner."""
+"""Makes the steps of a runner fail because of one request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from draftproof.engine.interface import StepInput
 
 
 def poison(num_prompt: int, at: int = 0) -> Callable[[StepInput], None]:
-    """Fails each step that computes rows, from position `at` on, of the request with so many prompt tokens."""
+    """A check that raises for each step with rows from position `at` on of the request with `num_prompt` prompt
+    tokens."""
     slots: set[int] = set()
 
     def before(step: StepInput) -> None:

@@ -1,4 +1,4 @@
-"""What the engine does on a GPU, done on the CPU: passes in flight, whole steps run again over fixed buffers."""
+"""The GPU's mode of operation, emulated on a CPU: passes in flight, and whole steps replayed over fixed buffers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from draftproof.runtime.transfer import IntegerRows
 from tests.conformance.cases import CASES, EAGLE3, MTP, Case, mixture
 from tests.helpers import one_by_one
 
-# a user's sees no rows but its own
+# without users' drafters, whose passes are not recorded
 OURS = {name: case for name, case in CASES.items() if not name.startswith("custom")}
 OURS["chain of eagle3, mtp"] = Case({"method": "chain", "drafters": [{"model": EAGLE3}, {"model": MTP}]})
 METHODS = [None, *OURS]
 
 
 class NoLook(TorchDispatchMode):
-    """Fails where a GPU would have to wait: values read by the host."""
+    """Fails on operators that would make the host wait for a GPU: those that read values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[-1]
@@ -34,7 +34,7 @@ class NoLook(TorchDispatchMode):
 
 
 class Replayed:
-    """Behaves as CUDA graphs do: inputs are copied to fixed places, and results stay where the first ones were."""
+    """Emulates CUDA graphs: inputs are copied to fixed buffers, and results overwrite those of the first run."""
 
     calls_once = False
     num_warming = 0
@@ -82,7 +82,7 @@ def _tensor(output: Tensor | IntegerRows) -> Tensor:
 
 
 def ahead(llm: LLM, buckets: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Replayed:
-    """Turn the engine into one that runs a pass ahead and repeats whole steps."""
+    """Make the engine run one pass ahead and replay whole steps."""
     graphs, runner = Replayed(), llm.engine.runner
     assert isinstance(runner, ModelRunner)
     runner.graphs, runner.async_depth = graphs, int(not runner.spec.host_tokens)
@@ -110,7 +110,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[..., list[Any]]:
-    """Plain answers of a method's target to the mixture."""
+    """Outputs of a method's target for the mixture, decoded plainly."""
     known: dict[str | None, list[Any]] = {}
 
     def get(method: str | None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a caller passes in is copied: nothing that happens to it later changes an output."""
+"""Objects that callers pass in are copied: changing them later changes no output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIASED = 279
 
 @pytest.fixture(scope="module")
 def tight() -> LLM:
-    """So few pages that the second of two requests is preempted, and taken in again from its parameters."""
+    """An engine with so few pages that the second of two requests is preempted, and readmitted from its parameters."""
     return LLM(**SETTINGS, num_kv_blocks=33, enable_prefix_caching=False)
 
 

@@ -1,4 +1,4 @@
-"""Requests that leave no token: named before anything runs where that can be known, else by the request's error."""
+"""Requests that rule out every token: refused before anything runs if that can be known, else failed with an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 
 def word(llm: LLM) -> int:
-    """A token that is a bad word by itself."""
+    """A token that is a bad word on its own."""
     return llm.tokenizer.encode("self", add_special_tokens=False)[0]
 
 
@@ -64,7 +64,7 @@ def test_bad_words_may_leave_nothing_at_once(llm: LLM) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_what_shows_only_later_is_the_requests_error(llm: LLM, temperature: float) -> None:
-    """A bad word of two tokens, whose second is the only one allowed."""
+    """The second token of a two-token bad word is the only allowed token."""
     pair = llm.tokenizer.encode("selfself", add_special_tokens=False)
     assert len(pair) == 2 and pair[0] == pair[1]
     params = SamplingParams(
@@ -80,7 +80,7 @@ def test_what_shows_only_later_is_the_requests_error(llm: LLM, temperature: floa
 
 
 def test_logits_without_numbers_are_still_called_that(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the request asks for something that makes copies of them."""
+    """Also for requests whose processing copies the logits."""
     verifier = llm.engine.runner.verifier
     original = type(verifier).verify
 

@@ -1,4 +1,4 @@
-"""The host half alone: a runner without weights, ids and numbers only."""
+"""The host half alone, against a fake runner without weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pending:
 
 
 class FakeRunner:
-    """Answers each known text with its length; half of the drafts are right. `before` sees each step first."""
+    """Its next token is the length of the text so far; half of its drafts are right. `before` sees each step first."""
 
     vocab_size = max_model_len = 1000
     drafter_has_kv = drafter_may_rest = True
@@ -192,7 +192,7 @@ ROUNDS: list[list[int]] = [[-1], [5, -1], [5, 6, -1], [6, -1], [5, 6, 7]]
 def test_tokens_that_come_at_once_count_as_those_that_come_one_by_one(
     tokens: list[int], params: dict[str, Any]
 ) -> None:
-    """-1: a row of logits that holds no number, after which nothing comes."""
+    """-1 stands for a row of logits without numbers, which ends the output."""
 
     class Scripted(FakeRunner):
         def __init__(self, rounds: list[list[int]]) -> None:
@@ -222,7 +222,7 @@ def test_tokens_that_come_at_once_count_as_those_that_come_one_by_one(
 
 @pytest.mark.parametrize("async_depth", [0, 1])
 def test_a_round_counts_for_the_drafter_whose_drafts_it_verified(async_depth: int) -> None:
-    """Drafters take turns, and the second fails whenever the first drafts; the one who drafted last is unheard."""
+    """Drafters take turns, and the second fails whenever the first drafts. The last drafts are never verified."""
 
     class TakesTurns(FakeRunner):
         num_passes = 0
@@ -231,7 +231,7 @@ def test_a_round_counts_for_the_drafter_whose_drafts_it_verified(async_depth: in
             result = super().row(s)
             result.drafter = self.num_passes % 2
             result.drafter_faults = () if result.drafter else (1,)
-            result.num_drafted = 1 + result.drafter  # verified now, made by the other one before
+            result.num_drafted = 1 + result.drafter  # verified in this pass, made by the other drafter
             self.num_passes += 1
             return result
 
@@ -286,7 +286,7 @@ def test_two_that_fail_are_both_found_and_those_who_come_meanwhile_are_served() 
 
 
 class FailsLater(FakeRunner):
-    """Steps that `before` refuses fail when their results are waited for."""
+    """Steps for which `before` raises fail only when their results are awaited."""
 
     def run(self, step: StepInput) -> Pending:
         before, self.before = self.before, lambda step: None
@@ -330,7 +330,7 @@ def test_a_fault_that_does_not_come_again_costs_nobody_anything(
 def test_wherever_faults_surface_those_who_are_to_blame_pay(
     num_drafts: int, async_depth: int, where: str
 ) -> None:
-    """Each length of output, so that requests end in the very step that fails, or in the one before it."""
+    """Outputs have several lengths, so that requests end in the failing step, or in the one before it."""
     for poisoned, at in itertools.product(([5], [6, 7], [5, 8]), range(0, 14, 3)):
         runner = RUNNERS[where](num_drafts, async_depth)
         engine = core(runner, slots=3)
@@ -418,7 +418,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_a_request_that_cannot_be_computed_is_refused(fields: dict[str, Any], message: str) -> None:
-    """Before it costs anybody anything."""
+    """Refused by `add_request`, before it is queued."""
     engine, wrong = core(FakeRunner(num_drafts=2)), replace(spec(), **fields)
     engine.add_request("a", spec())
     with pytest.raises(ValueError, match=message):
@@ -489,7 +489,7 @@ def test_a_fault_while_slots_are_taken_back_hurts_nobody() -> None:
 
 
 class Chosen(FixedPolicy):
-    """So many drafts by the number of requests' outputs: `by_length(num_outputs)`."""
+    """Asks for `by_length(num_outputs)` drafts for a request with that many output tokens."""
 
     def __init__(self, by_length: Callable[[int], int], drafts_at_start: bool = True) -> None:
         super().__init__(0)
@@ -503,7 +503,7 @@ class Chosen(FixedPolicy):
 
 
 def test_at_no_drafts_the_drafter_has_nothing_to_do() -> None:
-    """Drafts stop after six tokens: one more step verifies the last, then the drafter sees nothing any more."""
+    """Drafting stops after six tokens: one more step verifies the last drafts, then the drafter is skipped."""
     runner = FakeRunner(3)
     engine = core(runner)
     engine.policy = Chosen(lambda num_outputs: 3 if num_outputs < 6 else 0)
@@ -528,7 +528,7 @@ def test_who_missed_the_drafter_is_not_asked_again() -> None:
     finish(engine)
     assert not any(s.num_drafts for step in runner.steps for s in step.scheduled)
     runner.steps.clear()
-    runner.drafter_has_kv = False  # nothing is missed by who keeps nothing
+    runner.drafter_has_kv = False  # a drafter without keys and values misses nothing
     engine.add_request("b", spec(6, 20))
     finish(engine)
     assert any(s.num_drafts for step in runner.steps for s in step.scheduled)
@@ -546,7 +546,7 @@ def test_a_prompt_is_shown_to_the_drafter_if_drafts_are_to_follow(will_draft: bo
 
 @pytest.mark.parametrize("has_kv", [False, True])
 def test_whose_prompt_is_not_shown_is_not_asked_for_drafts(has_kv: bool) -> None:
-    """A drafter that keeps nothing misses nothing, so that it may be asked whatever the prompt would have cost."""
+    """A drafter without keys and values misses nothing, so it may be asked although it did not see the prompt."""
     runner = FakeRunner(3)
     runner.drafter_has_kv = has_kv
     engine = core(runner)
@@ -567,7 +567,7 @@ def test_a_drafter_that_may_not_rest_sees_every_pass() -> None:
 
 
 def test_what_would_be_drafted_follows_from_the_whole_prompt() -> None:
-    """Whether or not drafts are worth it: somebody wants to know."""
+    """`draft` shows the drafter the whole prompt, even if the policy would not draft."""
     runner = FakeRunner(4)
     engine = core(runner)
     engine.policy = Chosen(lambda num_outputs: 0, drafts_at_start=False)
@@ -577,7 +577,7 @@ def test_what_would_be_drafted_follows_from_the_whole_prompt() -> None:
 
 
 def test_a_hole_begins_where_the_first_row_was_lost() -> None:
-    """A step that was launched ahead counted on more accepted drafts than there were."""
+    """The start of a step that was launched ahead is an upper bound: fewer drafts were accepted than it assumed."""
     runner = FakeRunner(7, async_depth=1)
     results = iter(range(100))
     answer = runner.row
@@ -601,7 +601,7 @@ def test_a_hole_begins_where_the_first_row_was_lost() -> None:
 
 
 class Told(FixedPolicy):
-    """What the policy hears of rounds."""
+    """Records what the policy is told about rounds."""
 
     def __init__(self, num_drafts: int) -> None:
         super().__init__(num_drafts)
@@ -679,7 +679,7 @@ def test_the_policy_does_not_hear_of_steps_that_are_yet_to_be_recorded(
 
 
 def test_the_policy_does_not_hear_of_steps_that_ran_ahead_of_everybodys_end() -> None:
-    """Such a step is taken in when the next request comes, which may be hours later."""
+    """The result of such a step is processed when the next request comes, which may be hours later."""
     heard: list[StepOutcome] = []
     runner = FakeRunner(3, async_depth=1)
     engine = core(runner)

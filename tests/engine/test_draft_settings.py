@@ -58,8 +58,8 @@ def test_no_draft_stands_beyond_its_max_model_len(name: str) -> None:
 
     state.store_drafts = watched  # type: ignore[method-assign]
     assert not compare(plain, run(llm))
-    assert max(ends) <= LIMIT  # the last draft stands at position LIMIT - 1
-    assert max(ends) == LIMIT or name == "custom"  # whose drafts are too few to say
+    assert max(ends) <= LIMIT  # the last draft is at position LIMIT - 1
+    assert max(ends) == LIMIT or name == "custom"  # which makes too few drafts to reach it
     assert llm.stats.speculation.num_accepted_tokens > 0 and llm.stats.num_drafter_faults == 0
     longest = max(len(o.prompt_token_ids) + 40 for o in plain)
     assert longest > LIMIT + 20
@@ -90,7 +90,7 @@ def test_a_member_keeps_the_smaller_of_two_limits() -> None:
 
 
 def test_random_weights_for_the_drafter_alone(tmp_path: Path) -> None:
-    """Only its config.json is read, outputs stay those of the target's own weights, and hardly a draft is right."""
+    """Only the drafter's config.json is read. Outputs are those of the target's own weights; few drafts are right."""
     shutil.copy(Path(EAGLE3) / "config.json", tmp_path)
     llm, trained = engine({"model": str(tmp_path), "load_format": "dummy"}), engine({"model": EAGLE3})
     assert not compare(run(engine(None)), run(llm))

@@ -1,4 +1,4 @@
-"""What an engine says of its memory before it loads anything."""
+"""The forecast of an engine's memory that is logged before loading."""
 
 from __future__ import annotations
 

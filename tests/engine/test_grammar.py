@@ -1,4 +1,4 @@
-"""Grammars in the host half: a toy one, a runner without weights that samples by masks, drafts right and wrong."""
+"""Grammars in the host half: a toy grammar, and a fake runner that samples by masks and drafts right and wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from draftproof.engine.interface import NONE_LEFT, RequestSpec, RowResult, Sched
 from tests.engine.test_core import FakeRunner, Pending, core, finish, ids, nothing_left, spec
 
 END = 999
-WORDS = 32  # a mask has so many
+WORDS = 32  # 32-bit words of a mask
 
 
 def allowed_after(output: Sequence[int]) -> set[int]:
-    """The toy grammar: what may follow depends on all tokens before it. Where their sum is a multiple of 3 there is no
-    choice; after 12 tokens there is only the end."""
+    """The toy grammar: the tokens allowed after `tokens`. Only one if their sum is a multiple of 3; only the end after
+    12 tokens."""
     if len(output) >= 12:
         return {END}
     first = (7 * sum(output) + len(output)) % 90 + 1
@@ -75,8 +75,7 @@ class ToyGrammar:
 
 
 class MaskedRunner(FakeRunner):
-    """Samples the highest id that a row's mask allows, where `no_end` never the end; of its drafts every third is
-    wrong."""
+    """Samples the highest id that a row's mask allows (with `no_end`, never the end). Every third draft is wrong."""
 
     def __init__(self, num_drafts: int = 0, async_depth: int = 0, most_forced: int = 0) -> None:
         super().__init__(num_drafts, async_depth)
@@ -168,13 +167,13 @@ def test_an_output_follows_its_grammar_to_the_end() -> None:
 @pytest.mark.parametrize("most_forced", [0, 2, 4])
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_drafts_change_nothing(num_drafts: int, most_forced: int, async_depth: int) -> None:
-    """A matcher that were advanced by drafts would be elsewhere after the first that is wrong."""
+    """Fails if drafts advanced the matcher: it would be out of step after the first wrong draft."""
     runner = MaskedRunner(num_drafts, async_depth, min(most_forced, num_drafts))
     found, reason, engine = output_of(runner)
     assert found == EXPECTED and reason == "stop"
     assert runner.num_wrong >= 2 and engine.stats.speculation.num_accepted_tokens > 0
     assert any(step.forced for step in runner.steps) == (most_forced > 0)
-    named = engine.stats.drafters[1].speculation  # the last one is who stands for forced text
+    named = engine.stats.drafters[1].speculation  # forced text is attributed to the last drafter
     assert (
         named.num_accepted_tokens == named.num_draft_tokens > 0 if most_forced else not named.num_draft_tokens
     )
@@ -191,7 +190,7 @@ def test_forced_text_takes_no_more_room_than_there_is() -> None:
 
 def test_where_only_the_end_is_left_and_may_not_come_the_output_ends_all_the_same() -> None:
     runner = MaskedRunner(4, 0, 4)
-    runner.no_end = True  # min_tokens
+    runner.no_end = True  # as min_tokens does
     found, reason, _ = output_of(runner)
     assert found == EXPECTED[:-1] and reason == "stop"
 

@@ -1,4 +1,5 @@
-"""A fault on a real engine: who is to blame pays, nobody else loses a bit; a device that fails ends it for all."""
+"""Faults on a real engine: only the request at fault fails, and the others keep every bit; a device fault ends the
+engine for all requests."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def expected() -> list[RequestOutput]:
 
 
 def fails_in(place: str, run: Callable[[StepInput], LaunchedStep], bad: Callable[[StepInput], None]) -> Any:
-    """A runner's `run` for which `bad` speaks up before anything was computed, after it, or with the results."""
+    """`run`, with `bad` called before the launch or after it, or its exception raised when results are read."""
 
     def before(step: StepInput) -> PendingStep:
         bad(step)
@@ -77,7 +78,7 @@ def fails_in(place: str, run: Callable[[StepInput], LaunchedStep], bad: Callable
 
 
 class Lost:
-    """Rows that never come home."""
+    """Rows whose copy to the host fails."""
 
     def wait(self) -> Any:
         raise ZeroDivisionError("poisonous")
@@ -112,7 +113,7 @@ def test_a_request_whose_rows_fail_pays_alone_and_no_bit_of_the_others_moves(
 def test_an_accelerator_that_fails_ends_the_engine_with_one_error(
     monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """In a launch, and where results are read; `place`: the part of the runner that raises."""
+    """Faults at launch, and when results are read. `place`: the method that raises."""
     calls = []
 
     def dies(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of prompts that nobody samples are left out of the last layer, and no output tells."""
+"""The last layer skips prompt rows that are not sampled, without changing any output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed", "num_specul
 
 
 def outputs(monkeypatch: pytest.MonkeyPatch, params: Any = PARAMS, **settings: Any) -> tuple[list[Any], int]:
-    """What is generated, and how often a last layer left rows out."""
+    """(outputs, number of passes in which the last layer skipped rows)."""
     numbers, only = [], PagedAttention.only
 
     def counted(self: PagedAttention, rows_M: torch.Tensor) -> PagedAttention:

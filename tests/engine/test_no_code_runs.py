@@ -1,4 +1,4 @@
-"""Code in a checkpoint's folder: never run, whoever answers `y` to a question that must not be asked."""
+"""Code in a checkpoint's folder is never run, even if stdin would answer `y` to a question whether to trust it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for folder in sys.argv[1:]:
 
 
 def harmful(to: Path, target: str, keys: dict[str, Any]) -> Path:
-    """A target's folder without tokenizer.json, and with code that every auto class of transformers would run."""
+    """A target's folder without tokenizer.json, with code that each of transformers' auto classes would run."""
     shutil.copytree(DATA / "oracle" / target, to)
     (to / "harmful.py").write_text(CODE.format(marker=str(to / "ran")))
     (to / "tokenizer_config.json").write_text(json.dumps(keys))

@@ -1,4 +1,4 @@
-"""The pace of steps: what is the machine's is told from what is a fault of the profile. No clock."""
+"""`Pace` separates the machine's pace from errors of the profile. No clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN, DRAFTING, OTHER = 0, 1, 2
 
 
 def fed(pace: Pace, num_rounds: int, times: dict[int, float], noise: float = 0.0, seed: int = 0) -> Pace:
-    """`pace`, after steps of these kinds that took turns and so many times as long as the profile says."""
+    """`pace` after `num_rounds` rounds of one step of each kind. `times`: kind -> time relative to the profile."""
     rng = random.Random(seed)
     for _ in range(num_rounds):
         for kind, factor in times.items():
@@ -37,7 +37,7 @@ def test_a_fault_of_the_profile_is_told_from_the_pace(noise: float) -> None:
 
 
 def test_a_machine_that_becomes_busy_changes_no_correction() -> None:
-    """Only drafting steps are met meanwhile."""
+    """While it is busy only drafting steps run."""
     pace = fed(Pace(), 200, {PLAIN: 1.0, DRAFTING: 1.1})
     known = pace.at(DRAFTING) - pace.at(PLAIN)
     fed(pace, 100, {DRAFTING: 2.2})

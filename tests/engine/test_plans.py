@@ -1,4 +1,4 @@
-"""What a speculative_config says: each member's K in a chain, what belongs beside members, what would be ignored."""
+"""Plans of a speculative_config: each chain member's K, settings for all members together, settings without effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(drafters: list[dict[str, Any]], **config: Any) -> LLM:
 
 
 class Counting:
-    """Passes a network's calls on, and counts them."""
+    """Forwards a network's calls and counts them."""
 
     def __init__(self, head: Any) -> None:
         self._head, self.num_calls = head, 0
@@ -44,7 +44,7 @@ class Counting:
 
 
 def test_a_member_drafts_no_more_than_its_own_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither are more drafts given out, nor is the head unrolled further. The first member is taken for the best."""
+    """It proposes no more drafts, nor unrolls its head further. Patched so that the first member counts as the best."""
     monkeypatch.setattr(Record, "expected", lambda record, slot: 1.0)
     llm = engine([{"model": EAGLE3, "num_speculative_tokens": 2}, SUFFIX])
     assert llm.num_speculative_tokens == 16
@@ -90,7 +90,7 @@ def test_a_members_own_k_gives_the_first_of_its_drafts(name: str) -> None:
 
 
 class Eager(Drafter):
-    """Proposes six tokens whatever was asked."""
+    """Proposes six tokens, however many are asked for."""
 
     spec = DraftSpec()
 

@@ -1,4 +1,4 @@
-"""How many drafts: costs, acceptance and the choice that follows from them. No engine, no clock."""
+"""Policies: costs, acceptance, and the numbers of drafts chosen by them. No engine, no clock."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def costs(
     buckets: tuple[int, ...] = (),
     levels: tuple[int, ...] = LEVELS,
 ) -> StepCosts:
-    """A pass of `base` and `row` for each row; a draft pass of `step` for each draft."""
+    """Costs with a target pass of `base` + `row` per row, and a draft pass of `step` per draft."""
     found = StepCosts(levels, buckets, Curve({n: base + row * n for n in (1, 8, 64, 512)}))
     for k in levels[1:]:
         for num_requests in (1, 64):
@@ -67,7 +67,7 @@ def plain_step(seconds: float, context: int = 0) -> StepOutcome:
 
 
 def chosen(policy: AutoPolicy, counts: Mapping[int, int]) -> dict[int, int]:
-    """Drafts for each class of odds."""
+    """Number of drafts for each class, by its odds."""
     choice = policy.best({RequestClass(odds, SHARES): number for odds, number in counts.items()})
     return {odds: choice.num_drafts.get(RequestClass(odds, SHARES), 0) for odds in counts}
 
@@ -98,7 +98,7 @@ def test_a_large_batch_gets_fewer_drafts() -> None:
 
 
 def test_the_choice_is_the_best_there_is() -> None:
-    """Against every number for a batch of alike requests."""
+    """Compared with every number of drafts, for a batch of equal requests."""
     for rate, row, step in ((0.3, 0.01, 0.02), (0.5, 0.03, 0.1), (0.8, 0.05, 0.05), (0.9, 0.1, 0.3)):
         for num_requests in (1, 4, 32):
             its = policy(rate, row=row, step=step)
@@ -130,8 +130,8 @@ def test_requests_that_cannot_draft_count_as_rows() -> None:
 
 
 def run(policy: AutoPolicy, rate: float, num_tokens: int, slower: float = 1.0, seed: int = 0) -> float:
-    """Seconds that a request takes whose drafts are right at this rate, where steps with drafts take `slower` times
-    what the policy was told."""
+    """Seconds per token of a simulated request whose drafts are accepted at this rate. Steps that draft take `slower`
+    times as long as the policy's costs say."""
     rng, one = random.Random(seed), request(4)
     truth, seconds, tokens, verifying, num_plain = costs(), 0.0, 0, 0, 0
     while tokens < num_tokens:
@@ -163,7 +163,7 @@ def test_a_drafter_that_is_never_right_costs_no_more_than_the_allowance(seed: in
 
 
 def test_costs_that_were_measured_wrong_are_found_out() -> None:
-    """Drafting is not worth it here, though the profile says so."""
+    """Drafting does not pay, although the profile says that it does."""
     assert run(policy(0.6), 0.45, 2000, slower=2.0) < 1.03 * plain_seconds()
 
 
@@ -206,7 +206,7 @@ def test_cached_tokens_that_are_computed_again_count() -> None:
 
 
 def test_short_proposals_are_not_taken_for_long_ones() -> None:
-    """There are always two drafts, which are always right."""
+    """Eight drafts are asked for; two are proposed, and always accepted."""
     its, one = policy(0.6), request(4)
     for _ in range(300):
         its.proposed(one, 8, 2)
@@ -231,7 +231,7 @@ def test_the_share_of_rounds_with_drafts_is_each_requests_own() -> None:
 
 
 def test_a_choice_holds_for_few_rounds_and_for_its_requests_only() -> None:
-    """With drafts: nobody is told of steps that have prompts, too."""
+    """A choice with drafts is renewed by the number of steps, since steps with prompts are not reported."""
     its = policy(0.9, row=0.005, step=0.01)
     one, other = request(4), request(4, 1)
     assert its.choose([one], 0) == [8]
@@ -283,7 +283,7 @@ def test_who_gets_no_drafts_is_known_less_with_each_step() -> None:
 
 
 def test_a_disturbed_step_costs_no_savings() -> None:
-    """It is counted as such steps are known to take, as is what a plain one would have taken."""
+    """Savings change by the costs of such a step and of a plain one, not by the measured time."""
     its = policy()
     for _ in range(5):
         its.finished(StepOutcome(1, 4, 3, 3, 0, its.costs.step(1, 4, 3), 0.0))
@@ -330,7 +330,7 @@ def test_a_fixed_policy_is_fixed() -> None:
 
 
 def test_rounds_beyond_the_first_miss_were_not_observed() -> None:
-    """Two positions, right at 0.8 and then at 0.3: counting what lies behind a miss would pull the second down."""
+    """Two positions, accepted at 0.8 and 0.3: counting drafts after a miss would lower the second estimate."""
     acceptance, record, rng = Acceptance(2), AcceptanceRecord(), random.Random(1)
     for _ in range(3000):
         first = rng.random() < 0.8
@@ -367,7 +367,7 @@ def test_one_trial_moves_an_expectation_by_its_share() -> None:
 
 
 def test_only_what_was_observed_of_a_round_is_expected() -> None:
-    """A miss at the first draft says nothing of the seven behind it; and what is old weighs less."""
+    """A miss at the first draft says nothing about the seven after it; older rounds weigh less."""
     acceptance, record = Acceptance(8, expected=0.5), AcceptanceRecord()
     acceptance.count(record, 8, 0)
     assert record.expected_hits + record.expected_misses == 1.0 == record.misses
@@ -377,7 +377,7 @@ def test_only_what_was_observed_of_a_round_is_expected() -> None:
 
 
 def test_an_expectation_weighs_as_much_after_many_rounds_as_before() -> None:
-    """Weights grow with the rounds, and are counted anew beyond a bound."""
+    """Weights grow with the rounds, and are rescaled beyond a bound."""
     acceptance = Acceptance(1, expected=0.6, memory=0.99)
     for _ in range(5000):
         acceptance.count(AcceptanceRecord(), 1, 0)
@@ -410,7 +410,7 @@ def test_steps_are_charged_for_what_they_are_filled_up_to() -> None:
 def test_a_size_that_was_measured_wrong_is_told_from_a_slow_machine(buckets: tuple[int, ...]) -> None:
     its = costs(buckets=buckets)
     plain, drafting = its.plain(1), its.step(1, 4, 3)
-    for _ in range(30):  # steps with drafts take twice as long as was measured
+    for _ in range(30):  # steps with drafts take twice as long as in the profile
         its.observe(StepOutcome(1, 1, 0, 1, 0, plain, 0.0))
         its.observe(StepOutcome(1, 4, 3, 2, 0, 2 * drafting, 0.0))
     for _ in range(300):
@@ -479,7 +479,7 @@ def test_rows_of_a_request_read_its_keys_together(buckets: tuple[int, ...]) -> N
 
 
 def test_draft_passes_of_many_requests_are_not_those_of_one() -> None:
-    """Three drafts were not measured for 16 requests."""
+    """Three drafts for 16 requests are interpolated."""
     its = DraftCosts()
     for num_requests, num_drafts, seconds in (
         (1, 1, 1.0),
@@ -512,7 +512,7 @@ def test_a_profile_comes_back_from_its_file() -> None:
 
 @pytest.mark.parametrize(("row", "buckets"), [(0.001, ()), (0.1, ()), (0.1, (1, 2, 4))])
 def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int, ...]) -> None:
-    """Where steps are filled up, a row less saves nothing."""
+    """Where steps are padded to buckets, saving a row saves no time."""
     its = policy(0.9, row=row, step=0.0, buckets=buckets)
     assert its.price() == 0.0, "nothing was chosen yet"
     (num_drafts,) = its.choose([request(4)], 0)
@@ -521,7 +521,7 @@ def test_a_row_must_bring_what_its_time_is_worth(row: float, buckets: tuple[int,
 
 
 def test_sizes_of_steps_come_again() -> None:
-    """Never fewer rows than there are, at most one in eight more, and few sizes, whoever's rows they are."""
+    """Never fewer rows than given, at most an eighth more, and few sizes, for any numbers of requests."""
     found = {(r, n): rounded_rows(r, n, 20) for r in range(1, 17) for n in range(r, 65) if n <= r * 21}
     assert all(n <= rounded <= n * 9 / 8 for (_, n), rounded in found.items())
     drafting = {rounded for (r, n), rounded in found.items() if n > r}

@@ -1,4 +1,4 @@
-"""The profile at the start: what is measured, in which order, and what is kept of it."""
+"""The profile at an engine's start: what is measured, in which order, and what is kept on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVELS = (0, 1, 3, 5)
 
 
 class FakeRunner:
-    """A step of 1 ms and 0.1 ms a row, which drafts in 0.2 ms a draft; `seconds` of a clock that each run moves on."""
+    """Steps of 1 ms plus 0.1 ms per row, and 0.2 ms per draft; each run advances a fake clock, `now`."""
 
     on_device, max_model_len = True, 1000
 
@@ -27,7 +27,7 @@ class FakeRunner:
         self.prepared: list[int] = []
         self.most_prepared = 1000
         self.now = 0.0
-        self.disturbed = 0.0  # how much longer two runs in three take
+        self.disturbed = 0.0  # two runs in three take this share longer
 
     def measure(self, size: StepSize) -> tuple[float, float]:
         num_requests, num_verified, num_drafts, context = size
@@ -107,7 +107,7 @@ def test_a_profile_is_kept_for_each_pair_and_machine(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_on_a_busy_machine_does_not_last(tmp_path: Path) -> None:
-    """Each engine measures again until one finds the machine calm, and keeps the calmest of them."""
+    """Each engine measures again until one profile is undisturbed; meanwhile the least disturbed one is kept."""
 
     def engine(slowness: float, disturbed: float) -> tuple[float, int]:
         runner = FakeRunner(slowness=slowness)
@@ -190,7 +190,7 @@ def test_an_engine_measures_its_steps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_keys_that_are_read_lie_apart_as_requests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slots and blocks that nobody has yet, and that are left as they were."""
+    """In unused slots and blocks, which are left as they were."""
     from draftproof import LLM, assets
     from draftproof.engine.measuring import StepMeter
     from draftproof.engine.runner import ModelRunner

@@ -1,4 +1,4 @@
-"""What the log says about drafting, and the acceptance rate in the counters."""
+"""Log lines about drafting, and the acceptance rate in the counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device half alone: it runs from a recorded list of steps."""
+"""The device half alone, driven by a recorded list of steps."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_request_with_processing_of_logits_leaves_its_batch_in_recorded_progra
 def test_a_rehearsal_fits_few_slots_and_leaves_nothing_behind(
     config: dict[str, Any] | None, num_slots: int
 ) -> None:
-    """Many short prompts would fill the largest pass; no more take part than there are slots."""
+    """Many short prompts would fill the largest pass, but no more are rehearsed than there are slots."""
     settings = {"max_model_len": 32, "max_num_batched_tokens": 512, "max_num_seqs": num_slots}
     with LLM(dtype="float32", speculative_config=config, **settings) as llm:
         before = llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
@@ -168,10 +168,10 @@ def test_a_step_is_what_its_vector_says() -> None:
 def test_a_decoding_step_that_comes_again_is_run_without_python(
     monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any] | None, num_programs: int
 ) -> None:
-    """One program computes, samples and commits; a second one drafts."""
+    """One recorded program computes, samples and commits; a second one drafts."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
     with LLM(max_model_len=128, speculative_config=speculative) as llm:
-        (expected,) = llm.generate(PROMPTS[0], params, use_tqdm=False)  # records what comes again
+        (expected,) = llm.generate(PROMPTS[0], params, use_tqdm=False)  # records the recurring steps
         run, calls = Program.__call__, list[Program]()
         monkeypatch.setattr(Program, "__call__", lambda program: (calls.append(program), run(program)))
         num_before = llm.stats.num_steps
@@ -179,7 +179,7 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
         num_decoding = llm.stats.num_steps - num_before - 1
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(calls) >= num_programs * (num_decoding - 2), (len(calls), num_decoding)
-    assert len(calls) <= num_programs * (num_decoding + 1)  # with the prompt's step
+    assert len(calls) <= num_programs * (num_decoding + 1)  # + 1: the prompt's step
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
@@ -187,8 +187,8 @@ def test_a_decoding_step_that_comes_again_is_run_without_python(
 def test_a_step_with_prompts_drafts_by_a_program(
     monkeypatch: pytest.MonkeyPatch, most_rows: int, num_programs: int
 ) -> None:
-    """A prompt in chunks beside a request that decodes: two steps as they are, one that is recorded, then the draft
-    part is run without Python, and so are the layers and the drafter's rows where these are few."""
+    """A chunked prompt beside a request that decodes: two eager steps and one that is recorded; from then on the draft
+    part is replayed, and with few rows also the target's layers and the drafter's rows."""
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     prompt = list(range(10, 10 + 8 * most_rows))
     settings = {"max_model_len": 1024, "max_num_batched_tokens": most_rows, "speculative_config": EAGLE3}
@@ -211,7 +211,7 @@ def test_a_step_with_prompts_drafts_by_a_program(
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 @pytest.mark.parametrize("speculative", [None, EAGLE3])
 def test_a_step_is_warming_until_its_parts_are_recorded(speculative: dict[str, Any] | None) -> None:
-    """Two runs as they are and one that is recorded, of the prompt's step, of the first and of those that follow."""
+    """Each kind of step (the prompt's, the first decoding one, the later ones) has two eager runs, then is recorded."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     flags: list[bool] = []
     with LLM(max_model_len=128, speculative_config=speculative) as llm:
@@ -224,14 +224,14 @@ def test_a_step_is_warming_until_its_parts_are_recorded(speculative: dict[str, A
 
         llm.engine.runner.run = watched  # type: ignore[method-assign]
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
-        del flags[-3:]  # the end, where fewer drafts have room
+        del flags[-3:]  # the last steps, which have room for fewer drafts
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
     assert all(flags[:3]) and not any(flags[6:11]) and sum(flags) < len(flags) / 2
 
 
 @pytest.mark.skipif(native.load() is None, reason="nothing is recorded without the compiled operators")
 def test_proposals_of_many_lengths_make_few_programs() -> None:
-    """Three requests with up to 16 drafts each: 49 sizes, of which 31 may come."""
+    """Three requests with up to 16 drafts each: 49 sizes, padded to 31."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(24)]
     params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=i) for i in range(24)]
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 16}
@@ -253,7 +253,7 @@ def test_proposals_of_many_lengths_make_few_programs() -> None:
 def test_nobody_s_first_tokens_wait_for_the_target_s_pass_to_be_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever numbers of requests and drafts come, its Python is not run while all decode."""
+    """For any numbers of requests and drafts, the target's Python code is not run in decode-only steps."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=10 + 7 * i, ignore_eos=True) for i in range(6)]
     ngram = {"method": "ngram", "prompt_lookup_min": 1}

@@ -136,7 +136,8 @@ def _told(lost: list[int], answer: bool, request: Progress, num_lost: int) -> bo
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_one_that_ends_with_its_prompts_pass_leaves_its_pages(is_over: bool) -> None:
-    """Nothing is scheduled for it any more; who is taken out in between leaves only what was known."""
+    """A request that ends leaves all its full pages in the prefix cache, although it is not scheduled again. One that
+    is removed leaves only those registered before."""
     s = scheduler()
     one = request(9, 0)
     s.add(one)
@@ -151,7 +152,7 @@ def test_one_that_ends_with_its_prompts_pass_leaves_its_pages(is_over: bool) -> 
 
 @pytest.mark.parametrize("will_draft", [False, True])
 def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bool) -> None:
-    """Who finds them can do without a drafter, and nothing is drafted for him, or takes those before the hole."""
+    """A request that finds them either uses them all and gets no drafts, or uses only those before the hole."""
     for hole, found in ((None, None), (0, 0), (4, 4), (5, 4), (8, None)):
         s, lost = scheduler(), list[int]()
         s.will_draft = partial(_told, lost, will_draft)
@@ -171,7 +172,7 @@ def test_pages_with_a_hole_in_the_draft_layers_are_shared_as_such(will_draft: bo
 
 
 def test_rows_before_a_hole_that_hold_guesses_are_not_shared_with_drafters() -> None:
-    """Three modules read three tokens ahead: what the last one knows ends two rows before the hole."""
+    """Three modules read three tokens ahead, so the last one's complete rows end two rows before the hole."""
     pages = PageAllocator(65, 4, sharing=True, lookahead=3)
     s = Scheduler(pages, num_slots=4, max_num_batched_tokens=32, num_lookahead=0)
     one = request(16, 0)
@@ -214,7 +215,8 @@ def test_recomputing_gives_all_slots_up_and_keeps_what_was_cached() -> None:
 
 
 def long_prompt(window: int) -> tuple[Scheduler, Progress, list[tuple[int, int]]]:
-    """A prompt of 32k tokens and a few after it: (blocks held of all positions, of the window) after each pass."""
+    """Run a prompt of 32k tokens and some decoding: (scheduler, request, blocks held in full-attention and in windowed
+    layers after each pass)."""
     pages = PageAllocator(2100, 16, sharing=True, lookahead=0)
     windows = [WindowPages(2100, 16, window)]
     s = Scheduler(pages, num_slots=4, max_num_batched_tokens=2048, num_lookahead=5, windows=windows)
@@ -228,7 +230,7 @@ def long_prompt(window: int) -> tuple[Scheduler, Progress, list[tuple[int, int]]
 
 
 def test_a_prompt_of_32k_holds_a_window_of_blocks_in_most_layers() -> None:
-    """Five of six layers of Gemma 3 see 1024 positions: they hold a 32nd, all layers together a fifth."""
+    """Five of six layers of Gemma 3 have a window of 1024: they hold 1/32 of the blocks, all layers together 1/5."""
     _, _, held = long_prompt(1024)
     assert max(full for full, _ in held) == 32768 // 16 + 1
     assert max(windowed for _, windowed in held) <= (1024 + 2048) // 16 + 2
@@ -238,7 +240,7 @@ def test_a_prompt_of_32k_holds_a_window_of_blocks_in_most_layers() -> None:
 
 
 def test_blocks_given_back_are_cleared_in_the_table_and_those_held_are_in_it() -> None:
-    """The device's table as its entries make it, beside what the request holds."""
+    """The device's table, built from its entries, equals the blocks that the request holds."""
     pages = PageAllocator(300, 4, sharing=True, lookahead=0)
     window = WindowPages(300, 4, 10)
     s = Scheduler(pages, num_slots=1, max_num_batched_tokens=32, num_lookahead=2, windows=[window])
@@ -297,7 +299,7 @@ def test_priority_holds_after_everybody_was_computed_again() -> None:
 
 
 def test_choices_of_a_prompt_wait_for_its_pages() -> None:
-    """Nobody behind them does, and where there are none to wait for, they do not."""
+    """Requests queued after them do not wait, and neither do they if the prompt has no full page."""
     s = scheduler(budget=32)
     first, other = request(9, 0), request(9, 3, start=100)
     choices = [Progress(id=f"r{i}", spec=first.spec, arrival=i, tokens=list(first.tokens)) for i in (1, 2)]
@@ -327,7 +329,7 @@ def test_choices_do_not_wait_for_one_that_has_left() -> None:
 
 
 def test_an_item_that_is_computed_whole_ends_a_pass_that_it_overfills() -> None:
-    """Nobody is admitted with what is left of the budget, which is less than nothing."""
+    """No request is admitted after it: the rest of the budget is negative."""
     s = scheduler(budget=8)
     for arrival in range(3):
         one = request(30, arrival, start=100 * arrival)

@@ -1,4 +1,4 @@
-"""State of slots beside pages: the engine commits the rows that live, in one place, whatever else a step does."""
+"""Per-slot states of layers: the engine commits the permanent rows to them, once per step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def texts_of(states: list[LayerState]) -> list[list[tuple[list[int], list[float]]]]:
-    """What each state saw of each request, sorted by the requests' tokens."""
+    """For each state, the (tokens, sum) that it saw of each request, sorted."""
     found = []
     for state in states:
         assert isinstance(state, SumState)
@@ -52,7 +52,7 @@ def texts_of(states: list[LayerState]) -> list[list[tuple[list[int], list[float]
 
 
 def generate(llm: LLM, prompts: Any) -> list[list[int]]:
-    """The rows that must have become permanent: all tokens of each request but the last."""
+    """Generate; returns the rows that must have become permanent: all tokens of each request but the last."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return sorted([*o.prompt_token_ids, *o.outputs[0].token_ids][:-1] for o in outputs)
@@ -68,7 +68,7 @@ def engine(folder: Path, **changes: Any) -> LLM:
 
 @pytest.mark.parametrize("drafter", [None, NGRAM])
 def test_a_targets_layers_keep_the_rows_that_live(folder: Path, drafter: dict[str, Any] | None) -> None:
-    """Prompts in chunks, rows of drafts that are accepted and rejected, slots that are taken again."""
+    """With chunked prompts, accepted and rejected drafts, and reused slots."""
     with engine(folder, speculative_config=drafter) as llm:
         wanted = generate(llm, PROMPTS)
         runner = llm.engine.runner
@@ -78,7 +78,7 @@ def test_a_targets_layers_keep_the_rows_that_live(folder: Path, drafter: dict[st
         assert all([tokens for tokens, _ in each] == wanted for each in found)
         assert isinstance(states[0], SumState)
         assert states[0].most == 24 and (states[0].num_cut > 20) == (drafter is not None)
-    with engine(folder, max_num_seqs=1, max_num_batched_tokens=96) as llm:  # alone, each prompt at once
+    with engine(folder, max_num_seqs=1, max_num_batched_tokens=96) as llm:  # one by one, prompts not chunked
         generate(llm, PROMPTS)
         alone = texts_of(llm.engine.runner.cache.states)
     for each, other in zip(found, alone, strict=True):
@@ -87,7 +87,7 @@ def test_a_targets_layers_keep_the_rows_that_live(folder: Path, drafter: dict[st
 
 
 def test_a_state_begins_with_its_request(folder: Path) -> None:
-    """Pages of a prompt that came before are not taken over: what the state was at their end is not known."""
+    """Pages of an earlier equal prompt are not reused, since they do not record the state at their end."""
     with engine(folder) as llm:
         for _ in range(2):
             generate(llm, [TEXT[:40]])
@@ -97,7 +97,7 @@ def test_a_state_begins_with_its_request(folder: Path) -> None:
 
 
 class Keeping:
-    """A drafter with a state of slots: proposes the prompt's next tokens, right or wrong."""
+    """A drafter with a per-slot state; repeats the newest token as its drafts."""
 
     spec = DraftSpec(taps=Taps(final=True), states=(SumSpec(size=4),))
 
@@ -127,10 +127,8 @@ def test_a_drafters_layers_keep_what_they_were_shown(config: dict[str, Any], num
         assert runner.draft_cache.states == [runner.sandboxes[number].drafter.drafter.state]
         (found,) = texts_of(runner.draft_cache.states)
         assert len(found) == len(wanted)
-        for (
-            tokens,
-            _,
-        ) in found:  # pages that come from the cache, and what nobody would draft for, it is not shown
+        # it does not see prefixes that come from the cache, nor rows for which no drafts are to follow
+        for tokens, _ in found:
             assert len(tokens) >= 30 and any(text[-len(tokens) :] == tokens for text in wanted)
         assert runner.draft_cache.states[0].num_cut > 20
 

@@ -1,4 +1,4 @@
-"""An engine runs at the number of threads that its certificates hold for, whatever callers and drafters set."""
+"""An engine runs with the number of threads of its certificates, whatever callers and drafters set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """torch's number of threads in each pass of a target."""
+    """Records torch's number of threads in each pass of a target."""
     counts: list[int] = []
     original = Decoder.__call__
 
@@ -37,7 +37,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class SetsThreads:
-    """A user's drafter that proposes the last token again, and changes torch's setting as it goes."""
+    """A user's drafter that proposes the last token again and changes torch's number of threads."""
 
     def __init__(self, build: object) -> None:
         from draftproof.drafters.base import DraftSpec
@@ -75,7 +75,7 @@ def test_another_thread_of_the_caller_has_no_say_either(seen: list[int]) -> None
     llm = LLM(enforce_eager=True)
 
     def generate() -> None:
-        torch.set_num_threads(3)  # OpenMP keeps this setting for each thread by itself
+        torch.set_num_threads(3)  # OpenMP keeps this setting per thread
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
 
     thread = threading.Thread(target=generate)

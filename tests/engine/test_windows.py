@@ -1,4 +1,4 @@
-"""Engines whose layers mostly see a window: fewer blocks held, the same bits, whatever happens to requests."""
+"""Engines with mostly sliding-window layers hold fewer blocks and give the same bits, whatever requests go through."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(folder: Path, **changes: Any) -> LLM:
 
 
 def without_windows(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> LLM:
-    """An engine that keeps all that its layers have seen."""
+    """An engine that never releases blocks of windowed layers."""
     with monkeypatch.context() as patch:
         patch.setattr(build.memory, "window_groups", lambda *given: ())
         return engine(folder, **changes)
@@ -54,7 +54,7 @@ def params(num_prompts: int = len(PROMPTS)) -> list[SamplingParams]:
 
 
 def most_held(llm: LLM, prompts: Any, given: list[SamplingParams]) -> tuple[Any, int, int]:
-    """(outputs, most blocks held at once by layers that see everything, by layers that see a window)."""
+    """(outputs, peak number of blocks held by full-attention layers, by windowed layers)."""
     scheduler, most = llm.engine.scheduler, [0, 0]
     schedule = scheduler.schedule
 
@@ -110,7 +110,7 @@ def test_outputs_have_the_same_bits(
 def test_a_prefix_whose_window_is_gone_is_computed_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that see everything know the first 600 tokens; of what others saw at 300, texts have taken the blocks."""
+    """Full-attention layers still hold the first 600 tokens; other texts took the windowed layers' blocks at 300."""
     plain = without_windows(monkeypatch, folder)
     llm = engine(folder)
     pages, (window,) = llm.engine.scheduler.pages, llm.engine.scheduler.windows

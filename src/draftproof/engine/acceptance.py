@@ -1,8 +1,8 @@
-"""How likely drafts are to be accepted, by request and position, from what was accepted lately.
+"""Estimates how likely drafts are to be accepted, by request and position, from recent rounds.
 
-A round verifies a request's drafts up to the first that is rejected: those before it are hits, it is a miss, and what
-lies behind it was not observed. Each draft is judged given that those before it were accepted, so the chance that
-draft j is reached and accepted, its survival, is the product of the chances up to j.
+A round verifies a request's drafts up to the first rejected one: those before it are hits, it is a miss, and those
+after it are not observed. A position's chance is conditional on acceptance of all drafts before it, so the survival of
+draft j, the chance that it and all before it are accepted, is the product of the chances up to j.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-EXPECTED = 0.6  # acceptance of a drafter that nothing is known of
-POOL_MEMORY = 0.995
-OWN_MEMORY = 0.95  # with each of a request's rounds
-MOST_WEIGHT = 1e6  # of a round, in those of the first; then they are counted anew
-POOL_WEIGHT = 8.0  # trials that an expectation is worth
+# "pool": the counts over all requests; "own": those of one request
+EXPECTED = 0.6  # prior acceptance of a drafter
+POOL_MEMORY = 0.995  # weight that the past keeps with each round of any request
+OWN_MEMORY = 0.95  # weight that a request's past keeps with each of its rounds
+MOST_WEIGHT = 1e6  # weight of a new round, relative to the first, at which weights are rescaled
+POOL_WEIGHT = 8.0  # weight of a prior, in trials
 OWN_WEIGHT = 8.0
-# What a step without drafts leaves of what is known of all requests, so that they are asked for again, and of one.
+# Weight that the past keeps with each step without drafts: estimates return to the prior, so drafting is tried again.
 POOL_FADING = 0.99
 OWN_FADING = 0.98
-ODDS_STEP = 2**0.5  # requests whose odds differ by less are treated alike
-SHARES = 8  # as are those whose shares of rounds with drafts differ by less than one part of so many
+ODDS_STEP = 2**0.5  # requests whose odds differ by a smaller factor are in one class
+SHARES = 8  # resolution of a class's share of rounds with drafts
 
 
 class RequestClass(NamedTuple):
-    """Requests that are treated alike: `odds`, how much better than the pool's theirs are, as a power of `ODDS_STEP`;
-    `share` of their rounds that have drafts if asked, in parts of `SHARES`."""
+    """Requests that get the same number of drafts. `odds`: their odds of acceptance relative to the pool's, as an
+    exponent of `ODDS_STEP`; `share`: share of their rounds with drafts when asked for, in units of 1 / `SHARES`."""
 
     odds: int
     share: int
@@ -36,8 +37,8 @@ class RequestClass(NamedTuple):
 
 @dataclass(slots=True)
 class AcceptanceRecord:
-    """One request's rounds of late: hits and misses, and how many of each the pool's estimates led to expect; how often
-    the drafter was asked, and had drafts."""
+    """One request's recent rounds, weighted: hits and misses, how many of each the pool's estimates predicted, and how
+    often the drafter was `asked` for drafts and had some (`given`)."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -48,20 +49,20 @@ class AcceptanceRecord:
 
     @property
     def odds(self) -> int:
-        """How much better than the pool's this request's odds are, as a power of `ODDS_STEP`; 0 without rounds."""
+        """The request's odds of acceptance relative to the pool's, as an exponent of `ODDS_STEP`; 0 without rounds."""
         better = (self.hits + OWN_WEIGHT) / (self.expected_hits + OWN_WEIGHT)
         ratio = better * (self.expected_misses + OWN_WEIGHT) / (self.misses + OWN_WEIGHT)
         return round(math.log(ratio) / math.log(ODDS_STEP))
 
     def fade(self, num_rounds: int = 1) -> None:
-        """Rounds without drafts: what was seen before says less."""
+        """Reduce the weight of the past by `num_rounds` rounds without drafts."""
         left = OWN_FADING**num_rounds
         self.remember(left)
         self.asked *= left
         self.given *= left
 
     def remember(self, left: float) -> None:
-        """Keep so much of what was verified."""
+        """Multiply the counts of verified drafts by `left`."""
         self.hits *= left
         self.misses *= left
         self.expected_hits *= left
@@ -70,10 +71,10 @@ class AcceptanceRecord:
 
 @dataclass(slots=True)
 class Chances:
-    """Chances of one thing after another, each given that those before it came about: counted, and shrunk towards
-    `first` at the first `num_alike` positions, at later ones towards the position before.
+    """Chances of a sequence of `num` events, each conditional on those before it: counted, and shrunk towards `first`
+    at the first `num_alike` positions and towards the position before at later ones.
 
-    What was seen before loses weight with time; that is, what comes weighs more: `_weight`."""
+    Old counts lose weight with time. Instead of scaling them down, new counts weigh more: `_weight`."""
 
     num: int
     first: float
@@ -96,7 +97,7 @@ class Chances:
 
     @property
     def last(self) -> list[float]:
-        """`estimates` as they were when they were last asked for: a choice ago."""
+        """`estimates` as last computed, without updating them: those of the last choice."""
         return self._known or self.estimates
 
     def _estimated(self) -> list[float]:
@@ -109,7 +110,7 @@ class Chances:
         return found
 
     def count(self, num_hits: int, num_tried: int) -> None:
-        """The first `num_hits` came about, and the next did not, unless no more were tried."""
+        """Count a round: the first `num_hits` events happened, and the next did not, unless no more were tried."""
         weight = self._weight
         for position in range(min(num_hits + 1, num_tried, self.num)):
             self._trials[position] += weight
@@ -118,7 +119,7 @@ class Chances:
         self._is_stale = True
 
     def forget(self, left: float) -> None:
-        """Keep so much of what was seen."""
+        """Multiply the weight of all counts so far by `left`."""
         self._weight /= left
         self._is_stale = True
         if self._weight > MOST_WEIGHT:
@@ -129,10 +130,10 @@ class Chances:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Estimates for up to `num_drafts` positions: of a draft's acceptance, and of there being one if asked. A request's
-    are the pool's with other odds, and with another share of rounds that have drafts.
+    """The pool's estimates for `num_drafts` positions: `accepted`, that a draft is accepted, and `given`, that there is
+    one when asked for. A request's estimates are the pool's, shifted by its `RequestClass`.
 
-    `memory`: weight that the past keeps with each round, over all requests.
+    `memory`: weight that the past keeps with each round of any request.
     """
 
     num_drafts: int
@@ -148,17 +149,17 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Share of the rounds that were asked for drafts and had some; all, as long as nothing is known."""
+        """Share of the rounds that had drafts when asked for; 1 at the start."""
         return self.given.estimates[0]
 
     @property
     def longer(self) -> list[float]:
-        """The chance that there is a first, second, ... draft where there are any."""
+        """The chance that a round with drafts has a first, second, ... draft."""
         return list(itertools.accumulate(self.given.estimates[1:], operator.mul, initial=1.0))
 
     @property
     def unknown(self) -> RequestClass:
-        """Requests of which nothing is known."""
+        """The class of new requests."""
         return RequestClass(0, max(1, round(SHARES * self.share)))
 
     def class_of(self, record: AcceptanceRecord) -> RequestClass:
@@ -166,7 +167,7 @@ class Acceptance:
         return RequestClass(record.odds, max(1, round(SHARES * share)))
 
     def survival(self, odds: int = 0) -> list[float]:
-        """The chance that draft 1, 2, ... is accepted together with all before it, for requests with these odds."""
+        """Survival of draft 1, 2, ... for requests with these odds."""
         found = self._survivals.get(odds)
         if found is None:
             found = self._survivals[odds] = []
@@ -178,7 +179,7 @@ class Acceptance:
         return found
 
     def count(self, record: AcceptanceRecord, num_drafted: int, num_accepted: int) -> None:
-        """One request's round, of which the first `num_accepted` drafts were accepted."""
+        """Count a request's round of `num_drafted` drafts, of which the first `num_accepted` were accepted."""
         pool = self.accepted.last
         record.remember(OWN_MEMORY)
         for chance in pool[: min(num_accepted + 1, num_drafted)]:
@@ -186,19 +187,19 @@ class Acceptance:
             record.expected_misses += 1.0 - chance
         record.hits += num_accepted
         record.misses += float(num_accepted < num_drafted)
-        # at all positions: what was seen behind rounds of long ago says no more than they
+        # at all positions, not only those that were reached: counts of late positions must age as well
         self.accepted.forget(self.memory)
         self.accepted.count(num_accepted, num_drafted)
         self._survivals.clear()
 
     def fade(self) -> None:
-        """A step without drafts."""
+        """Reduce the weight of the past by a step without drafts."""
         self.accepted.forget(POOL_FADING)
         self.given.forget(POOL_FADING)
         self._survivals.clear()
 
     def count_given(self, record: AcceptanceRecord, num_asked: int, num_given: int) -> None:
-        """The drafter was asked for so many drafts, and had so many."""
+        """Count that the drafter was asked for `num_asked` drafts and had `num_given`."""
         self.given.forget(self.memory)
         self.given.count(num_given, num_asked)
         record.asked = OWN_MEMORY * record.asked + 1.0

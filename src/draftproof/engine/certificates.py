@@ -1,4 +1,4 @@
-"""What is exact on this machine, for a model: every version of every operator and product, certified and timed."""
+"""Survey for one model: every version of every operator and product, certified and timed on this machine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CALLS = 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One version of one operator or product at one shape. `exact`: share of the numbers of rows at which a row has
-    the bits that it has alone; 1.0 is exact, less is called at those numbers only, if at all. `microseconds`: a call
-    with TIMED_ROWS rows, None where it was not timed. `used`: by an engine of these settings."""
+    """One version of one operator or product at one shape. `exact`: share of the numbers of rows at which a row has the
+    same bits as alone; a version below 1.0 is called at those numbers only, if at all. `microseconds`: of a call with
+    TIMED_ROWS rows, None: not timed. `used`: whether an engine with these settings uses it."""
 
     operator: str
     shape: str
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was certified, and which compiled operators, by name and fingerprint, were among it."""
+    """The certified versions; `operators`: name and fingerprint of the compiled operators."""
 
     lines: list[Line]
     operators: str
@@ -56,9 +56,9 @@ class Survey:
 @torch.inference_mode(False)
 @own_precision()
 def survey(config: EngineConfig, progress: native.Progress | None = None) -> Survey:
-    """Certify everything anew for the target of `config`; its weights are random, only config.json is read.
+    """Certify everything anew for the target of `config`, with random weights: of its files only config.json is read.
 
-    Raises ValueError for settings that cannot run here.
+    ValueError for settings that cannot run here.
     """
     config, directory = locate(config, progress)
     model = read_config(directory, overrides=config.hf_overrides)
@@ -80,7 +80,7 @@ def survey(config: EngineConfig, progress: native.Progress | None = None) -> Sur
     for shape, choice in planner.choices.items():
         lines += _product_lines(shape.key(), choice)
     for shape, exact in planner.grouped_shapes.items():
-        # where it is inexact, each expert's product is one of those above
+        # if it is inexact, experts use the products above, one by one
         lines.append(Line(GROUPED, shape.key(), "grouped", float(exact), None, exact))
     return Survey(lines, operators.describe(library))
 
@@ -107,7 +107,7 @@ def _operator_lines(
 
 
 def _product_lines(shape: str, choice: Choice) -> list[Line]:
-    """A line for each candidate; where buckets have candidates of their own, those in use are named."""
+    """A line for each candidate; several are `used` if row buckets have candidates of their own."""
     used = {*choice.by_bucket} - {""} if choice.by_bucket else {choice.candidate}
     lines = []
     for result in choice.results:
@@ -121,7 +121,7 @@ def _product_lines(shape: str, choice: Choice) -> list[Line]:
 
 
 def _time(check: Check, version: Any) -> float:
-    """Least microseconds of a call, the gathering of its test rows included."""
+    """Fastest call in microseconds, including the gathering of its test rows."""
     rows_T = torch.arange(min(TIMED_ROWS, check.num_rows), device=check.device)
     taken = []
     for _ in range(CALLS):

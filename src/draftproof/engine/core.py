@@ -1,9 +1,10 @@
-"""The host half of the engine: plan a step, have it run, take its results in. Sees ids and numbers, never a tensor.
+"""The host half of the engine: plans a step, launches it and processes its results. Sees ids and numbers, no tensors.
 
-One step, from above: `schedule` says which rows are computed, `runner.run` launches them, and the results of the step
-before come out as deltas. A step that raises costs the request that caused it, and nobody else. `drafting.py` deals
-with the policy, `grammars.py` with outputs that follow one, `deltas.py` with what a result adds to a request, and
-`trials.py` finds whoever makes steps raise.
+`EngineCore._step` is one step: `scheduler.schedule` chooses the rows, `runner.run` launches them, and the results of
+the step before become deltas. A step that raises fails only the request that caused it.
+
+Elsewhere: how many drafts to ask for (`drafting.py`), masks and forced drafts of grammars (`grammars.py`), what a
+result adds to a request (`deltas.py`), the search for the request that makes steps raise (`trials.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from draftproof.types import FinishReason
 
 
 class EngineCore:
-    """Runs requests to their end, a step at a time. One thread at a time may call it."""
+    """Runs requests to completion, one step at a time. Not thread-safe: one thread at a time may call it."""
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, policy: Policy, stats: EngineStats | None = None
@@ -46,14 +47,15 @@ class EngineCore:
         self.scheduler = scheduler
         self.stats = stats or EngineStats()
         self.stats.drafters = [DrafterStats(name) for name in runner.drafter_names]
-        self.error: str | None = None  # why the engine takes no more requests
+        self.error: str | None = None  # why the engine has ended; None while it accepts requests
         self._is_paused = False
         self._requests: dict[str, Progress] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._deltas: list[TokenDelta] = []
-        self._step_requests: list[Progress] = []  # those in the step that is being made
+        self._step_requests: list[Progress] = []  # requests of the current step: the suspects if it raises
         self._trials = Trials()
-        self._is_result_lost = False  # a step's pages may be in the prefix cache, and its result never came
+        # a launched step's result was lost, while its pages may be in the prefix cache
+        self._is_result_lost = False
         self._is_shut_down = False
         self._num_arrived = 0
         self._num_matched = 0  # requests whose output follows a grammar
@@ -61,8 +63,10 @@ class EngineCore:
         scheduler.will_draft = self._drafting.will_draft
 
     def add_request(self, request_id: str, spec: RequestSpec, resumed: Resumed | None = None) -> None:
-        """Queue a request. ValueError for one that cannot be computed, and for an id that is running; RuntimeError once
-        the engine has ended. `resumed`: it goes on from there, token for token, and deltas have what is new."""
+        """Queue a request. `resumed`: continue from this output of another engine; deltas hold only what is new.
+
+        ValueError for a request that cannot be computed or an id that is running; RuntimeError once the engine ended.
+        """
         if self.error is not None:
             raise RuntimeError(self.error)
         if request_id in self._requests:
@@ -79,13 +83,13 @@ class EngineCore:
         self._queue(request)
 
     def abort(self, request_id: str) -> None:
-        """Take a request out; an id that is not running is ignored. What is in flight for it is dropped."""
+        """Remove a request and ignore its results that are in flight. An unknown id is ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
 
     def step(self) -> list[TokenDelta]:
-        """One step; what the steps that came back added to their requests."""
+        """Run one step. Returns what the steps that have finished since the last call added to their requests."""
         if self.error is None:
             start = time.perf_counter()
             self._guarded(self._step)
@@ -98,7 +102,7 @@ class EngineCore:
         start = time.perf_counter()
         self._step_requests = []
         self._choose_trial()
-        if self._num_matched:  # what may follow depends on the tokens and drafts that are under way
+        if self._num_matched:  # a grammar's masks depend on the tokens and drafts that are still in flight
             self._take_in(0)
             grammars.choose_drafts(self.scheduler.running, self.runner)
         output = self._schedule()
@@ -120,8 +124,8 @@ class EngineCore:
     def _launch(
         self, output: SchedulerOutput, wanted: Sequence[int], planned: float, *, is_shown: bool = False
     ) -> None:
-        """Hand the step to the runner, and count on what it will have done. `planned`: when its planning began;
-        `is_shown`: the drafter sees the rows whatever they are worth."""
+        """Launch the step, and advance the requests' bounds by the most it can add. `planned`: when planning began
+        (`time.perf_counter`); `is_shown`: show the drafter the rows even if no drafts are wanted."""
         start = time.perf_counter()
         may_rest = not is_shown and self._drafting.may_rest(output.rows, wanted)
         step = self._step_input(output, wanted, without_drafter=may_rest)
@@ -178,7 +182,7 @@ class EngineCore:
                 self._process(flight)
             except BaseException:
                 self._step_requests = flight.requests
-                self._in_flight.clear()  # what was launched after it builds on it
+                self._in_flight.clear()  # later steps depend on this one
                 self._is_result_lost = True
                 raise
         self._count_drafter_faults()
@@ -206,12 +210,12 @@ class EngineCore:
             drafter.num_faults = num_faults
 
     def _apply(self, request: Progress, scheduled: ScheduledRequest, result: RowResult) -> None:
-        """A pass's effect on one request that is still there: who hears of it, and whether it ends."""
+        """Apply a result to a request that still runs: update statistics and policy, add its delta, finish it."""
         delta, num_observed = take_over(request, scheduled, result)
         self.stats.num_generated_tokens += len(delta.token_ids)
         if delta.is_round:
             self.stats.record_round(delta.drafter, delta.num_drafted, delta.num_accepted)
-        if num_observed and not request.forced:  # which says nothing of other drafts
+        if num_observed and not request.forced:  # forced drafts say nothing about the drafters' acceptance
             self.policy.verified(request, num_observed, delta.num_accepted)
         num_asked = min(scheduled.num_drafts, request.spec.limit - len(request.tokens) - 1)
         if num_asked > 0 and delta.finish_reason is None:
@@ -219,7 +223,8 @@ class EngineCore:
         if delta.says_something:
             self._deltas.append(delta)
         reason = delta.finish_reason
-        if reason is None and result.failure:  # with no token of its own, which would be left out of the text
+        # a complete grammar ends in a delta of its own: a stopping delta's last token is left out of the text
+        if reason is None and result.failure:
             reason = "stop"
             self._deltas.append(
                 TokenDelta(request.id, finish_reason=reason, num_preemptions=request.num_preemptions)
@@ -240,7 +245,7 @@ class EngineCore:
         self._requests.pop(request.id, None)
 
     def _tell_releases(self) -> None:
-        """An idle engine keeps nothing on the device that belongs to somebody who has left."""
+        """Have the runner release the slots of finished requests, which otherwise happens with the next step."""
         if not self.scheduler.released or self._in_flight or self.error is not None:
             return
         released, self.scheduler.released = self.scheduler.released, []
@@ -252,7 +257,7 @@ class EngineCore:
 
     @property
     def policy(self) -> Policy:
-        """How many drafts each request gets; another one may be put in its place between two steps."""
+        """Chooses how many drafts each request gets. May be replaced between steps."""
         return self._drafting.policy
 
     @policy.setter
@@ -261,7 +266,7 @@ class EngineCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and whose results have not been taken in."""
+        """Number of launched steps whose results have not been processed."""
         return len(self._in_flight)
 
     @property
@@ -270,22 +275,21 @@ class EngineCore:
 
     @property
     def is_due(self) -> bool:
-        """Whether a step has something to do: rows, results on their way, or slots to give back; once the engine has
-        ended, whether somebody has not been told."""
+        """Whether `step` has something to do: rows, results in flight, or slots to release. Once the engine has ended:
+        whether deltas are left to be collected."""
         if self.error is not None:
             return self.has_work
         return not self._is_paused and (self.has_work or bool(self.scheduler.released))
 
     def set_paused(self, is_paused: bool) -> None:
-        """While it is paused no step is due; requests are taken and wait."""
+        """While paused no step is due; new requests are queued."""
         self._is_paused = is_paused
 
     def wake(self) -> None:
-        """Called by any thread when there is something to do between two steps: no step of this engine waits for
-        another's doing, so none is to be woken."""
+        """Nothing to do: no step of this engine blocks on other threads. See `Engine.wake`."""
 
     def loads(self) -> list[EngineLoad]:
-        """What the engine is at; one entry."""
+        """The engine's current load, as a list of one entry."""
         pages = self.scheduler.pages
         return [
             EngineLoad(
@@ -299,30 +303,30 @@ class EngineCore:
         ]
 
     def keep_cache_events(self) -> None:
-        """From now on note what happens in the prefix cache, for `take_cache_events`."""
+        """Start recording events of the prefix cache, for `take_cache_events`."""
         self.scheduler.pages.keep_events()
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """What has happened in the prefix cache since this was last asked."""
+        """The events of the prefix cache since the last call."""
         return self.scheduler.pages.take_events()
 
     def drain(self) -> None:
-        """Wait for what is in flight; its deltas come with the next step's."""
+        """Wait for the steps in flight. `step` returns their deltas."""
         if self.error is None:
             self._guarded(lambda: self._take_in(0))
 
     def reset_prefix_cache(self) -> None:
-        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+        """Empty the prefix cache. Running requests are recomputed, to the same bits."""
         self.drain()
         self.recompute_all()
 
     def recompute_all(self) -> None:
-        """Trust nothing computed: everybody is computed again from its ids, and nothing is cached."""
+        """Discard everything computed: recompute all requests from their ids, with an empty prefix cache."""
         self._trials.clear()
         self._recompute(keep_cache=False)
 
     def shutdown(self) -> None:
-        """End: requests that still run get no answer, and the runner gives its memory back."""
+        """End the engine: drop the requests that still run, without deltas, and free the runner's memory."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -333,18 +337,18 @@ class EngineCore:
         self._deltas = []
         self.runner.shutdown()
 
-    # Drafts alone.
+    # Drafting without generating.
 
     def draft(self, spec: RequestSpec, num_drafts: int) -> list[int]:
         """What the drafter would propose after the spec's last token, without generating anything.
 
-        All tokens but the last are computed, as a prompt's chunk; the last is known to follow them, as the next prompt
-        token of a chunk is. Asking for drafts there is all that differs from an ordinary chunk. ValueError while other
-        requests run, and as in `add_request`; RuntimeError once the engine has ended.
+        All tokens but the last are computed like a chunk of a prompt, whose next token is known; only that drafts are
+        asked for differs. ValueError while other requests run, and as in `add_request`; RuntimeError once the engine
+        has ended.
         """
         if not self.scheduler.is_idle:
             raise ValueError("draft: other requests are running; finish or close their streams first")
-        self.drain()  # what is under way is of requests that have ended
+        self.drain()  # only steps of finished requests are in flight
         if self.error is not None:
             raise RuntimeError(self.error)
         check_request(spec, self.runner.vocab_size, self.runner.max_model_len)
@@ -378,29 +382,28 @@ class EngineCore:
     # Steps that raise.
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do what may raise, so that whoever is to blame hears of it in a delta and nobody else does."""
+        """Call `work`. If it raises, the request at fault gets an error delta and the others are recomputed."""
         try:
             work()
         except DeviceFaultError as error:
             self._end(str(error))
         except Exception as error:
             self._after_failure(error)
-        except BaseException:  # Ctrl-C, halfway through something
+        except BaseException:  # Ctrl-C: the interrupted step has no known state
             self.recompute_all()
             raise
 
     def _after_failure(self, error: Exception) -> None:
-        """Somebody's rows made a step raise: find out whose, and let it alone pay. Everybody is computed again from its
-        ids."""
+        """A step raised: find the request at fault and fail it alone. All others are recomputed from their ids."""
         failed = list(self._step_requests)
         try:
             self._take_in(0)
         except DeviceFaultError as fault:
             self._end(str(fault))
             return
-        except Exception:  # the steps before are lost like this one, and computed again
+        except Exception:  # earlier steps are lost as well, and recomputed
             pass
-        # our own doing; where slots were taken back, nobody is hurt
+        # no request can be at fault: a bug of the engine; harmless if it only released slots while idle
         if not failed and not self.scheduler.is_idle:
             self.recompute_all()
             raise error
@@ -408,7 +411,7 @@ class EngineCore:
         if guilty is not None:
             reason = f"{type(error).__name__}: {error}"
             self._fail(guilty, f"computing this request failed, and others are not affected: {reason}")
-        # a failed step's pages are registered only once it has been launched
+        # pages of a step that was never launched are not in the prefix cache, so the cache may stay
         self._recompute(keep_cache=not self._is_result_lost)
 
     def _recompute(self, *, keep_cache: bool) -> None:
@@ -417,7 +420,7 @@ class EngineCore:
         self.scheduler.recompute_all(keep_cache=keep_cache)
 
     def _choose_trial(self) -> None:
-        """Isolate the first group in which somebody has not been cleared."""
+        """Isolate the first group of suspects that is not cleared yet; resume normal scheduling when none is left."""
         if not self._trials:
             return
         is_over = self._trials.acquit()
@@ -432,7 +435,7 @@ class EngineCore:
         self._finish(request, "error")
 
     def _end(self, reason: str) -> None:
-        """The device is gone: everybody hears so, once."""
+        """The device failed: end the engine and fail every request, once."""
         self.error = f"the engine has ended: {reason}"
         self._in_flight.clear()
         for request in list(self._requests.values()):

@@ -1,6 +1,7 @@
-"""Measured seconds of a step: the target's pass by rows and context, the draft pass by drafts and requests.
+"""Cost model of a step, in seconds: the target's pass by rows and context, the draft pass by drafts and requests.
 
-Measured in a short profile at the start (`engine/profile.py`) and corrected by every step that is run. R requests.
+Measured by a short profile at the engine's start (`engine/profile.py`) and corrected by each step that runs.
+R requests.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any, NamedTuple
 
 from draftproof.engine.pace import Pace
 
-HOST_RATE = 0.05  # weight of a step in what the host takes
-PROMPT_RATE = 0.25  # weight of a step with prompts in what these take the drafter
-MOST_SLOWER_HOST = 2.0  # times as long as before: what is beyond says no more
-MOST_CAPTURED_ROWS = 256  # of a captured step whose number of drafts is chosen
-MAX_GRAPH_ROWS = 64  # larger passes, but for those captured at the start, are long enough to run as they are
+HOST_RATE = 0.05  # weight of a new step in the average of the host's seconds
+PROMPT_RATE = 0.25  # weight of a new step with prompts in the average of the drafter's seconds per prompt row
+MOST_SLOWER_HOST = 2.0  # a step's host seconds count for at most this many times the average
+MOST_CAPTURED_ROWS = 256  # maximum rows of a captured step if the number of drafts is chosen per step
+MAX_GRAPH_ROWS = 64  # recording gains nothing for larger passes, except those captured at the start
 ROW_SIZES = (*range(1, 17), *range(18, 33, 2), *range(36, MAX_GRAPH_ROWS + 1, 4))  # of steps with drafts
-GUESSED_DRAFT = 1e-4  # seconds a request, of a drafter that was not measured
-GUESSED_TARGET = 1e-3  # seconds of a pass, where nothing was measured: only ratios matter
+GUESSED_DRAFT = 1e-4  # seconds per request of a drafter that was not measured
+GUESSED_TARGET = 1e-3  # seconds of a pass if nothing was measured: only ratios matter
 
 
 def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of drafts for which steps of so many requests are captured: each graph has logits of its own, and the
-    more requests, the fewer drafts can pay. A number that is fixed is not for us to choose."""
+    """The levels (numbers of drafts) for which steps of `num_requests` are captured. Each graph holds logits of its
+    own, and with more requests fewer drafts pay, so large ones are left out. A single level is fixed by the user."""
     if len(levels) == 1:
         return levels
     return tuple(k for k in levels if k <= levels[1] or num_requests * (1 + k) <= MOST_CAPTURED_ROWS)
@@ -34,11 +35,10 @@ def levels_of(num_requests: int, levels: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
-    """What the rows of a decoding step with drafts are filled up to where each size is recorded once: it takes some
-    steps' time, and requests with other numbers of drafts make other sizes every step. One of `ROW_SIZES`, but nobody
-    verifies more than `most_drafts`; steps that are too large to be recorded stay as they are.
+    """Number of rows that a decode-only step with drafts is padded to, if it is in no bucket: few sizes are recorded.
 
-    Example: four requests with 6, 2, 5 and 4 rows: 17, which becomes 18.
+    The next of `ROW_SIZES`, but at most 1 + `most_drafts` rows per request. Steps that are too large to be recorded are
+    not padded. Example: four requests with 6, 2, 5 and 4 rows: 17, which becomes 18.
     """
     if not num_requests < num_rows <= MAX_GRAPH_ROWS:
         return num_rows
@@ -47,8 +47,9 @@ def rounded_rows(num_requests: int, num_rows: int, most_drafts: int) -> int:
 
 
 class StepOutcome(NamedTuple):
-    """A step in which everybody decoded: R requests and all their rows, the most drafts that any wanted then, tokens
-    emitted, tokens that the requests had before (`context`); seconds in all, and of them beside the passes."""
+    """A finished decode-only step. `num_rows`: of all R requests; `num_drafts`: the most that a request wanted next;
+    `num_tokens`: emitted; `context`: tokens of all requests before the step; `host_seconds`: part of `seconds` outside
+    both passes."""
 
     num_requests: int
     num_rows: int
@@ -60,12 +61,12 @@ class StepOutcome(NamedTuple):
 
 
 class Curve:
-    """Seconds by size: linear between the sizes that were measured, and beyond the last as between the last two."""
+    """Seconds by size: linear between measured sizes, and extrapolated from the last two."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self.points = dict(sorted((points or {}).items()))
         self._sizes = list(self.points)
-        self._between: dict[int, float] = {}  # what was asked for before
+        self._between: dict[int, float] = {}  # cache of `at`
 
     def set(self, size: int, seconds: float) -> None:
         self.points[size] = seconds
@@ -74,14 +75,14 @@ class Curve:
         self._between.clear()
 
     def at(self, size: int) -> float:
-        """Seconds of one of few sizes, which come again: they are kept."""
+        """Seconds of a size, cached: for sizes that recur."""
         known = self._between.get(size)
         if known is None:
             known = self._between[size] = self.look_up(size)
         return known
 
     def look_up(self, size: int) -> float:
-        """Seconds of one of many sizes."""
+        """Seconds of a size, not cached: for sizes that rarely recur."""
         if size in self.points:
             return self.points[size]
         sizes = self._sizes
@@ -98,11 +99,10 @@ class Curve:
 
 @dataclass(slots=True)
 class DraftCosts:
-    """Seconds of a draft pass: for so many requests, by drafts. Linear between the numbers of requests that were
-    measured, as between the numbers of drafts."""
+    """Seconds of a draft pass, by number of requests and of drafts: linear between measured numbers of either."""
 
     by_requests: dict[int, Curve] = field(default_factory=dict)
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # what was asked for before
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)  # cache of `at`
 
     def set(self, num_requests: int, num_drafts: int, seconds: float) -> None:
         self.by_requests.setdefault(num_requests, Curve()).set(num_drafts, seconds)
@@ -122,15 +122,15 @@ class DraftCosts:
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds of a step in which everybody decodes.
+    """Seconds of a decode-only step.
 
-    target: by rows. draft: by requests and drafts. context: of the target's pass with one row a request, by the tokens
-    that all requests have together; `context_row_seconds`: of each of them for each further row, since the rows of a
-    request read its keys together. `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: on a
-    device that runs captured steps, the numbers of requests that steps are filled up to; each of them then has as many
-    rows as the largest level among them asks for. `host_seconds`: of what a step is beside both passes.
-    `prompt_row_seconds`: of each row of a prompt in the drafter's pass over it; 0: not known. `spread`: times as long
-    as its fastest run that a usual run of a size took then; much more than 1 where other programs ran.
+    `target`: by rows. `draft`: by requests and drafts. `context`: what reading keys adds to a target pass with one row
+    per request, by the tokens of all requests; `context_row_seconds`: what each further row per request adds, per
+    token of context (small, since the rows of a request read its keys together). `host_seconds`: outside both passes.
+    `prompt_row_seconds`: of the drafter, per row of a prompt; 0: not known.
+    `levels`: numbers of drafts that may be asked for, ascending from 0. `buckets`: where steps are captured, the
+    numbers of requests that they are padded to; every request is then padded to the rows of the largest level among
+    them. `spread`: median time of a size in the profile over its fastest; well above 1 if other programs ran.
     """
 
     levels: tuple[int, ...]
@@ -143,17 +143,17 @@ class StepCosts:
     prompt_row_seconds: float = 0.0
     spread: float = 1.0
     _paces: dict[int, Pace] = field(default_factory=dict)  # `_kind`'s first number -> pace of such steps
-    _last: int = 0  # that of the last step
-    _num_told: int = 0
+    _last: int = 0  # `_kind`'s first number for the last step
+    _num_told: int = 0  # observed steps
 
     @property
     def target_row_seconds(self) -> float:
-        """What one more row takes in a large pass."""
+        """Seconds that one more row adds to a large pass."""
         sizes = list(self.target.points)[-2:]
         return self.target.at(sizes[-1] + 1) - self.target.at(sizes[-1]) if len(sizes) == 2 else 0.0
 
     def levels_for(self, num_requests: int) -> tuple[int, ...]:
-        """Numbers of drafts that so many requests may be asked for."""
+        """Numbers of drafts that may be asked for, per request, in a step of `num_requests`."""
         if not self.is_padded:
             return self.levels
         return levels_of(next((b for b in self.buckets if b >= num_requests), num_requests), self.levels)
@@ -163,14 +163,14 @@ class StepCosts:
         return bool(self.buckets)
 
     def step(self, num_requests: int, num_rows: int, num_drafts: int, context: int = 0) -> float:
-        """Seconds of a step of R requests with so many rows in all, which then drafts up to `num_drafts`; `context`:
-        tokens of all requests."""
+        """Seconds of a step of R requests with `num_rows` rows in all, which then drafts up to `num_drafts` each;
+        `context`: tokens of all requests."""
         size = self._filled(num_requests, num_rows, num_drafts)
         return self._times(self._kind(*size)) * self._measured(*size, context)
 
     def ragged(self, num_requests: int, context: int) -> Callable[[int, int], float]:
-        """`step` for rows and drafts (not 0), where steps are not filled up: what they have in common is looked up
-        once."""
+        """`step` as a function of rows and drafts (not 0), where steps are not padded to buckets. Faster than `step`:
+        what does not depend on the two is looked up once."""
         times = self._times(self._kind(num_requests, num_requests + 1, 1))
         fixed = self.host_seconds + self.context.look_up(context)
         each_row = self.context_row_seconds * context / num_requests
@@ -185,7 +185,7 @@ class StepCosts:
         return self.step(num_requests, num_requests, 0, context)
 
     def observe(self, step: StepOutcome) -> None:
-        """Correct what is known by a step that was run."""
+        """Correct the costs by a step that was run."""
         self._num_told += 1
         known = self.host_seconds
         host = min(step.host_seconds, MOST_SLOWER_HOST * known) if known else step.host_seconds
@@ -200,25 +200,25 @@ class StepCosts:
         self._paces[about_as_many].observe(kind, math.log(step.seconds / measured))
 
     def observe_prompt(self, num_rows: int, draft_seconds: float) -> None:
-        """The drafter took so long for rows of which most were of prompts."""
+        """Note that the drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
         found, known = draft_seconds / num_rows, self.prompt_row_seconds
         self.prompt_row_seconds = known + (PROMPT_RATE if known else 1.0) * (found - known)
 
     def _kind(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int]:
-        """Which steps have a pace in common, and which a correction; 0: steps without drafts. Where steps are filled
-        up, each captured size has its own; else numbers of requests are alike (1, 2 or 3, 4 to 7, and so on), as are
-        numbers of drafts."""
+        """(steps that share a `Pace`, kind within it; kind 0: steps without drafts). With padding to buckets each
+        captured size has its own; else requests are grouped as 1, 2 to 3, 4 to 7, ..., and all steps with drafts are
+        one kind."""
         if self.is_padded:
             return num_requests, num_drafts
         return num_requests.bit_length(), int(num_rows > num_requests or num_drafts > 0)
 
     def _times(self, kind: tuple[int, int]) -> float:
-        """Times as long as was measured that such steps take."""
+        """Factor by which steps of this kind now take longer than in the profile."""
         pace = self._paces.get(kind[0]) or self._paces.get(self._last)
         return math.exp(pace.at(kind[1])) if pace else 1.0
 
     def _filled(self, num_requests: int, num_rows: int, num_drafts: int) -> tuple[int, int, int]:
-        """What a step of this size is filled up to."""
+        """The size that a step is padded to: (requests, rows, drafts)."""
         if not self.buckets:
             return num_requests, num_rows, num_drafts
         most = max(num_drafts, -(-num_rows // num_requests) - 1)
@@ -227,13 +227,13 @@ class StepCosts:
         return num_requests, num_requests * (1 + num_drafts), num_drafts
 
     def _measured(self, num_requests: int, num_rows: int, num_drafts: int, context: int) -> float:
-        """What the profile says of a step of this size."""
+        """Seconds of a step of this padded size by the profile."""
         keys = self.context.look_up(context)
         keys += self.context_row_seconds * context * (num_rows / num_requests - 1.0)
         return self.host_seconds + keys + self._passes(num_requests, num_rows, num_drafts)
 
     def _passes(self, num_requests: int, num_rows: int, num_drafts: int) -> float:
-        """Seconds of both passes, with no keys to read."""
+        """Seconds of both passes with empty context."""
         if not self.is_padded:
             num_rows = rounded_rows(num_requests, num_rows, self.levels[-1])
         target = self.target.at(num_rows) if self.target.points else GUESSED_TARGET
@@ -249,7 +249,7 @@ class StepCosts:
         }
 
     def read_json(self, raw: Any) -> None:
-        """Take over what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
+        """Restore what `as_json` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
         target, context = _read(raw["target"]), _read(raw["context"])
         row_seconds, spread = float(raw["context_row_seconds"]), float(raw["spread"])
         draft = {int(r): _read(curve) for r, curve in raw["draft"].items()}

@@ -1,4 +1,4 @@
-"""What a step adds to a request: the new tokens up to the one that ends its output, and why it ends."""
+"""What a step adds to a request: its new tokens up to a stop, and why the output ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from draftproof.types import FinishReason
 class TokenDelta:
     """What one step added to one request; the first `num_accepted` tokens were drafts.
 
-    `is_round`: not the token that a prompt's last chunk gives. `drafter`: index of the one that made the drafts;
-    `drafter_faults`: of those that failed the request, one entry a fault. `stop_reason`: the stop token's id, None for
-    an end-of-text token. `error`: why it ended with finish_reason "error".
-    `queue_seconds`: until it had a place.
+    `is_round`: a decoding round; False for the first token, which a prompt's last chunk gives. `drafter`: index of the
+    drafter of these drafts; `drafter_faults`: drafters that failed the request, one entry per fault. `stop_reason`: the
+    stop token's id, None for an end-of-text token. `error`: why it ended with finish_reason "error". `queue_seconds`:
+    from arrival to first admission.
     """
 
     id: str
@@ -42,8 +42,8 @@ class TokenDelta:
 
 
 def take_over(request: Progress, scheduled: ScheduledRequest, result: RowResult) -> tuple[TokenDelta, int]:
-    """A pass's effect on one request: (what it adds, how many of the round's drafts were seen to be right or wrong:
-    those that were accepted, and the first that was not)."""
+    """Apply a pass's result to a request: (its delta, number of drafts that count for acceptance: the accepted ones
+    and the first rejected one)."""
     delta = TokenDelta(request.id, prompt_logprobs=result.prompt_logprobs, drafter=request.drafter)
     request.num_scores_out += len(result.prompt_logprobs)
     first = min(scheduled.start, request.num_computed)  # `start` is an upper bound where steps overlap
@@ -66,7 +66,7 @@ def take_over(request: Progress, scheduled: ScheduledRequest, result: RowResult)
 
 
 def _emit(request: Progress, result: RowResult, delta: TokenDelta) -> int:
-    """Take over the tokens up to the one that ends the output; how many drafts were observed."""
+    """Append the new tokens up to a stop, and fill in `delta`. Returns how many drafts count for acceptance."""
     num_kept, delta.finish_reason, delta.stop_reason = stopping_point(
         request.spec, len(request.tokens), result.token_ids
     )
@@ -82,20 +82,20 @@ def _emit(request: Progress, result: RowResult, delta: TokenDelta) -> int:
     delta.num_drafted, delta.num_accepted = result.num_drafted, min(num_accepted, num_kept)
     request.tokens += delta.token_ids
     request.num_computed = len(request.tokens) - 1
-    # what lies behind the end of the output was neither hit nor miss
+    # drafts past the end of the output say nothing about acceptance
     is_whole = num_kept == len(result.token_ids) and not result.failure
     num_observed = delta.num_drafted if is_whole else delta.num_accepted
     if is_whole and request.is_cut and num_observed == delta.num_accepted == len(request.drafts):
-        num_observed += 1  # the grammar refused one before the target could
+        num_observed += 1  # the draft that the grammar refused counts as a rejected one
     return num_observed
 
 
 def stopping_point(
     spec: RequestSpec, num_tokens: int, token_ids: Sequence[int]
 ) -> tuple[int, FinishReason | None, int | None]:
-    """How many of the new tokens stand, and why the output ends with them: (number, finish reason, stop reason).
+    """How many of the new tokens are kept, and why the output ends there: (number, finish reason, stop reason).
 
-    num_tokens: prompt and output before them.
+    num_tokens: length of prompt and output before them.
     """
     num_outputs = num_tokens - len(spec.token_ids)
     for number, token in enumerate(token_ids, start=1):
@@ -108,8 +108,8 @@ def stopping_point(
 
 
 def _why_no_token(request: Progress, num_kept: int, failure: str) -> str | None:
-    """What is wrong where a row has no token. None: nothing, since the output's grammar is complete and left the
-    end-of-text token alone, which something else, such as min_tokens, ruled out."""
+    """The error of a row for which no token could be sampled. None: no error; the grammar is complete and allowed only
+    the end-of-text token, which something else, such as min_tokens, ruled out."""
     if failure != NONE_LEFT:
         return "the target's logits held no number"
     if request.matcher is not None and request.matcher.is_complete:

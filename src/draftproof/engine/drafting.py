@@ -1,4 +1,4 @@
-"""The core's dealings with its policy: who is asked for drafts, who sees a step, and what became of it."""
+"""Between core and policy: how many drafts each request gets, whether the drafter sees a step, and what it cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from draftproof.engine.policy import Policy
 from draftproof.engine.progress import Progress
 from draftproof.engine.scheduler import PlannedRows, Scheduler
 
-PLAIN_EVERY = 8  # steps without drafts are alike: the policy hears of one in so many
+PLAIN_EVERY = 8  # steps without drafts are alike, so only one in this many is reported to the policy
 
 
 class Drafting:
-    """Asks `policy` where there is a drafter to be asked, and tells it what steps took that say something."""
+    """Consults `policy` where a drafter can draft, and reports to it the times of steps that are informative."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, policy: Policy) -> None:
         self.policy = policy
@@ -24,7 +24,7 @@ class Drafting:
         self._last_result = 0.0  # when a step's result was last taken in: seconds of `time.perf_counter`
 
     def wanted(self, rows: Sequence[PlannedRows]) -> list[int]:
-        """Drafts to ask for after a step of these rows, per request; 0 where its prompt is not through."""
+        """Drafts to ask for after a step of these rows, per request; 0 while its prompt is not complete."""
         if not self._runner.num_drafts or self._runner.drafter_health().off:
             return [0] * len(rows)
         able = [r for r in rows if r.num_sampled and r.request.can_draft]
@@ -35,11 +35,11 @@ class Drafting:
         return [numbers.get(id(r.request), 0) for r in rows]
 
     def price(self, wanted: Sequence[int]) -> float:
-        """What a drafter that estimates may be told of the next pass's rows; 0 where it makes no drafts."""
+        """`StepInput.price` for a drafter that reads it; 0 if it is to make no drafts."""
         return self.policy.price() if self._runner.drafter_estimates and any(wanted) else 0.0
 
     def may_rest(self, rows: Sequence[PlannedRows], wanted: Sequence[int]) -> bool:
-        """Whether the drafter has nothing to do: nobody has drafts or wants any, and prompts do without it."""
+        """Whether the step may skip the drafter: no request has drafts or wants any, and no prompt must be shown."""
         runner = self._runner
         if not runner.num_drafts or not runner.drafter_may_rest:
             return False
@@ -51,12 +51,12 @@ class Drafting:
         return not any(self.will_draft(r.request) for r in prompts)
 
     def _is_prompt(self, rows: PlannedRows) -> bool:
-        """Whether the drafter could do without these rows if it is to draft nothing for their request."""
+        """Whether these are prompt rows that the drafter must see only if it is to draft for their request."""
         return self._runner.drafter_has_kv and rows.num_rows > rows.num_sampled
 
     def will_draft(self, request: Progress, num_lost: int = 0) -> bool:
-        """Whether a prompt is to be shown to the drafter, by how many will decode beside it before long, and by how
-        many cached tokens the target would have to compute again for that."""
+        """Whether the drafter is to see this request's prompt. Depends on how many requests will soon decode beside
+        it; `num_lost`: cached tokens that the target would have to recompute for that."""
         runner = self._runner
         if not runner.num_drafts or runner.drafter_health().off or request.spec.most_drafts == 0:
             return False
@@ -65,12 +65,14 @@ class Drafting:
     def finished(
         self, flight: InFlightStep, results: Sequence[RowResult], *, was_wanted: bool, num_steps: int
     ) -> None:
-        """What a step took in which everybody decoded: prompts say nothing about decoding, nor do steps whose parts are
-        yet to be recorded, nor those that ran ahead of somebody's end (not `was_wanted`): where it was everybody's, the
-        device may have been idle ever since. `num_steps`: how many there have been.
+        """Report a finished step's time to the policy, if it is typical of decoding.
 
-        Where steps overlap it is the time since the result before it. A step that was launched on an idle device counts
-        from its planning, if it could not overlap; else it says nothing about those that do.
+        Left out are steps that recorded something, and steps that held a request which had already ended (not
+        `was_wanted`): if all had, the device may have idled since. Of steps with prompts only the drafter's time is
+        reported. `num_steps`: steps so far.
+
+        Where steps overlap, a step's time is that since the result before; a step launched on an idle device is left
+        out. Without overlap it is the time since planning began.
         """
         now, before = time.perf_counter(), self._last_result
         self._last_result = now
@@ -89,7 +91,7 @@ class Drafting:
         self.policy.finished(flight.outcome(results, seconds, max(0.0, seconds - passes)))
 
     def _prompted(self, flight: InFlightStep) -> None:
-        """What the drafter took for a step with prompts, where the host's clock says so."""
+        """Report the drafter's time for a step with prompts, where the host's clock measures it."""
         if not self._runner.async_depth and not flight.without_drafter:
             num_rows = sum(s.num_rows for s in flight.scheduled)
             self.policy.prompted(num_rows, flight.pending.draft_seconds)

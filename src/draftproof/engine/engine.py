@@ -1,4 +1,4 @@
-"""What a front drives: one engine of this process, or several in processes of their own."""
+"""The `Engine` protocol: what a front end drives, be it one engine in this process or several in their own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from draftproof.metrics import EngineLoad, EngineStats
 
 
 class Engine(Protocol):
-    """`EngineCore` is one, and `frontend.replicas` makes one of several. One thread at a time may call it, but for
-    `wake`, which is anybody's."""
+    """Implemented by `EngineCore`, and by `frontend.replicas` for several. One thread at a time may call it; only
+    `wake` may be called by any thread."""
 
-    error: str | None  # why it takes no more requests
+    error: str | None  # why it accepts no more requests
 
     @property
     def stats(self) -> EngineStats: ...
@@ -28,7 +28,7 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def step(self) -> list[TokenDelta]:
-        """What has come since the last one. It may wait for others, until `wake`."""
+        """Run a step, or wait for other processes until `wake`. Returns the deltas since the last call."""
         ...
 
     def wake(self) -> None: ...
@@ -38,7 +38,7 @@ class Engine(Protocol):
     def loads(self) -> list[EngineLoad]: ...
 
     def keep_cache_events(self) -> None:
-        """From now on note what happens in the prefix cache, for `take_cache_events`."""
+        """Start recording events of the prefix cache, for `take_cache_events`."""
         ...
 
     def take_cache_events(self) -> list[CacheEvent]: ...

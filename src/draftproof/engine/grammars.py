@@ -1,6 +1,6 @@
-"""Outputs that follow a grammar: which of the drafts that wait may stand, which are forced, and masks of sampled rows.
+"""Requests with a grammar: which waiting drafts the grammar allows, which tokens it forces, and masks of sampled rows.
 
-Grammars see ids alone, so this is the host's; all of it is asked while no pass is in flight.
+Grammars need token ids only, so they belong to the host. Everything here is called while no pass is in flight.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from draftproof.grammar.matcher import Matcher
 
 
 def choose_drafts(running: Sequence[Progress], runner: Runner) -> None:
-    """Drafts end where the grammar refuses one, since the target will, too; and what it leaves no choice about takes
-    their place, where there is a drafter for that."""
+    """Cut each request's drafts at the first that its grammar refuses, since the target's masked row would reject it.
+    Where the grammar leaves no choice, the forced tokens replace the drafts, if a drafter for forced text exists."""
     for request in running:
         matcher = request.matcher
         if matcher is None:
@@ -33,7 +33,7 @@ def choose_drafts(running: Sequence[Progress], runner: Runner) -> None:
 
 
 def _must_follow(request: Progress, matcher: Matcher, runner: Runner) -> list[int]:
-    """What must follow the output, as far as there is room for it."""
+    """The tokens that must follow the output by its grammar, as many as may be forced."""
     most, spec = runner.most_forced, request.spec
     is_open = request.num_outputs > 0 and request.num_to_compute == 1
     if not most or not is_open:
@@ -45,7 +45,7 @@ def _must_follow(request: Progress, matcher: Matcher, runner: Runner) -> list[in
 
 
 def forced(rows: Sequence[PlannedRows]) -> list[tuple[int, int, list[int]]]:
-    """Drafts of ours, as `StepInput.forced` has them, where there are rows for them."""
+    """The forced drafts for `StepInput.forced`, of requests whose drafts were scheduled."""
     return [
         (r.request.slot, len(r.request.tokens), r.request.forced[: r.num_sampled - 1])
         for r in rows
@@ -54,8 +54,8 @@ def forced(rows: Sequence[PlannedRows]) -> list[tuple[int, int, list[int]]]:
 
 
 def masks(rows: PlannedRows) -> bytes:
-    """What the request's grammar lets each sampled row have. The matcher stays where it is: it follows the tokens that
-    stand, and drafts are none yet."""
+    """For each sampled row, the tokens that the request's grammar allows; see `StepInput.masks`. The matcher itself
+    does not advance: drafts are not part of the output yet."""
     request = rows.request
     if request.matcher is None or not rows.num_sampled:
         return b""

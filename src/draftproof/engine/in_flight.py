@@ -1,4 +1,4 @@
-"""A step that was launched and whose results have not been taken in."""
+"""A launched step whose results have not been processed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from draftproof.engine.progress import Progress
 
 @dataclass(slots=True)
 class InFlightStep:
-    """The step and the requests it is for, in the order of its results."""
+    """A step in flight; `requests` and `scheduled` are in the order of its results."""
 
     requests: list[Progress]
     scheduled: list[ScheduledRequest]
     pending: PendingStep
-    start: float  # when it was planned: seconds of `time.perf_counter`
+    start: float  # when planning began: seconds of `time.perf_counter`
     without_drafter: bool = False
 
     @property
@@ -25,7 +25,7 @@ class InFlightStep:
         return any(s.num_rows != s.num_sampled for s in self.scheduled)
 
     def outcome(self, results: Sequence[RowResult], seconds: float, host_seconds: float) -> StepOutcome:
-        """What came of it, if everybody decoded."""
+        """What the policy learns from it; for a step in which every request decoded."""
         num_rows = num_drafts = num_tokens = context = 0
         for scheduled, result in zip(self.scheduled, results, strict=True):
             num_rows += scheduled.num_rows

@@ -1,7 +1,7 @@
-"""The wall between host and device: what crosses it, in both directions, and what each side must offer.
+"""The wall between host and device: the data that crosses it in both directions, and the `Runner` protocol.
 
-Everything here is plain Python. The core plans with it and the runner computes from it, so a step can be recorded,
-sent to another process and run again. Shapes: R requests of a step, K drafts, T rows.
+Everything here is plain Python data, so a step can be recorded, sent to another process and replayed.
+Shapes: R requests of a step, K drafts, T rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class StepSize(NamedTuple):
-    """How much a step of decoding computes: R requests of `context` tokens each verify so many drafts each, and then
-    make so many; none of either: plain decoding."""
+    """The size of a decode-only step: R requests of `context` tokens each verify `num_verified` drafts and then make
+    `num_drafts`, each. Both 0: plain decoding."""
 
     num_requests: int
     num_verified: int
@@ -27,13 +27,15 @@ class StepSize(NamedTuple):
 
 
 class DeviceFaultError(RuntimeError):
-    """The device failed and takes no more work from this process."""
+    """The device failed and cannot be used by this process any more."""
 
 
 class Item(NamedTuple):
-    """Rows of a prompt, from `start` on, that carry embeddings in place of their tokens'; equal contents (32 bytes, a
-    hash) have equal embeddings, of which the runner knows what to make them of. `is_whole`: its rows see each other, so
-    one pass computes all of them, or all that are left behind a cached prefix."""
+    """Rows of a prompt, from `start` on, whose inputs are embeddings (an image's, say) instead of tokens.
+
+    `content`: a hash of 32 bytes; equal contents have equal embeddings, whose source the runner holds. `is_whole`: its
+    rows attend to each other, so one pass computes all of them, or all that a cached prefix leaves.
+    """
 
     content: bytes
     start: int
@@ -47,13 +49,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What the engine needs to know of one choice of one request: ids and numbers, no text.
+    """What the engine needs to know about one choice of a user's request: ids and numbers, no text.
 
-    `limit`: the most tokens it may grow to, min(max_model_len, prompt + max_tokens). `eos_ids` end the output without a
+    `limit`: maximum length in tokens, min(max_model_len, prompt + max_tokens). `eos_ids` end the output without a
     stop reason; `params.stop_token_ids` end it with one. `stop_ids`: both, which min_tokens holds back.
-    `most_drafts`: the most drafts a round; `members`: the members of a chain that may draft for it, none named: all.
-    `priority`: among requests that wait, those with the least come first. These three change speed only.
-    `grammar`: what the output must follow; its matcher is the core's.
+    `most_drafts`: maximum drafts per round; `members`: the members of a chain that may draft for it, empty: all.
+    `priority`: waiting requests with the lowest value are admitted first. These three change speed only.
+    `grammar`: what the output must follow; the core makes a matcher from it.
     """
 
     token_ids: list[int]
@@ -64,15 +66,15 @@ class RequestSpec:
     stop_ids: frozenset[int] = frozenset()
     bad_words_ids: list[list[int]] = field(default_factory=list)
     prompt_logprobs: int | None = None  # alternatives beside each prompt token; None: not wanted
-    most_drafts: int | None = None  # None: as many as the policy wants
+    most_drafts: int | None = None  # None: the policy decides
     members: tuple[int, ...] = ()
     priority: int = 0
     grammar: Grammar | None = None
     reads_prefix_cache: bool = True  # prompt logprobs need every prompt row computed, and so does `draft`
-    items: tuple[Item, ...] = ()  # in order; the ids of their rows stand for them wherever only ids count
+    items: tuple[Item, ...] = ()  # in order of position; their rows have placeholder ids in `token_ids`
 
     def contents(self, tokens: Sequence[int]) -> Sequence[int | bytes]:
-        """What the rows of prompt and output so far, `tokens`, are made of: a token, or its item's content."""
+        """The input of each row of `tokens`, prompt and output so far: its token, or its item's content."""
         if not self.items:
             return tokens
         contents: list[int | bytes] = list(tokens)
@@ -82,7 +84,7 @@ class RequestSpec:
 
 
 class Resumed(NamedTuple):
-    """How far another engine came with a request: the tokens of its output, and so many of its prompt's scores."""
+    """How far another engine came with a request: its output tokens, and the number of prompt logprobs delivered."""
 
     token_ids: Sequence[int]
     num_scores: int = 0
@@ -90,7 +92,7 @@ class Resumed(NamedTuple):
 
 @dataclass(slots=True)
 class LogprobRow:
-    """One token's id, logprob and rank, and the likeliest ids with theirs."""
+    """One token's id, logprob and rank, and the most likely ids with their logprobs."""
 
     token_id: int
     logprob: float
@@ -100,8 +102,8 @@ class LogprobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A request takes a slot. `token_ids` are known (prompt and, after a preemption, output); the first `num_computed`
-    of them are in the cache. `members`: as in `RequestSpec`; `is_masked`: its sampled rows come with masks."""
+    """A request that takes a slot. `token_ids`: its known tokens (prompt and, after a preemption, output); the first
+    `num_computed` are in the cache. `members`: see `RequestSpec`; `is_masked`: its sampled rows have grammar masks."""
 
     slot: int
     token_ids: list[int]
@@ -120,9 +122,9 @@ class Admission:
 class ScheduledRequest(NamedTuple):
     """One request's rows in a pass: `num_rows`, of which the last `num_sampled` are sampled (0 in mid-prefill).
 
-    `start`: position of the first, an upper bound while an earlier pass is in flight. `num_drafts` are wanted after the
-    pass. `num_logprobs`: alternatives beside each sampled token, None where no logprobs are wanted. `scored`: rows of
-    the request (first, number) whose next prompt token is scored, with `num_prompt_logprobs` alternatives.
+    `start`: position of the first, an upper bound while an earlier pass is in flight. `num_drafts`: drafts wanted after
+    the pass. `num_logprobs`: alternatives beside each sampled token, None: no logprobs wanted. `scored`: rows of the
+    request (first, number) whose next prompt token is scored, with `num_prompt_logprobs` alternatives.
 
     Example: a prompt of 10 tokens in chunks of 6 gives (start 0, 6 rows, 0 sampled), then (start 6, 4 rows, 1 sampled);
     with prompt logprobs the first scores tokens 1..6 from rows (0, 6), the second tokens 7..9 from rows (0, 3).
@@ -138,21 +140,20 @@ class ScheduledRequest(NamedTuple):
     num_prompt_logprobs: int = 0
 
 
-# Number of the table (0: of layers that see all positions, then of each window), slot, page, block.
+# (table, slot, page, block); table 0 is that of full-attention layers, the others each of one window.
 TableEntry = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """One step, whole; carried out in the order of the fields.
+    """All that the runner needs for one step. `released` slots are freed before `admitted` ones are taken.
 
-    `table_entries` are new in the block tables. `fresh_blocks`: handed out since the last
-    step; their draft keys and values are cleared. `all_decode`: every request samples all its rows and no draft was
-    dropped, so the pass may be padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the
-    rows. `price`: tokens that one more row of the next pass must bring (`DraftRuntime.price`). `masks`: for each
-    scheduled request what its sampled rows may have, a bit an id in words of 32, row after row; empty where it has no
-    grammar, and for everybody where nobody has one. `forced`: (slot, position of the first, ids) of drafts that take
-    the place of those that lie there.
+    `table_entries`: changes of the block tables. `fresh_blocks`: allocated since the last step; their draft keys and
+    values are cleared. `all_decode`: every request samples all its rows and no draft was dropped, so the pass may be
+    padded to a captured size. `without_drafter`: the drafter neither drafts nor sees the rows. `price`: tokens that a
+    further row of the next pass must bring to pay (`DraftRuntime.price`). `masks`: for each scheduled request the
+    tokens that its sampled rows may have, one bit per id in 32-bit words, row after row; empty for a request without
+    grammar, and () if no request has one. `forced`: (slot, first position, ids) of drafts that replace the slot's.
     """
 
     released: Sequence[int] = ()
@@ -169,9 +170,13 @@ class StepInput:
 
 @dataclass(slots=True)
 class RowResult:
-    """What a pass did to one request: tokens emitted (the last may be missing for `failure`), drafts verified, drafts
-    proposed for the next pass, and the index of the drafter that did; which drafters failed the request in this pass;
-    whether the draft cache now has a hole where it is, and then whether no drafter is left that drafts for it."""
+    """What a pass did to one request.
+
+    `token_ids`: emitted tokens; on `failure` the last is missing. `num_drafted`: drafts verified. `num_proposed`:
+    drafts proposed for the next pass, by the drafter with index `drafter`. `drafter_faults`: drafters that failed the
+    request in this pass. `draft_state_lost`: some drafter's cache now has a hole at these rows; `nobody_drafts`: then,
+    whether no drafter is left for the request.
+    """
 
     token_ids: list[int]
     num_drafted: int
@@ -180,18 +185,18 @@ class RowResult:
     nobody_drafts: bool = False
     drafter: int = 0
     drafter_faults: tuple[int, ...] = ()
-    failure: str = ""  # NO_NUMBER or NONE_LEFT in place of the last token
+    failure: str = ""  # why the last token is missing: NO_NUMBER or NONE_LEFT
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)
 
 
 NO_NUMBER = "no number"  # the target's logits held NaN or inf
-NONE_LEFT = "none left"  # what the request asks for ruled every token out
+NONE_LEFT = "none left"  # the request's masks, bans and stop rules left no token
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterHealth:
-    """`off`: all drafters are switched off after too many faults. `faults_each`: the number of each drafter's."""
+    """Faults of the drafters. `off`: all are switched off after too many faults. `faults_each`: number per drafter."""
 
     off: bool = False
     num_faults: int = 0
@@ -203,11 +208,11 @@ HEALTHY = DrafterHealth()
 
 
 class PendingStep(Protocol):
-    """A step that was launched. The seconds are host time: what a GPU takes beyond its launch does not show."""
+    """A launched step. The seconds are host time; on a GPU that is the time to launch, not to compute."""
 
     @property
     def is_warming(self) -> bool:
-        """Whether it took longer than such steps will: parts of it may yet be recorded."""
+        """Whether the step was slowed by recording or warming up, so that its time is not typical."""
         ...
 
     @property
@@ -216,12 +221,12 @@ class PendingStep(Protocol):
     def draft_seconds(self) -> float: ...
     @property
     def draft_state_lost(self) -> bool:
-        """Known at the launch: a drafter failed for everybody in this step, and its cache has holes."""
+        """Known at launch: a drafter failed for all requests of this step, which leaves holes in its cache."""
         ...
 
     @property
     def undrafted_slots(self) -> Collection[int]:
-        """Slots for which no drafter is left then."""
+        """Slots for which no drafter is left after that."""
         ...
 
     def wait(self) -> list[RowResult]:
@@ -230,10 +235,12 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """The device half of an engine. `num_drafts`: the most that are drafted, 0 without a drafter; `async_depth`: steps
-    that may be in flight when `run` is called again; `drafter_names`: one a drafter, by its index; `max_model_len`: the
-    most tokens of a request; `most_forced`: the most drafts of a request that the host may put in the place of others,
-    which count for the last drafter."""
+    """The device half of an engine.
+
+    `num_drafts`: maximum number of drafts, 0 without a drafter. `async_depth`: steps that may be in flight when `run`
+    is called again. `most_forced`: maximum number of forced drafts of a request (`StepInput.forced`), attributed to the
+    last drafter. `drafter_names`: by the drafters' indices. `max_model_len`: maximum tokens of a request.
+    """
 
     num_drafts: int
     async_depth: int
@@ -242,17 +249,17 @@ class Runner(Protocol):
 
     @property
     def drafter_has_kv(self) -> bool:
-        """Whether rows that the drafter does not see leave a hole in its cache."""
+        """Whether the drafter keeps keys and values, so that rows it does not see leave a hole in its cache."""
         ...
 
     @property
     def drafter_estimates(self) -> bool:
-        """Whether the drafter ends proposals by a step's `price`."""
+        """Whether the drafter ends proposals by `StepInput.price`."""
         ...
 
     @property
     def drafter_may_rest(self) -> bool:
-        """Whether steps without drafts may be hidden from it: a user's drafter is called after every pass."""
+        """Whether steps without drafts may skip the drafter. A user's drafter is called after every pass."""
         ...
 
     @property
@@ -261,16 +268,16 @@ class Runner(Protocol):
     def max_model_len(self) -> int: ...
 
     def run(self, step: StepInput) -> PendingStep:
-        """Launch a step. Raises DeviceFaultError; any other exception leaves the slots of this step in no known state,
-        and a later step must release them first."""
+        """Launch a step. Raises DeviceFaultError. After any other exception the slots of this step are in an unknown
+        state, and a later step must release them first."""
         ...
 
     def drafter_health(self) -> DrafterHealth: ...
 
     def known_drafts(self, slot: int, num_known: int, num_drafts: int) -> list[int]:
-        """The drafts that lie beyond a slot's known tokens."""
+        """The drafts that follow a slot's `num_known` known tokens."""
         ...
 
     def shutdown(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         ...

@@ -1,4 +1,4 @@
-"""A step on its way to the host: the one place where results are read from the device."""
+"""A launched step of `ModelRunner`: the one place where results are read back from the device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from draftproof.sampling import sampler
 
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
-    """See `interface.PendingStep`. `result`: one tensor, a row a request and perhaps more; columns: W tokens,
-    emitted, drafted, proposed, broken (a bit a drafter), drafter. `faults`: drafters that raised."""
+    """Implements `interface.PendingStep`. `result`: one tensor with a row per request, then padding; columns: W tokens,
+    numbers of tokens emitted, drafts verified and drafts proposed, bit mask of the drafters that proposed bad ids,
+    index of the drafter. `faults`: drafters that raised."""
 
     sandboxes: Sequence[DrafterSandbox]
     scheduled: Sequence[ScheduledRequest]
@@ -38,7 +39,7 @@ class LaunchedStep:
     faults: tuple[int, ...] = ()
 
     def fail(self, faults: tuple[int, ...]) -> None:
-        """These drafters raised: what they should have kept of everybody's rows is missing."""
+        """Note that these drafters raised, so what they should have kept of this step's rows is missing."""
         self.faults = faults
         failed, slots = [self.sandboxes[i] for i in faults], [s.slot for s in self.scheduled]
         for sandbox in failed:
@@ -49,7 +50,7 @@ class LaunchedStep:
         )
 
     def wait(self) -> list[RowResult]:
-        """Read the results."""
+        """Wait for the results: one per scheduled request."""
         if self.result is None:
             return []
         try:
@@ -61,7 +62,7 @@ class LaunchedStep:
         return results
 
     def _count_bad_ids(self, rows: Sequence[Sequence[int]]) -> None:
-        """Tell drafters of the requests for which their drafts had to be cut at an id that is none."""
+        """Count a fault of each drafter, by slot, whose drafts were cut at an id outside the vocabulary."""
         if not any(row[-2] for row in rows):
             return
         for number, sandbox in enumerate(self.sandboxes):
@@ -72,7 +73,7 @@ class LaunchedStep:
     def _row(self, index: int, row: list[int]) -> RowResult:
         *tokens, num_emitted, num_drafted, num_proposed, broken, drafter = row
         token_ids, failure = tokens[:num_emitted], ""
-        if token_ids and token_ids[-1] < 0:  # by law 1 only the last can be, since a draft never equals it
+        if token_ids and token_ids[-1] < 0:  # only the last can be: no draft equals it, so none follows it
             failure = NONE_LEFT if token_ids.pop() == sampler.NONE_LEFT else NO_NUMBER
         result = RowResult(token_ids, num_drafted, num_proposed, drafter=drafter, failure=failure)
         result.drafter_faults = self.faults
@@ -90,6 +91,6 @@ class LaunchedStep:
 
 
 def device_fault(error: torch.AcceleratorError) -> DeviceFaultError:
-    """What a GPU does not recover from; running out of memory is not among it."""
+    """The error for a GPU fault that the process cannot recover from; running out of memory is not one."""
     first_line = str(error).strip().partition("\n")[0]
     return DeviceFaultError(f"the GPU failed ({first_line}); start a new process")

@@ -1,4 +1,4 @@
-"""The old place of `draftproof.frontend.llm`, for one version."""
+"""Deprecated alias of `draftproof.frontend.llm`, kept for one version."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ warnings.warn(
     DeprecationWarning,
     stacklevel=2,
 )
-LLM: Any = importlib.import_module("draftproof.frontend.llm").LLM  # by name: imports run one way
+LLM: Any = importlib.import_module("draftproof.frontend.llm").LLM  # by name: engine may not import frontend

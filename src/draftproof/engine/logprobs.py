@@ -1,7 +1,7 @@
-"""Log-probabilities that requests ask for: launched after their pass, read when its copy completes.
+"""Log-probabilities that requests ask for: launched after their pass, read when their copy completes.
 
-Shapes: T rows of a pass, M its sampled rows, R its requests, X columns of its result, S slots, L positions, P scored
-rows, N alternatives.
+Shapes: T rows of a pass, M sampled rows, R requests, X columns of the result, S slots, L positions, P scored rows,
+N alternatives.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from draftproof.sampling.sampler import Sampler
 
 @dataclass(slots=True)
 class Scores:
-    """Logprobs of some requests of a pass. `shares`: index of the request -> first row, rows, alternatives."""
+    """Logprobs of some requests of a pass. `shares`: index of the request -> (first row, rows, alternatives)."""
 
     shares: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     arrivals: Arrivals | None = None
 
     def rows_of(self, index: int, token_ids: list[int] | None) -> list[LogprobRow]:
-        """A request's first rows, one for each of `token_ids` (None: all of its rows, with the ids that were scored);
-        none where it asked for none."""
+        """A request's first rows, one for each of `token_ids`; None: all its rows. [] if it asked for no logprobs."""
         if index not in self.shares or self.arrivals is None:
             return []
         start, count, num = self.shares[index]
@@ -43,7 +42,7 @@ class Scores:
 
 
 class LogprobScorer:
-    """Starts the computation; waits for nothing."""
+    """Launches the computation of logprobs, without waiting for it."""
 
     def __init__(self, target: Decoder, sampler: Sampler) -> None:
         self._target = target
@@ -52,8 +51,8 @@ class LogprobScorer:
     def outputs(
         self, scheduled: Sequence[ScheduledRequest], result_RX: Tensor, logits_MV: Tensor
     ) -> Scores | None:
-        """Scores of the tokens in the first columns of `result_RX`, sampled from `logits_MV`; rejected ones' are not
-        read. None where nobody asks."""
+        """Scores of the tokens in the first columns of `result_RX`, sampled from `logits_MV`, rejected ones included.
+        None if no request asks."""
         if all(s.num_logprobs is None for s in scheduled):
             return None
         scores, rows, tokens_at, first = Scores(), list[int](), list[int](), 0
@@ -73,7 +72,7 @@ class LogprobScorer:
     def prompts(
         self, scheduled: Sequence[ScheduledRequest], hidden_TH: Tensor, tokens_SL: Tensor
     ) -> Scores | None:
-        """Scores of prompt tokens: the row at position p scores the token at p + 1. None where nobody asks."""
+        """Scores of prompt tokens: the row at position p scores the token at p + 1. None if no request asks."""
         if not any(s.scored[1] for s in scheduled):
             return None
         scores, rows, tokens_at, first = Scores(), list[int](), list[int](), 0

@@ -1,4 +1,4 @@
-"""What steps of a size take on this runner, with nobody taking part: for the profile at an engine's start."""
+"""Times of a runner's steps by size, measured with dummy requests, for the profile at an engine's start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from draftproof.runtime.graphs import EAGER
 from draftproof.runtime.threads import as_certified
 from draftproof.runtime.transfer import device_seconds
 
-MOST_PREPARED_BYTES = 1 << 26  # memory of programs, beyond which none is recorded before it is needed
+MOST_PREPARED_BYTES = 1 << 26  # memory of recorded programs beyond which no more are recorded in advance
 
 
 class StepMeter:
-    """Runs steps of a runner that serves nobody yet, in slots and blocks that are left as they were."""
+    """Runs steps of a runner that serves no requests yet; leaves its slots and blocks as they were."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -33,8 +33,8 @@ class StepMeter:
 
     @as_certified
     def prepare_rows(self, num_rows: int) -> bool:
-        """Record the target's pass of so many rows, a part of all steps with as many, whoever's they are. False where
-        it is not, or is to be the last, since such passes keep much memory."""
+        """Record the target's pass over `num_rows` rows, which all steps with as many rows share. False if it was not
+        recorded, or if programs now take so much memory that it should be the last."""
         runner = self._runner
         if num_rows > self.max_model_len:
             return False
@@ -48,14 +48,14 @@ class StepMeter:
 
     @as_certified
     def measure(self, size: StepSize) -> tuple[float, float]:
-        """Seconds of a step in which nobody takes part, by the device's clock: (target's pass, draft pass). Where a
-        step is one graph, all of it counts as the target's. A drafter that thinks on the host is not run."""
+        """Seconds of a step of dummy requests, by the device's clock: (target's pass, draft pass). A step that is one
+        graph counts as the target's. A drafter that runs on the host is not called."""
         state, num_requests, each = self._runner.state, size.num_requests, 1 + size.num_verified
         with_drafter = self._runner.drafter is not None and size.num_verified + size.num_drafts > 0
         shape = BatchShape.decoding(num_requests, each, size.num_drafts, with_drafter=with_drafter)
         shape = self._widened(shape)
         slots = [state.scratch_slot] * num_requests
-        if size.context:  # keys are read that lie apart, as those of requests do
+        if size.context:  # each request reads keys of its own blocks, as in serving
             slots = list(range(num_requests))
             self._spread(slots)
         scheduled = [ScheduledRequest(slot, size.context, each, each, size.num_drafts) for slot in slots]
@@ -85,7 +85,7 @@ class StepMeter:
         return self._runner.shapes.widened(shape, is_recorded=self._runner.graphs is not EAGER)
 
     def _spread(self, slots: Sequence[int]) -> None:
-        """Blocks for every page of these slots, which no request has; where there are too few they come again."""
+        """Point every page of these slots at a block of the empty cache; blocks are reused if there are too few."""
         for layer in (*self._runner.cache.layers, *self._runner.draft_cache.layers):
             table_SB = layer.block_table_SB
             device, num_pages, num_blocks = table_SB.device, table_SB.shape[1], max(1, len(layer.k) - 1)

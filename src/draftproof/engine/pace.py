@@ -1,10 +1,9 @@
-"""How much longer steps take than the profile says, learnt from the steps that are run.
+"""How much longer steps take than in the profile, estimated from the steps that run.
 
-What a step takes is the profile's seconds, times the machine's pace, times a correction for steps of its kind, times
-noise. The pace is of all steps alike and changes from step to step: other programs run, clocks change. A correction is
-a fault of the profile and hardly changes. Logarithms of both are estimated together, by a Kalman filter that finds out
-for itself how noisy steps are: a busy machine slows plain and drafting steps alike, and a step of one kind says what
-the next of another will take.
+A step's time is modelled as the profile's seconds, times the machine's pace, times a correction for its kind of step,
+times noise. The pace is common to all steps and changes from step to step: other programs run, clocks change. A
+correction is an error of the profile and hardly changes. The logarithms of both are estimated jointly by a Kalman
+filter that also estimates the noise, so a step of one kind improves the prediction for other kinds.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-# Standard deviations of logarithms, so about parts of one.
-UNKNOWN_PACE = 0.2  # of a machine's pace before the first step
-DRIFT = 0.02  # of its change from step to step
-UNKNOWN_KIND = 0.15  # of a kind's correction
-FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # of a step: at the start, and on the quietest machine
-NOISE_RATE = 0.05  # weight of a step in the noise
-SURPRISE = 2.0  # standard deviations, beyond which a surprise says no more
-REMEMBERED = 0.98  # what a step of another kind leaves of a correction: what seemed slow is tried again
+# Standard deviations of logarithms, so roughly relative errors.
+UNKNOWN_PACE = 0.2  # prior of the machine's pace
+DRIFT = 0.02  # change of the pace from step to step
+UNKNOWN_KIND = 0.15  # prior of a kind's correction
+FIRST_NOISE, LEAST_NOISE = 0.1, 0.02  # noise of a step: at the start, and at least
+NOISE_RATE = 0.05  # weight of a new step in the noise estimate
+SURPRISE = 2.0  # standard deviations at which a step's deviation is clipped
+REMEMBERED = 0.98  # decay of a correction per step of another kind, so that what seemed slow is tried again
 
 
 @dataclass(slots=True)
 class Pace:
-    """Logarithms of the pace (first) and of the corrections, their covariances, and the variance of a step's noise.
-    Kind 0 has no correction: the others are compared with it."""
+    """The filter's state: means of the logarithms of the pace (first) and of the corrections, their covariances, and
+    the variance of a step's noise. Kind 0 is the baseline and has no correction."""
 
     means: list[float] = field(default_factory=lambda: [0.0])
     covariances: list[list[float]] = field(default_factory=lambda: [[UNKNOWN_PACE**2]])
@@ -33,12 +32,12 @@ class Pace:
     _places: dict[int, int] = field(default_factory=dict)
 
     def at(self, kind: int) -> float:
-        """The logarithm of times as long as the profile says, for steps of this kind."""
+        """The logarithm of the expected time over the profile's, for steps of this kind."""
         place = self._places.get(kind)
         return self.means[0] if place is None else self.means[0] + self.means[place]
 
     def successor(self) -> Pace:
-        """What is expected of other steps on the same machine."""
+        """The prior for another group of steps on the same machine."""
         return Pace([self.means[0]], [[self.covariances[0][0] + UNKNOWN_KIND**2]], self.noise)
 
     def observe(self, kind: int, found: float) -> None:
@@ -69,7 +68,7 @@ class Pace:
         return place
 
     def _wait(self, place: int) -> None:
-        """What a step's time does: the pace drifts, and corrections that are not of this step fade."""
+        """The prediction step: the pace drifts, and corrections of other kinds decay."""
         self.covariances[0][0] += DRIFT**2
         for other in range(1, len(self.means)):
             if other == place:

@@ -1,6 +1,6 @@
-"""How many drafts each request gets. Changes speed only: by law 1 the output cannot depend on it.
+"""Policies: how many drafts each request gets. They change speed only: by law 1 the output cannot depend on it.
 
-Letters: R requests that decode in a pass, k drafts of one, K the most that may be asked for.
+Letters: R requests that decode in a pass, k drafts of one request, K the maximum.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from draftproof.engine.costs import StepCosts, StepOutcome
 from draftproof.engine.progress import Progress
 from draftproof.metrics import Prediction
 
-# predicted speed-up from which on drafting is preferred: predictions are off by a few per cent
+# least predicted speed-up for which drafts are made: predictions are off by a few per cent
 WORTH_IT = 1.03
-# What learning may cost, in plain steps: an allowance at the start, what each step without drafts that the policy hears
-# of adds (one in eight), the most that is kept, and the part of it that one step may put at risk.
+# What exploring may lose, in plain steps: the budget at the start, what each reported step without drafts (one in
+# eight) adds to it, its maximum, and the part of it that one step may risk.
 ALLOWANCE = 2.5
 INCOME = 0.08
 MOST_SAVED = 30.0
 STAKE = 0.6
-# Steps for which a choice holds, while drafting earns: making it takes the host as long as a small model's layer. And
-# plain steps that the policy has heard of for which a choice of no drafts does.
+# For how long a choice is kept, since making one takes the host as long as a small model's layer: steps, if it has
+# drafts and drafting has not lost time of late; and reported steps, for a choice without drafts.
 ROUNDS_KEPT = 4
 TOLD_KEPT = 3
-MOST_TOKENS = 256  # tokens that a request is expected to have: more are allowed than come
+MOST_TOKENS = 256  # output length that a new request is expected to have at most: limits are seldom reached
 
 
 class Policy(Protocol):
     def choose(self, asked: list[Progress], num_others: int) -> list[int]:
-        """Drafts to ask for, one number for each of `asked`, which will decode in the next pass beside `num_others`
-        that cannot draft. All 0: the drafter has nothing to do."""
+        """Number of drafts for each of `asked`, which decode in the next pass beside `num_others` requests that cannot
+        draft. All 0: the drafter may be skipped."""
         ...
 
     def price(self) -> float:
-        """Tokens that a row of the next pass must bring to be worth its time."""
+        """Expected tokens that a further row of the next pass must bring to be worth its time."""
         ...
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
-        """Whether drafts for a new request beside so many others would be worth that the drafter sees its prompt, for
-        which the target computes `num_lost` tokens that it has in the cache."""
+        """Whether drafts for a new request beside `num_others` others would be worth showing its prompt to the drafter,
+        for which the target must recompute `num_lost` cached tokens."""
         ...
 
     def proposed(self, request: Progress, num_asked: int, num_drafts: int) -> None:
-        """The drafter was asked for so many drafts for this request, and had so many."""
+        """The drafter was asked for `num_asked` drafts for this request, and proposed `num_drafts`."""
         ...
 
     def verified(self, request: Progress, num_drafted: int, num_accepted: int) -> None:
-        """One round's outcome."""
+        """A request's drafts were verified."""
         ...
 
     def finished(self, step: StepOutcome) -> None:
-        """One step's outcome."""
+        """A decode-only step has finished."""
         ...
 
     def prompted(self, num_rows: int, draft_seconds: float) -> None:
-        """The drafter saw so many rows, most of them of prompts."""
+        """The drafter took `draft_seconds` for `num_rows` rows, most of them of prompts."""
         ...
 
 
 class FixedPolicy:
-    """Always K; where that is 0, the drafter has nothing to do."""
+    """Always K drafts for each request."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -93,7 +93,7 @@ class FixedPolicy:
 
 
 class Choice(NamedTuple):
-    """Drafts for each class of requests, and what is expected of them: tokens of a step, and the seconds it takes."""
+    """Number of drafts for each class of requests, and the expected tokens and seconds of a step with them."""
 
     num_drafts: Mapping[RequestClass, int]
     tokens: float
@@ -105,8 +105,8 @@ class Choice(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The drafts of a class between one level and the next: how many of those that there are survive, and how many
-    there are of each request that has any."""
+    """A class's drafts between one level and the next. `chance`: that such a draft survives; `num_given`: expected
+    number of them for a request that has drafts; `level`: the upper level."""
 
     chance: float
     num_given: float
@@ -116,17 +116,17 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Kept:
-    """A choice that holds for some steps: who was asked beside how many others, and for how many drafts each."""
+    """A choice that is kept for some steps: the requests it was made for, and the drafts of each."""
 
     asked: list[Progress]
     num_others: int
     num_drafts: list[int]
     choice: Choice
     num_steps: int = 0
-    num_told: int = 0  # steps that the policy has heard of
+    num_told: int = 0  # steps reported by `finished`
 
     def holds_for(self, asked: list[Progress], num_others: int) -> bool:
-        """Whether it is for these requests, by identity: this is asked before every step."""
+        """Whether it is for these requests and not too old. Compares identities: it is called before each step."""
         if self.choice.num_drafts and self.num_steps >= ROUNDS_KEPT:
             return False
         alike = len(asked) == len(self.asked) and all(map(operator.is_, asked, self.asked))
@@ -135,12 +135,12 @@ class Kept:
 
 @dataclass(slots=True)
 class AutoPolicy:
-    """The numbers that make expected tokens per second largest, by measured costs and acceptance.
+    """Chooses the numbers of drafts that maximise expected tokens per second, by measured costs and acceptance.
 
-    Where rows are computed as they come, drafts are admitted in order of their survival probability over the whole
-    batch (DSpark, algorithm 1); where steps are filled up to captured sizes, every request gets as many. What this may
-    lose against plain decoding is bounded: `savings`, in plain steps, go down by what steps with drafts lost and up by
-    what they gained, and limit what the next one may put at risk.
+    Where steps are not padded to buckets, drafts are admitted in order of their survival probability over the whole
+    batch (DSpark, algorithm 1); else every request gets the same number. The loss against plain decoding is bounded:
+    `savings`, in plain steps, fall by what steps with drafts lose and rise by what they gain, and limit what the next
+    step may risk.
     """
 
     costs: StepCosts
@@ -165,7 +165,7 @@ class AutoPolicy:
         return Kept(asked, num_others, [choice.num_drafts.get(its_class, 0) for its_class in classes], choice)
 
     def _let_go(self) -> None:
-        """Forget the choice that was kept; who had no drafts meanwhile is known less."""
+        """Drop the kept choice. What is known of requests that got no drafts under it fades."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -183,7 +183,7 @@ class AutoPolicy:
         return (all_rows - fewest) / max(1, num_requests * most) * choice.speed
 
     def will_draft(self, request: Progress, num_others: int, num_lost: int = 0) -> bool:
-        num_requests = 1 + num_others  # all like this one
+        num_requests = 1 + num_others  # all assumed to be like this one
         choice = self.best(
             {self.acceptance.unknown: num_requests}, context=self._context, stake=STAKE * self.savings
         )
@@ -202,8 +202,8 @@ class AutoPolicy:
         context: int = 0,
         stake: float = float("inf"),
     ) -> Choice:
-        """The best choice for so many requests of each class, where a step may lose at most `stake` plain ones.
-        `context`: tokens of all requests."""
+        """The best choice for the `counts` of requests of each class and `num_others` that cannot draft. A step may
+        take at most `stake` plain steps longer than a plain one. `context`: tokens of all requests."""
         num_requests = sum(counts.values()) + num_others
         plain = Choice({}, float(num_requests), self.costs.plain(num_requests, context))
         best_of = self._best_alike if self.costs.is_padded else self._best_ragged
@@ -211,7 +211,7 @@ class AutoPolicy:
         return best if best is not None and best.speed > WORTH_IT * plain.speed else plain
 
     def predict(self, num_requests: int, context: int = 0) -> Prediction:
-        """What to expect of so many requests of whom nothing is known, with `context` tokens in all."""
+        """The expected speed-up for `num_requests` new requests with `context` tokens in all."""
         unknown = self.acceptance.unknown
         choice = self.best({unknown: num_requests}, context=context)
         plain = num_requests / self.costs.plain(num_requests, context)
@@ -220,7 +220,7 @@ class AutoPolicy:
     def _best_alike(
         self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
     ) -> Choice | None:
-        """One level for everybody, in at most so many seconds."""
+        """The best choice with one level for all requests, of those that take at most `most` seconds."""
         longer, best = self.acceptance.longer, None
         for level in self.costs.levels_for(num_requests)[1:]:
             tokens = float(num_requests)
@@ -236,8 +236,7 @@ class AutoPolicy:
     def _best_ragged(
         self, counts: Mapping[RequestClass, int], num_requests: int, context: int, most: float
     ) -> Choice | None:
-        """Drafts are admitted level by level, that of the class first whose drafts there are likeliest to survive; in
-        at most so many seconds."""
+        """The best choice that admits `_parts` in order, of those that take at most `most` seconds."""
         parts = self._parts(counts)
         step = self.costs.ragged(num_requests, context)
         tokens = rows = float(num_requests)
@@ -258,7 +257,7 @@ class AutoPolicy:
         return Choice(chosen, best[1], best[2])
 
     def _parts(self, counts: Iterable[RequestClass]) -> list[Part]:
-        """The likeliest to survive first."""
+        """All parts of all classes, the most likely to survive first."""
         longer, levels = self.acceptance.longer, self.costs.levels
         lengths = [0.0, *accumulate(longer)]
         found = []
@@ -285,7 +284,7 @@ class AutoPolicy:
         self._context = step.context
         self.costs.observe(step)
         if step.num_rows > step.num_requests or step.num_drafts:
-            # by what such steps take: this one may have been disturbed, as a plain one would have been
+            # by the cost model, not this step's time: a disturbance would have slowed a plain step as well
             seconds = self.costs.step(step.num_requests, step.num_rows, step.num_drafts, step.context)
             plain = self.costs.plain(step.num_requests, step.context)
             gained = step.num_tokens / step.num_requests - seconds / plain

@@ -1,6 +1,6 @@
-"""The short profile at an engine's start: what steps of each size take, on the device's own clock, kept on disk.
+"""The short profile at an engine's start: times of decode-only steps by size, by the device's clock, cached on disk.
 
-R requests, k drafts of each.
+R requests, k drafts each.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from draftproof.engine.interface import StepSize
 from draftproof.runtime.graphs import OFTEN
 from draftproof.runtime.store import Store
 
-SECONDS = 2.0  # time that a profile may take, beyond one run of the sizes without which nothing is known
-ROUNDS, IN_A_ROW = 4, 4  # of all sizes; runs of each in one, since steps of a kind come one after the other
+SECONDS = 2.0  # time limit of a profile; the indispensable sizes are run once even beyond it
+ROUNDS, IN_A_ROW = 4, 4  # rounds over all sizes; runs of a size in a row, as in serving
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_REQUESTS = 64
-MOST_ROWS = 256  # rows of the largest size that is measured where steps are not captured
-# tokens of each request where keys are to be read, and of all of them
+MOST_ROWS = 256  # rows of the largest measured size where steps are not captured
+# in measurements with context: tokens of each request, and least tokens of all requests
 EACH_CONTEXT, LEAST_CONTEXT = 256, 1024
-CONTEXT_REQUESTS = (4, 16, 64)  # where these are among the numbers
-MOST_SPREAD = 1.3  # a larger `StepCosts.spread`: other programs disturbed the profile
-VERSION = 3  # what is measured: profiles of another one are measured again
+CONTEXT_REQUESTS = (4, 16, 64)  # numbers of requests that are also measured with context
+MOST_SPREAD = 1.3  # with a larger `StepCosts.spread` other programs have disturbed the profile
+VERSION = 3  # of what is measured: profiles of other versions are not used
 LEVELS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # where each is a graph for every number of requests
+CAPTURED_LEVELS = (1, 3, 5, 8, 16, 32, 64)  # fewer, since each is a graph for every number of requests
 
 
 class Measured(Protocol):
-    """What is profiled: see `measuring.StepMeter`."""
+    """Runs steps of given sizes and times them; implemented by `measuring.StepMeter`."""
 
     on_device: bool
     buckets: tuple[int, ...]
@@ -49,10 +49,7 @@ class Measured(Protocol):
 
 
 def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
-    """Numbers of drafts that a step may ask for: close together where one more makes a difference.
-
-    Example: up to 7: 0 1 2 3 5 7.
-    """
+    """Numbers of drafts that a step may ask for: dense where they are small. Example: up to 7: 0 1 2 3 5 7."""
     levels = CAPTURED_LEVELS if device == "cuda" else LEVELS
     return (0, *(k for k in levels if k < num_drafts), num_drafts)
 
@@ -60,10 +57,10 @@ def levels_up_to(num_drafts: int, device: str = "cpu") -> tuple[int, ...]:
 def costs_of(
     runner: Measured, levels: tuple[int, ...], identity: Mapping[str, Any], cache_dir: Path
 ) -> StepCosts:
-    """The costs of a runner's steps: from disk where this pair of models was measured on this machine. What was
-    measured while other programs ran does not last: each engine measures it again, until one finds the machine calm.
+    """The costs of a runner's steps: from disk if these models were measured on this machine, else measured now. A
+    profile that other programs disturbed is measured again by each new engine, until one is undisturbed.
 
-    identity: what they depend on, as JSON takes it.
+    identity: what the costs depend on, as JSON values.
     """
     known = StepCosts(levels, runner.buckets, spread=float("inf"))
     facts = {"version": VERSION, "identity": dict(identity), "levels": levels, "buckets": runner.buckets}
@@ -84,9 +81,9 @@ def costs_of(
 def _prepare(
     runner: Measured, levels: tuple[int, ...], clock: Callable[[], float] = time.perf_counter
 ) -> None:
-    """Record what steps that verify drafts have in common, and run those of one request, whatever it verifies and
-    drafts next, until they are recorded, too: so that nobody's first tokens pay for it. Of the numbers of rows, those
-    that steps are filled up to."""
+    """Record programs before serving, within `SECONDS`, so that no request's first tokens wait for it: the target's
+    pass for each number of rows that steps are padded to, and all steps of one request. Where steps are captured this
+    does nothing."""
     end, most = clock() + SECONDS, levels[-1]
     for num_rows in ROW_SIZES:
         is_met = num_rows <= runner.max_num_seqs * (1 + most)
@@ -101,8 +98,8 @@ def _prepare(
 
 
 def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Fill in what is known of steps of `runner`. Sizes take turns, so that what slows the machine slows all of them;
-    of each the fastest run counts, and what is larger takes no less."""
+    """Measure the steps of `runner` and fill in `costs`. Sizes take turns, so that a slow phase of the machine slows
+    all of them. A size's fastest run counts, and times are made to grow with size."""
     found: dict[StepSize, list[tuple[float, float]]] = {}
     sizes, end = list(_sizes(runner, costs.levels)), clock() + SECONDS
     indispensable = _indispensable(sizes)
@@ -121,7 +118,7 @@ def measure(runner: Measured, costs: StepCosts, clock: Callable[[], float] = tim
 
 
 def _spread(runs: Sequence[tuple[float, float]]) -> float:
-    """Times as long as the fastest run of a size that a usual one took."""
+    """Median over minimum of a size's runs."""
     both = [target + draft for target, draft in runs]
     return statistics.median(both) / min(both)
 
@@ -134,14 +131,14 @@ def _take(found: Mapping[StepSize, tuple[float, float]], has_drafts: bool, costs
     for (num_requests, _, num_drafts, _), (target, draft) in alone.items():
         if num_drafts and has_drafts:
             if costs.is_padded:
-                # one graph: what it takes beyond a pass of its rows is laid to the draft pass
+                # one graph: its time beyond a plain pass of as many rows is attributed to the draft pass
                 draft = target - costs.target.at(num_requests * (1 + num_drafts))
             costs.draft.set(num_requests, num_drafts, draft)
     _take_context(found, costs)
 
 
 def _take_context(found: Mapping[StepSize, tuple[float, float]], costs: StepCosts) -> None:
-    """By how much steps are longer where requests have tokens before them."""
+    """Fill in what context adds to a step's time."""
     plain, verifying = dict[int, float](), dict[StepSize, float]()
     for size, times in found.items():
         without = found.get(size._replace(context=0))
@@ -160,7 +157,7 @@ def _take_context(found: Mapping[StepSize, tuple[float, float]], costs: StepCost
 
 
 def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Each size's seconds, at most those of any larger one."""
+    """Seconds by size, each lowered to the least of any larger size, so that they never fall with size."""
     least, found = float("inf"), dict[int, float]()
     for size in sorted(seconds, reverse=True):
         least = found[size] = min(least, seconds[size])
@@ -168,7 +165,7 @@ def _growing(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
-    """What matters most first."""
+    """The sizes to measure, the most important first."""
     numbers = [r for r in runner.buckets or REQUESTS if r <= min(MOST_REQUESTS, runner.max_num_seqs)]
     with_context = _with_context(numbers)
     for num_requests in numbers:
@@ -185,13 +182,13 @@ def _sizes(runner: Measured, levels: tuple[int, ...]) -> Iterator[StepSize]:
 
 
 def _with_context(numbers: Sequence[int]) -> list[int]:
-    """Numbers of requests that are measured with keys to be read, too."""
+    """Numbers of requests that are also measured with context."""
     return [r for r in numbers if r in CONTEXT_REQUESTS] or [numbers[-1]]
 
 
 def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) -> tuple[int, ...]:
-    """Numbers of drafts that are measured for so many requests: all that are captured or recorded, at least three, and
-    the largest, if that is not too large a pass."""
+    """Numbers of drafts to measure for `num_requests`: all that are captured or recorded, at least the first three, and
+    the largest unless its pass exceeds `MOST_ROWS`."""
     if captured:
         return levels_of(num_requests, levels)
 
@@ -204,7 +201,7 @@ def _levels_of(num_requests: int, levels: tuple[int, ...], *, captured: bool) ->
 
 
 def _indispensable(sizes: Sequence[StepSize]) -> list[StepSize]:
-    """Those of the fewest requests, and what says how long it takes to read keys."""
+    """The sizes with the fewest requests, and those that show the cost of context."""
     first = next(size for size in sizes if size.context)
     compared = [size for size in sizes if size.num_requests == first.num_requests and size.context]
     without = [size._replace(context=0) for size in compared]

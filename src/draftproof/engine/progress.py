@@ -1,4 +1,4 @@
-"""The core's record of one request: how far it is, and which blocks it holds."""
+"""The core's record of one request: how far it has come, and which blocks it holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from draftproof.types import FinishReason
 
 @dataclass(slots=True)
 class WindowBlocks:
-    """The blocks that a request holds of the layers of one window, by page; 0: no row can see the page any more.
+    """A request's blocks in the layers of one window, by page; 0: given back, since no row sees the page any more.
 
-    The first `num_gone` pages are among those; the device's table has the first `num_sent`, and knows that the first
-    `num_cleared` are gone.
+    Of the first `num_gone` pages all blocks are given back. The device's table has entries of the first `num_sent`
+    pages, of which the first `num_cleared` have been set to 0.
     """
 
     blocks: list[int]
@@ -26,7 +26,7 @@ class WindowBlocks:
     num_cleared: int = 0
 
     def give_back(self, first: int) -> list[int]:
-        """The blocks of the pages before `first`, which are the request's no more."""
+        """Drop the pages before `first`, and return their blocks."""
         pages = range(self.num_gone, min(first, len(self.blocks)))
         blocks = [self.blocks[page] for page in pages]
         for page in pages:
@@ -38,7 +38,7 @@ class WindowBlocks:
         return self.blocks[self.num_gone :]
 
     def new_entries(self, number: int, slot: int) -> list[TableEntry]:
-        """What table `number` lacks, in blocks that came and blocks that went."""
+        """Changes of table `number` since the last call: pages given back and pages added."""
         gone = [
             (number, slot, page, 0) for page in range(self.num_cleared, min(self.num_gone, self.num_sent))
         ]
@@ -50,12 +50,12 @@ class WindowBlocks:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Progress:
-    """Tokens are prompt and output together, as far as the host has seen them; of these `num_computed` have keys and
+    """One request. `tokens`: prompt and output so far, as the host knows them; the first `num_computed` have keys and
     values in the cache.
 
-    A device may run ahead of the host: `num_pending` is the most tokens that passes in flight may have added since.
-    `num_drafts` draft tokens lie beyond the known ones in the device's table, waiting to be verified; an upper bound
-    while a pass is in flight. The drafter of index `drafter` made those of the last pass that came back.
+    The device may run ahead of the host: `num_pending` is the most tokens that passes in flight may have added.
+    `num_drafts`: drafts on the device, waiting to be verified; an upper bound while a pass is in flight. `drafter`:
+    index of the drafter that made the drafts of the last processed pass.
     """
 
     id: str
@@ -65,32 +65,32 @@ class Progress:
 
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    windows: list[WindowBlocks] = field(default_factory=list)  # blocks of layers that see a window, for each
-    num_sent_blocks: int = 0  # blocks that the device's table has
+    windows: list[WindowBlocks] = field(default_factory=list)  # blocks of windowed layers, by window
+    num_sent_blocks: int = 0  # blocks that are in the device's table
     num_computed: int = 0
     num_pending: int = 0
     num_drafts: int = 0
     drafter: int = 0
-    drafter_faults: list[int] = field(default_factory=list)  # drafters that failed it, not told yet
-    num_registered: int = 0  # pages of `blocks` that the prefix cache knows
+    drafter_faults: list[int] = field(default_factory=list)  # drafters that failed it, not in a delta yet
+    num_registered: int = 0  # pages of `blocks` that are in the prefix cache
     node: int = ROOT  # id of the last registered page
-    num_scored: int = 0  # prompt tokens whose logprobs are out or under way
-    num_scores_out: int = 0
+    num_scored: int = 0  # prompt tokens whose logprobs are delivered or in flight
+    num_scores_out: int = 0  # prompt tokens whose logprobs are delivered
     draft_hole: int | None = None  # first position whose draft KV is missing in some drafter's cache
     is_hole_partial: bool = False  # another drafter's cache has no hole
     num_preemptions: int = 0
     num_cached: int = 0
-    queued: float = 0.0  # when it was asked for: seconds of `time.perf_counter`
-    queue_seconds: float | None = None  # until it was first admitted
-    matcher: Matcher | None = None  # where its output must follow a grammar
-    drafts: list[int] = field(default_factory=list)  # that wait to be verified, where it has a matcher
-    forced: list[int] = field(default_factory=list)  # drafts of ours, in place of those on the device
-    is_cut: bool = False  # its matcher refused the draft that follows `drafts`
+    queued: float = 0.0  # arrival: seconds of `time.perf_counter`
+    queue_seconds: float | None = None  # from arrival to first admission
+    matcher: Matcher | None = None  # None: no grammar
+    drafts: list[int] = field(default_factory=list)  # drafts to be verified next; known only with a matcher
+    forced: list[int] = field(default_factory=list)  # drafts that replace those on the device, by its grammar
+    is_cut: bool = False  # its matcher refused the draft after `drafts`
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     finish_reason: FinishReason | None = None
 
     def resume(self, resumed: Resumed) -> None:
-        """Begin where another engine left it, as after a preemption."""
+        """Continue where another engine stopped, as after a preemption."""
         self.tokens += resumed.token_ids
         self.num_scored = self.num_scores_out = resumed.num_scores
         if self.matcher is not None:
@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """What orders those that wait: the least comes first."""
+        """Sort key of waiting requests: lowest first."""
         return self.spec.priority, self.arrival
 
     @property
@@ -107,14 +107,14 @@ class Progress:
 
     @property
     def contents(self) -> Sequence[int | bytes]:
-        """What its rows are made of, by which the prefix cache tells pages apart: a token, or its item's content. An
-        item's rows follow from its content, so a chain of pages says which of them a page begins with."""
+        """The prefix cache's keys: each row's token, or its item's content. All rows of an item have the same key; the
+        chain of pages before a page tells which of them it begins with."""
         return self.spec.contents(self.tokens)
 
     def whole_rows(self, start: int, num_rows: int) -> int:
-        """So many rows from `start` on, or fewer or more of them, so that no item is cut in two that must not be.
+        """`num_rows` rows from `start` on, but fewer or more if they would end inside an item that must stay whole.
 
-        Example: an item of rows 10 to 19. From 4 on 8 rows become 6, from 10 on 8 rows become 10.
+        Example: an item of rows 10 to 19. 8 rows from 4 on become 6, 8 rows from 10 on become 10.
         """
         for item in self.spec.items:
             if item.is_whole and item.start < start + num_rows < item.end:
@@ -127,16 +127,16 @@ class Progress:
 
     @property
     def can_draft(self) -> bool:
-        """Whether anything may still be drafted for it."""
+        """Whether drafts are allowed for it, and some drafter has seen all its rows."""
         return (self.draft_hole is None or self.is_hole_partial) and self.spec.most_drafts != 0
 
     def at_most(self, num_drafts: int) -> int:
-        """As many drafts, or as many as it allows."""
+        """`num_drafts`, limited to what the request allows."""
         most = self.spec.most_drafts
         return num_drafts if most is None else min(num_drafts, most)
 
     def miss_drafter(self, position: int, *, is_partial: bool = False) -> None:
-        """A drafter did not see its rows from `position` on; `is_partial`: another one did, and drafts for it."""
+        """Note that a drafter misses the rows from `position` on. `is_partial`: another saw them and can draft on."""
         self.is_hole_partial = is_partial and self.can_draft
         self.draft_hole = min(
             position, self.num_computed, position if self.draft_hole is None else self.draft_hole
@@ -144,11 +144,11 @@ class Progress:
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens whose rows are still to come: after a pass that samples it is always one."""
+        """Known tokens whose rows are not computed yet; always 1 after a pass that samples."""
         return 1 if self.num_pending else len(self.tokens) - self.num_computed
 
     def admission(self) -> Admission:
-        """What the device needs to know of it when it takes its slot."""
+        """What the runner needs to know when the request takes its slot."""
         return Admission(
             slot=self.slot,
             token_ids=list(self.tokens),
@@ -165,7 +165,7 @@ class Progress:
         )
 
     def new_entries(self) -> list[TableEntry]:
-        """What the device's tables lack; it counts as sent."""
+        """Changes of the device's block tables since the last call."""
         first, self.num_sent_blocks = self.num_sent_blocks, len(self.blocks)
         entries = [(0, self.slot, page, self.blocks[page]) for page in range(first, len(self.blocks))]
         for number, held in enumerate(self.windows, 1):
@@ -173,7 +173,7 @@ class Progress:
         return entries
 
     def scored_rows(self, start: int, num_rows: int) -> tuple[int, int]:
-        """Rows of a pass (first, number) that score prompt tokens nobody has scored; the row at position p scores
+        """Rows of a pass (first, number) that score prompt tokens not scored before; the row at position p scores
         prompt token p + 1. Example: 10 prompt tokens, 6 scored, rows from 6 on: rows (0, 3)."""
         if self.spec.prompt_logprobs is None:
             return 0, 0
@@ -182,7 +182,7 @@ class Progress:
         return (first, end - first) if 0 <= first < end else (0, 0)
 
     def forget(self) -> None:
-        """Nothing of it is on the device any more."""
+        """Reset to nothing computed: the request has lost its slot and blocks."""
         self.slot = -1
         self.blocks = []
         self.windows = []

@@ -1,4 +1,4 @@
-"""What the log says about drafting: what is expected of it at the start, and acceptance at intervals."""
+"""Log lines about drafting: the predicted speed-up at the start, and acceptance at intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERVAL = 10.0  # seconds
 
 
 def speculation_line(predictions: Sequence[Prediction]) -> str:
-    """What an engine that chooses the number of drafts expects, by number of requests, ascending."""
+    """The line about an adaptive engine's predictions, which are ascending by number of requests."""
     on = [p for p in predictions if p.num_drafts]
     if not on:
         return "speculation off: plain decoding is predicted to be faster; drafts are tried now and then"
@@ -22,15 +22,14 @@ def speculation_line(predictions: Sequence[Prediction]) -> str:
 
 
 class AcceptanceReport:
-    """Lines about what the engine counts, which `stats` gives, each about the time since the one before. Times in
-    seconds."""
+    """Makes a line about acceptance per interval, from the engine's counters (`stats`). Times in seconds."""
 
     def __init__(self, stats: Callable[[], SpeculationStats], now: float) -> None:
         self._stats = stats
         self._then, self._before = now, stats().since(SpeculationStats())
 
     def due(self, now: float) -> str | None:
-        """The line, where the interval is over and something was drafted in it."""
+        """The line, if the interval is over and had drafts; else None."""
         seconds = now - self._then
         if seconds < INTERVAL:
             return None

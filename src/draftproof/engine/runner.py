@@ -1,8 +1,12 @@
-"""The device half of the engine: slots, caches, target, drafter, verifier and graphs. Runs the steps it is handed.
+"""The device half of the engine: owns slots, caches, target, drafter, verifier and graphs, and carries out steps.
 
-On a GPU a pass in which everybody decodes is one CUDA graph from its row numbers to its packed result, and the next
-may be launched before the last has been read. Neither shows in what is computed.
-Shapes: R requests of a pass, T its rows, M its sampled rows, W the most of one request, K drafts, X result columns.
+A step is `run`: place requests in slots (`_place`), then `_launch` one pass over all rows: target, sampling and
+verification (`verify_rows`), drafting (`_draft`), and the packed result (`_close`). `step_tensors` is that pass as one
+function of device memory, `run_parts` the same pass in parts.
+
+On a GPU a pass in which every request decodes is one CUDA graph from row numbers to packed result, and the next step
+may be launched before the last result has been read. Neither changes any output bit.
+Shapes: R requests of a pass, T rows, M sampled rows, W most sampled rows of a request, K drafts, X result columns.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ PassOutputs = tuple[IntegerRows, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a pass is computed from: its shape and its rows, as `State.load` gives them; with `items`, what rows carry
-    in place of tokens, it is never recorded."""
+    """The input of a pass: its shape and its rows, as `State.load` returns them. `items`: embeddings that rows carry in
+    place of tokens; such a pass is never recorded."""
 
     shape: BatchShape
     scheduled_4R: Tensor
@@ -70,13 +74,13 @@ def target_key(shape: BatchShape, taps: Taps) -> Key:
 
 
 def _filled(scheduled: Sequence[ScheduledRequest], each: int) -> Sequence[ScheduledRequest]:
-    """Everybody samples as many rows."""
+    """The requests, each with `each` rows, all sampled."""
     return [s._replace(num_rows=each, num_sampled=each) for s in scheduled]
 
 
 @dataclass(kw_only=True)
 class ModelRunner:
-    """See `interface.Runner`; `loading/wiring.py` puts it together."""
+    """Implements `interface.Runner`. Built by `loading/wiring.py`."""
 
     target: Decoder
     ops: Ops
@@ -86,23 +90,23 @@ class ModelRunner:
     state: State
     table: SamplingTable
     verifier: Verifier
-    drafter: Drafter | None  # its sandbox, or a chain of them
+    drafter: Drafter | None  # one sandboxed drafter, or a chain of them
     sandboxes: tuple[DrafterSandbox, ...]
     spec: DraftSpec
     scorer: LogprobScorer
     items: SlotItems
     graphs: Graphs
     shapes: Shapes
-    on_device: bool = True  # our drafter, a function of device memory alone: its pass may be recorded
+    on_device: bool = True  # the drafter is a function of device memory alone: its pass may be recorded
     max_num_batched_tokens: int
-    num_drafts: int  # the most that are asked for; 0 without a drafter
+    num_drafts: int  # maximum per request; 0 without a drafter
     drafter_names: tuple[str, ...] = ()  # one for each of `sandboxes`
-    most_forced: int = 0  # drafts that the host may put in the place of others; counted for the last drafter
-    drafter_may_rest: bool = True  # steps without drafts may be hidden from it
+    most_forced: int = 0  # maximum number of forced drafts per request; attributed to the last drafter
+    drafter_may_rest: bool = True  # the drafter need not see steps without drafts
     async_depth: int = 0  # passes that may be in flight when a step ends
-    price: Tensor | None = None  # lent to a drafter that estimates what its drafts are worth, where rows cost
-    num_threads: int = 1  # that certificates were made with: torch's setting around each pass
-    captured: set[BatchShape] = field(default_factory=set)  # full steps
+    price: Tensor | None = None  # `StepInput.price`, in memory that a drafter reads
+    num_threads: int = 1  # thread count of the certificates, which torch is set to for each pass
+    captured: set[BatchShape] = field(default_factory=set)  # shapes of whole steps that are CUDA graphs
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +141,7 @@ class ModelRunner:
 
     @as_certified
     def run(self, step: StepInput) -> LaunchedStep:
-        """Compute the step's rows, verify, commit, draft what is wanted."""
+        """Launch a step: compute its rows, verify, commit, and draft as many tokens as are wanted."""
         try:
             self._place(step)
             if not step.scheduled:
@@ -147,7 +151,7 @@ class ModelRunner:
             raise device_fault(error) from error
 
     def _place(self, step: StepInput) -> None:
-        """Slots that are given up, slots that are taken, new blocks."""
+        """Release and admit slots, store forced drafts, clear new blocks of the draft cache."""
         for slot in step.released:
             self.state.release(slot)
             self.table.release(slot)
@@ -175,7 +179,7 @@ class ModelRunner:
 
     def _launch(self, step: StepInput) -> LaunchedStep:
         items = self.items.begin(step.scheduled)
-        if items is not None:  # these rows are not a function of the slots' memory alone
+        if items is not None:  # not a function of the slots' memory alone, so it cannot be a graph
             step = replace(step, all_decode=False)
         if self.price is not None:
             self.price.fill_(step.price)
@@ -215,8 +219,8 @@ class ModelRunner:
         return launched
 
     def _capture(self, shape: BatchShape, processing: int) -> bool:
-        """Whether steps of this shape are captured. One with processing is when it is met first, so that batches
-        without pay nothing for it."""
+        """Whether steps of this shape and processing are captured. Shapes with processing are captured at first use,
+        so that engines that never need them pay nothing."""
         processed = replace(shape, processing=processing)
         if shape in self.captured and processed not in self.captured:
             function = partial(self.step_tensors, processed)
@@ -225,8 +229,8 @@ class ModelRunner:
         return processed in self.captured
 
     def _leaves_rows(self, shape: BatchShape, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether nobody wants what the last layer makes of rows that are not sampled. Sizes that come again are
-        recorded with all rows, of which few are left out there."""
+        """Whether the last layer may skip the rows that are not sampled: nothing taps or scores them. Recurring shapes
+        are recorded with all rows, since few of theirs could be skipped."""
         taps = self.taps(shape)
         if taps.final or self.target.config.num_layers in taps.layers or not self.target.leaves_rows:
             return False
@@ -234,13 +238,14 @@ class ModelRunner:
         return some and not shape.repeats and not any(s.scored[1] for s in scheduled)
 
     def taps(self, shape: BatchShape) -> Taps:
-        """What the drafter wants of the target's pass."""
+        """The target's hidden states that the drafter reads in a pass of this shape."""
         return self.spec.taps if shape.with_drafter else Taps()
 
     def run_parts(self, launched: LaunchedStep, given: Pass, *, recorded: bool) -> PassOutputs:
-        """`step_tensors` with the host looking on: where requests ask for more, or the drafter thinks on the host.
+        """`step_tensors` in parts, which are timed and may run on the host: for steps that are no single graph.
 
-        recorded: all that this reads lies where it lay when such a step ran first, `given.scheduled_4R` too.
+        recorded: everything read, `given.scheduled_4R` included, has the same addresses in every step of this shape,
+        so the parts may be recorded and replayed.
         """
         shape, drafter, graphs = given.shape, self.drafter, self.graphs if recorded else EAGER
         start = time.perf_counter()
@@ -261,26 +266,26 @@ class ModelRunner:
         return closed
 
     def checked(self, given: Pass, graphs: Graphs) -> VerifiedPass:
-        """`verify_rows` by `graphs`, a part of a step that a draft pass follows."""
+        """`verify_rows` through `graphs`, as the part of a step before the draft pass."""
         function = partial(self.verify_rows, given)
         return graphs.run(_verify_key(given.shape), function, (), at_once=self._is_known(given.shape))
 
     def _is_known(self, shape: BatchShape) -> bool:
-        """Whether the target's pass, most of such a step, is recorded."""
+        """Whether the target's pass of this shape is recorded; it takes most of the step's time."""
         return self.graphs.holds(target_key(shape, self.taps(shape))) > 0
 
     def _draft(
         self, drafter: Drafter, checked: VerifiedPass, num_drafts: int
     ) -> tuple[PassOutputs, tuple[int, ...]]:
-        """(what `_close` gives, the drafters that raised)."""
+        """Draft and close the pass: (outputs, indices of the drafters that raised)."""
         proposal = drafter.propose(checked.verified, num_drafts)
         faults = tuple(i for i, sandbox in enumerate(self.sandboxes) if sandbox.error is not None)
         return self._close(checked, proposal, with_drafter=True), faults
 
     def step_tensors(self, shape: BatchShape, scheduled_4R: Tensor) -> PassOutputs:
-        """A whole pass, a function of device memory alone: (result_RX, logits_MV, hidden_TH).
+        """A whole pass as a function of device memory alone: (result_RX, logits_MV, hidden_TH).
 
-        The drafter is trusted. A pass in which it fails cannot be captured, so that raises here.
+        The drafter must be trusted. Its exceptions are raised, since such a pass cannot be captured.
         """
         given, drafter = Pass(shape, scheduled_4R), self.drafter
         if drafter is None or not shape.with_drafter:
@@ -298,7 +303,7 @@ class ModelRunner:
         return self._close(checked, self.state.no_drafts(given.shape.num_requests), with_drafter=False)
 
     def verify_rows(self, given: Pass) -> VerifiedPass:
-        """Compute the rows, accept drafts, move the slots on."""
+        """Run the target over the rows, sample, verify the drafts and advance the slots."""
         shape, items = given.shape, given.items
         rows, verify = self.state.fill(shape, given.scheduled_4R)
         embeds, whole = (None, None) if items is None else (items.given, items.whole)
@@ -334,7 +339,7 @@ class ModelRunner:
         slots_T: Tensor,
         context_lens_T: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The target's layers: hidden state of all rows or of `only_M`, `taps` of all."""
+        """The target's layers: final hidden states of all rows or of `only_M`, then `taps` of all rows."""
         rows = Rows(
             positions_T,
             slots_T,
@@ -348,8 +353,8 @@ class ModelRunner:
         return (out.hidden_TH, *out.taps)
 
     def _commit(self, verified: Verified, *, with_drafter: bool) -> None:
-        """The one place where rows become permanent in what layers keep of slots: when all who see the pass's rows have
-        written theirs, the drafter's layers too if it was shown them."""
+        """Commit the pass's rows to the layers' per-slot states: the only place that does. Called once target and, if
+        it saw the rows, drafter have written theirs."""
         states = self.cache.states + (self.draft_cache.states if with_drafter else [])
         if states:
             rows = verified.pass_of_rows
@@ -357,7 +362,7 @@ class ModelRunner:
                 state.commit(rows)
 
     def _close(self, checked: VerifiedPass, proposal: Proposal, *, with_drafter: bool) -> PassOutputs:
-        """Commit, and store the drafts: (the result as `LaunchedStep` describes it, logits_MV, hidden_TH)."""
+        """Commit and store the drafts: (the result as described in `LaunchedStep`, logits_MV, hidden_TH)."""
         self._commit(checked.verified, with_drafter=with_drafter)
         result = checked.result
         stored = self.state.store_drafts(checked.verified, proposal, self.target.config.vocab_size)
@@ -373,9 +378,9 @@ class ModelRunner:
 
     @as_certified
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Capture the steps in which everybody decodes, largest first, with nobody taking part.
+        """Capture the decode-only steps as CUDA graphs with dummy requests, largest first.
 
-        progress: (done, total), before each and at the end.
+        progress: called with (done, total) before each capture and at the end.
         """
         shapes = [
             BatchShape.decoding(R, 1 + level, level, with_drafter=level > 0)
@@ -396,7 +401,7 @@ class ModelRunner:
         """Dummy-run the largest passes, to measure peak activation memory."""
         most, longest = self.max_num_batched_tokens, self.state.max_len
         num_slots = self.state.scratch_slot
-        num_prompts = min(-(-most // longest), num_slots)  # as many as fill a pass, or as there can be
+        num_prompts = min(-(-most // longest), num_slots)  # the fewest that fill the pass
         each = min(most // num_prompts, longest)
         prompts = BatchShape(
             num_prompts, num_prompts * each, each, num_prompts, 1, self.num_drafts, repeats=False
@@ -407,7 +412,7 @@ class ModelRunner:
             self.step_tensors(shape, self.state.idle(shape))
 
     def shutdown(self) -> None:
-        """Give all memory back; nothing can be run any more."""
+        """Free all memory. The runner cannot be used afterwards."""
         is_gpu = self.state.device.type == "cuda"
         self.__dict__.clear()
         if is_gpu:

@@ -1,7 +1,7 @@
-"""Which rows the next pass computes: continuous batching, chunked prefill, preemption. Host only; knows no tensors.
+"""Chooses the rows of the next pass: continuous batching, chunked prefill, preemption. Host only, no tensors.
 
-There are no phases. A request has so many known tokens to compute, one while decoding, and its drafts on top when all
-of those fit; the pass takes as many as the token budget and the pages allow.
+There is no prefill or decode phase. A request has a number of known tokens to compute (one while decoding), followed
+by its drafts; a pass takes as many of these rows as the token budget and the free pages allow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlannedRows:
     num_sampled: int
 
     def scheduled(self, num_drafts: int) -> ScheduledRequest:
-        """As the runner is told of them; `num_drafts` are wanted after the pass."""
+        """The rows as `StepInput` has them; `num_drafts` are wanted after the pass."""
         spec = self.request.spec
         return ScheduledRequest(
             slot=self.request.slot,
@@ -45,7 +45,8 @@ class PlannedRows:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One pass. `stalled`: somebody must be preempted, and may only be when no pass is in flight: plan again then."""
+    """One pass. `stalled`: a request must be preempted, which is allowed only once no pass is in flight; plan again
+    then."""
 
     rows: list[PlannedRows] = field(default_factory=list)
     admitted: list[Progress] = field(default_factory=list)
@@ -54,12 +55,12 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Running requests first, in order of admission; then waiting ones, by priority and arrival, while slots, budget
-    and pages last; choices of a prompt that is being computed are passed over. Priority orders admission and nothing
-    else: nobody gives a place up for it.
+    """Schedules running requests first, in order of admission; then waiting ones, by priority and arrival, while slots,
+    budget and pages last. A choice waits while another choice computes their common prompt. Priority orders admission
+    only: no request is preempted for it.
 
-    `num_lookahead` is how many positions past its rows a request needs pages for: what drafting may write. Slots that
-    were given up lie in `released` and new blocks in `fresh_blocks`, until somebody takes them.
+    `num_lookahead`: positions past its rows for which a request needs pages, since drafting may write them. Released
+    slots and new blocks collect in `released` and `fresh_blocks` until the core puts them into a `StepInput`.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class Scheduler:
         num_lookahead: int,
         windows: Sequence[WindowPages] = (),
     ) -> None:
-        """windows: the blocks of layers that see a window, for each window; `pages` are those of all others."""
+        """windows: the blocks of windowed layers, one entry per window; `pages`: those of all other layers."""
         self.pages = pages
         self.windows = tuple(windows)
         self.waiting: deque[Progress] = deque()
         self.running: list[Progress] = []
-        self.held: list[Progress] | None = None  # all others, while `isolate` is in force
-        # Whether a new request is to have drafts, for which so many of its tokens that are cached are computed again:
+        self.held: list[Progress] | None = None  # all other requests, between `isolate` and `rejoin`
+        # Whether a new request is to have drafts although `num_lost` of its cached tokens must be recomputed for that:
         # a prefix that the drafter has not seen serves the target only.
         self.will_draft: Callable[[Progress, int], bool] = lambda request, num_lost: False
         self.fresh_blocks: list[int] = []
@@ -99,11 +100,11 @@ class Scheduler:
 
     @property
     def num_soon(self) -> int:
-        """Requests that have a slot, or will have as soon as their rows fit into a pass."""
+        """Requests that have a slot, or will have one as soon as their rows fit into a pass."""
         return min(self._num_slots, len(self.running) + len(self.waiting))
 
     def schedule(self) -> SchedulerOutput:
-        """The next pass; no rows only when nothing is waiting or running."""
+        """Plan the next pass. It has no rows only if no request is waiting or running."""
         output = SchedulerOutput()
         budget = self.max_num_batched_tokens
         for request in self.running:
@@ -112,7 +113,7 @@ class Scheduler:
         for request in list(self.running):
             if budget <= 0:
                 break
-            if request.slot < 0:  # preempted by an earlier one of this very loop
+            if request.slot < 0:  # preempted earlier in this loop
                 continue
             budget -= self._schedule(request, budget, output, may_preempt=True)
             if output.stalled:
@@ -130,8 +131,7 @@ class Scheduler:
         return output
 
     def finish(self, request: Progress, *, is_over: bool) -> None:
-        """Take a request out, wherever it is; `is_over`: it came to its end, so that all its pages hold what was
-        computed."""
+        """Remove a request, wherever it is. `is_over`: it ended normally, so its full pages may be registered."""
         if request.slot >= 0:
             self.running.remove(request)
             if is_over:
@@ -143,8 +143,8 @@ class Scheduler:
             self.held.remove(request)
 
     def recompute_all(self, *, keep_cache: bool) -> None:
-        """Everybody waits again with nothing computed, all slots are given up: whatever a step that broke off left here
-        and on the device, this makes good. `keep_cache`: what the prefix cache held before stays."""
+        """Release all slots and queue all requests again with nothing computed, which repairs whatever state an
+        interrupted step left here and on the device. `keep_cache`: keep the prefix cache."""
         everybody = dict.fromkeys([*self.running, *self.waiting, *(self.held or ())])
         if not keep_cache:
             self.pages.clear()
@@ -160,7 +160,7 @@ class Scheduler:
         self._free_slots = list(reversed(self.released))
 
     def isolate(self, group: Collection[Progress]) -> None:
-        """Until `rejoin` only these are scheduled; nothing of the others stays in the cache."""
+        """Schedule only this group until `rejoin`. All requests give up their slots and blocks."""
         everybody = [*self.running, *self.waiting, *(self.held or ())]
         chosen = set(group)
         for request in self.running:
@@ -170,14 +170,14 @@ class Scheduler:
         self.held = list(_in_turn([r for r in everybody if r not in chosen]))
 
     def rejoin(self) -> None:
-        """Everybody takes part again."""
+        """Schedule all requests again."""
         if self.held is not None:
             self.waiting = _in_turn([*self.waiting, *self.held])
             self.held = None
 
     def _is_computed_by_another(self, request: Progress) -> bool:
-        """Whether pages of its prompt are about to be there: choices of one request, whose prompt is one list, do not
-        compute it side by side."""
+        """Whether a running request is computing the same prompt, whose pages can then be shared. Recognises choices of
+        one user request, whose prompt is the same list object."""
         prompt, size = request.spec.token_ids, self.pages.block_size
         num_pages = (len(prompt) - 1) // size
         if not num_pages or not self.pages.sharing or not request.spec.reads_prefix_cache:
@@ -185,7 +185,7 @@ class Scheduler:
         return any(r.num_computed < num_pages * size and r.spec.token_ids is prompt for r in self.running)
 
     def _admit(self, request: Progress, budget: int, output: SchedulerOutput) -> bool:
-        """Give it a slot, the pages of its cached prefix and room for its first rows; False if there is none."""
+        """Give it a slot, the pages of its cached prefix and blocks for its first rows. False if there are too few."""
         assert not request.blocks
         contents = request.contents if request.spec.reads_prefix_cache else []
         num_lost = self.pages.num_unseen(contents)
@@ -212,7 +212,7 @@ class Scheduler:
         return True
 
     def _schedule(self, request: Progress, budget: int, output: SchedulerOutput, *, may_preempt: bool) -> int:
-        """Add the request's rows to the pass; how many. Drafts are dropped sooner than anybody is preempted."""
+        """Add the request's rows to the pass; returns how many. Drafts are dropped before a request is preempted."""
         num_known, start = request.num_to_compute, request.num_computed + request.num_pending
         num_rows = request.whole_rows(start, min(budget, num_known + request.num_drafts))
         if not self._grow(request, start + num_rows):
@@ -241,24 +241,25 @@ class Scheduler:
         return True
 
     def _give_back(self, request: Progress) -> None:
-        """Blocks of windows that no row of the request can see any more: passes that are in flight read them before
-        whoever gets them next can write."""
+        """Release window blocks that no further row of the request sees. Safe with passes in flight: they read the
+        blocks before a later pass can write to them."""
         for window, held in zip(self.windows, request.windows, strict=True):
             window.release(held.give_back(window.first_page(request.num_computed)))
 
     def _release_blocks(self, request: Progress) -> None:
         self.pages.release(request.blocks)
-        # a request that waits holds nothing, not even empty lists
+        # a waiting request has no entries in `windows`
         for window, held in zip(self.windows, request.windows, strict=False):
             window.release(held.held())
 
     def _blocks_for(self, request: Progress, num_positions: int) -> int:
-        """Pages for the pass's rows and for what drafting after it may write, never past the request's limit."""
+        """Number of pages for the pass's rows and for what drafting may write after them, within the request's
+        limit."""
         end = min(num_positions + self._num_lookahead, request.spec.limit)
         return -(-end // self.pages.block_size)
 
     def _preempt(self, victim: Progress, output: SchedulerOutput) -> None:
-        """Its pages go back, its tokens stay: it is computed again later, to the same bits."""
+        """Release the victim's pages and queue it again; its tokens are kept and recomputed later, to the same bits."""
         output.rows = [rows for rows in output.rows if rows.request is not victim]
         if victim in output.admitted:
             output.admitted.remove(victim)
@@ -281,13 +282,13 @@ class Scheduler:
         request.forget()
 
     def _register_pages(self, request: Progress) -> None:
-        """Full pages become shareable; which of them lie before a hole in the draft layers is kept with them."""
+        """Register full pages in the prefix cache, each with whether the draft layers are complete there."""
         page_end = (request.num_registered + 1) * self.pages.block_size
         if page_end > request.num_computed:
             return
-        # rows just before a hole hold keys and values of tokens that were guessed, where a drafter reads ahead further
+        # a drafter that reads further ahead computed the rows just before a hole from drafts, not from known tokens
         margin = max(0, self.pages.lookahead - 1)
-        # a drafter knows one token more than was computed, not the whole prompt
+        # a drafter has seen one token more than was computed, not the whole prompt
         num_seen = min(len(request.tokens), request.num_computed + 1)
         contents = request.contents
         while page_end <= request.num_computed and self.pages.can_register(num_seen, request.num_registered):

@@ -1,7 +1,7 @@
-"""How much a step computes, and what it is filled up to, so that few sizes come again and again.
+"""The shape of a pass, and the shape that it is padded to, so that few shapes recur.
 
-Sizes that come again are captured on a GPU and recorded on a CPU. Neither that nor the filling shows in what is
-computed. R requests, k drafts of each.
+Recurring shapes are captured as CUDA graphs on a GPU and recorded on a CPU. Neither that nor padding changes any
+output bit. R requests, k drafts each.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from draftproof.engine.costs import MAX_GRAPH_ROWS, rounded_rows
 from draftproof.engine.interface import ScheduledRequest, StepInput
 from draftproof.matmul.certify import BUCKETS
 
-# rows of passes with prompts that are filled up: fewer are rare, and more keep a device busy for longer than their
-# launches take
+# numbers of rows for which passes with prompts are padded: fewer rows are rare, and more keep a device busy for longer
+# than their launches take
 LEAST_MIXED_ROWS, MOST_MIXED_ROWS = 16, 512
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """How much a pass computes: all that the host must know of it beforehand."""
+    """The sizes of a pass: all that the host must know of it beforehand."""
 
     num_requests: int
     num_rows: int
-    most_rows: int  # one request's, at most; a bound
+    most_rows: int  # upper bound of the rows of one request
     num_sampled: int
-    most_sampled: int  # one request's, at most; a bound of at least 1
-    num_drafts: int  # the most that any request wants after it
-    repeats: bool  # passes of this size come again and again: worth running them as graphs
+    most_sampled: int  # upper bound of the sampled rows of one request; at least 1
+    num_drafts: int  # maximum that a request wants after the pass
+    repeats: bool  # passes of this shape recur, so graphs pay
     with_drafter: bool = True
-    processing: int = 0  # generation of the sampling table, where logits are processed beyond filters; else 0
-    only_sampled: bool = False  # the last layer leaves out rows that are not sampled
+    processing: int = 0  # generation of the sampling table if logits are processed beyond filters, else 0
+    only_sampled: bool = False  # the last layer skips rows that are not sampled
 
     @classmethod
     def of(cls, scheduled: Seq[ScheduledRequest], *, repeats: bool, with_drafter: bool = True) -> BatchShape:
-        """The shape of a step as it was scheduled."""
+        """The unpadded shape of a step."""
         sampled = [s.num_sampled for s in scheduled]
         rows = [s.num_rows for s in scheduled]
         num_drafts = max(s.num_drafts for s in scheduled)
@@ -49,7 +49,7 @@ class BatchShape:
     def decoding(
         cls, num_requests: int, each: int, num_drafts: int, *, with_drafter: bool = True
     ) -> BatchShape:
-        """Every request samples `each` rows and has no others."""
+        """The shape of a pass in which every request has `each` rows, all sampled."""
         num_rows = num_requests * each
         return cls(
             num_requests, num_rows, each, num_rows, each, num_drafts, repeats=True, with_drafter=with_drafter
@@ -57,25 +57,28 @@ class BatchShape:
 
 
 def numbers_of_requests(config: EngineConfig, num_drafts: int) -> tuple[int, ...]:
-    """What decoding passes are filled up to: 1, 2, 4, each multiple of 8 up to 64, of 32 up to 256, and the most there
-    can be."""
+    """Numbers of requests that decode-only passes are padded to: 1, 2, 4, the multiples of 8 up to 64 and of 32 up to
+    256, and the maximum."""
     most = min(config.max_num_seqs, config.max_num_batched_tokens // (1 + num_drafts), 256)
     numbers = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32)]
     return tuple(sorted({n for n in numbers if n < most} | {most} - {0}))
 
 
 def mixed_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Numbers of rows that products have certificates for, and the budget, which a prompt that is cut fills."""
+    """Numbers of rows that passes with prompts are padded to: those that products have certificates for, and the token
+    budget, which a chunked prompt fills."""
     most = min(config.max_num_batched_tokens, MOST_MIXED_ROWS)
     return () if config.enforce_eager else (*(n for n in BUCKETS if LEAST_MIXED_ROWS <= n < most), most)
 
 
 @dataclass(slots=True, kw_only=True)
 class Shapes:
-    """The shapes that steps are given. `levels`: numbers of drafts, ascending, that captured steps are made for, 0:
-    without drafter; `buckets`: numbers of requests, ascending, that decoding passes are filled up to; `mixed`: numbers
-    of rows, ascending, that passes with prompts are filled up to, while larger ones run as they are. `costs_alike`: the
-    drafter has no model, so that few drafts take it as long as many.
+    """Chooses the shape of each step.
+
+    `levels`: numbers of drafts, ascending, for which steps are captured; 0: without drafter. `buckets`: numbers of
+    requests, ascending, that decode-only passes are padded to. `mixed`: numbers of rows, ascending, that passes with
+    prompts are padded to; larger ones are not padded. `costs_alike`: few drafts take the drafter as long as many, since
+    it has no model.
     """
 
     num_drafts: int
@@ -87,8 +90,8 @@ class Shapes:
     mixed: tuple[int, ...] = ()
 
     def padded(self, step: StepInput) -> BatchShape | None:
-        """The graph bucket that a step in which everybody decodes is padded to, with as many rows each as its level of
-        drafts asks for; None for others."""
+        """The graph bucket that a decode-only step is padded to: number of requests and level of drafts. None for other
+        steps, and for those with too many requests."""
         scheduled = step.scheduled
         num_requests = next((R for R in self.buckets if len(scheduled) <= R), None)
         if not step.all_decode or num_requests is None:
@@ -103,8 +106,8 @@ class Shapes:
     def fitted(
         self, step: StepInput, *, has_items: bool, is_recorded: bool
     ) -> tuple[Seq[ScheduledRequest], BatchShape]:
-        """The rows of a step that is in no bucket, and its shape. has_items: it is not a function of the slots' memory
-        alone; is_recorded: sizes that come again are recorded."""
+        """The rows and shape of a step that is in no bucket. has_items: rows carry embeddings, so the step cannot be
+        recorded; is_recorded: recurring shapes are recorded."""
         scheduled = step.scheduled
         is_small = sum(s.num_rows for s in scheduled) <= MAX_GRAPH_ROWS
         repeats = is_small and not self.buckets and not has_items
@@ -116,8 +119,8 @@ class Shapes:
         return scheduled, shape if has_items else self._filled_up(shape)
 
     def _rounded(self, scheduled: Seq[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Rows that verify nothing beside those that are there, so that sizes come again. Drafting has the pages for
-        them; beyond a request's limit they go to the scrap page."""
+        """Add padding rows, which verify nothing, to the requests, so that sizes recur. They lie in pages held for
+        drafting; past a request's limit they go to the scrap page."""
         num_rows = sum(s.num_rows for s in scheduled)
         missing = rounded_rows(len(scheduled), num_rows, self.num_drafts) - num_rows
         filled = []
@@ -128,9 +131,9 @@ class Shapes:
         return filled
 
     def _filled_up(self, shape: BatchShape) -> BatchShape:
-        """A step with prompts, of a size that comes again: rows that belong to nobody are added, as one request more.
-        They are few enough to have places in the scratch slot. Without such sizes (a row costs a CPU more than what a
-        program saves) whose rows they are matters as little."""
+        """Pad a step with prompts to one of the `mixed` sizes, by a dummy request whose rows fit into the scratch slot.
+        Without such sizes (as on a CPU, where a row costs more than a recorded program saves) only the bound on a
+        request's rows is widened."""
         if not self.mixed:
             return replace(shape, most_rows=shape.num_rows)
         num_rows = next((n for n in self.mixed if n >= shape.num_rows), 0)
@@ -147,7 +150,7 @@ class Shapes:
         )
 
     def widened(self, shape: BatchShape, *, is_recorded: bool) -> BatchShape:
-        """A step of the same rows that any number of drafts fits into, so that there are fewer shapes to record."""
+        """The shape with bounds that hold for any number of drafts, so that there are fewer shapes to record."""
         most = 1 + self.num_drafts
         if self.buckets or not self.has_drafter:
             return shape

@@ -1,7 +1,7 @@
-"""What the device knows of every slot: its tokens, how many are known, computed and drafted.
+"""The device's state of every slot: its tokens, block tables, and how many tokens are known, computed and drafted.
 
-Shapes: S slots and one for scratch, L longest sequence, B blocks per slot, G tables, R requests of a pass, T its rows,
-M its sampled rows, K drafts.
+Shapes: S slots and one scratch slot, L longest sequence, B blocks per slot, G tables, R requests of a pass, T rows,
+M sampled rows, K drafts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from draftproof.kernels.step.spec import PassRows, SlotState, StepOps
 from draftproof.runtime.transfer import Integers, upload
 from draftproof.sampling.verifier import VerifyResult, VerifyRows
 
-Drawer = Callable[[Tensor, Tensor], Draw]  # slots_R, lengths_R -> the round's draw
+Drawer = Callable[[Tensor, Tensor], Draw]  # (slots_R, lengths_R) -> the round's sampling noise
 
 
 class State:
-    """Slot tensors. Beyond its known tokens a slot's row of tokens holds the drafts to be verified next.
+    """Slot tensors. After its known tokens a slot's row of `tokens_SL` holds the drafts to be verified next.
 
-    The last slot belongs to nobody and is always at its limit: rows that only fill a pass up name it.
+    The last slot is scratch: padding rows name it. It is always at its limit, so it never grows.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class State:
         placeholders: tuple[int, int] = (-1, -1),
         num_tables: int = 1,
     ) -> None:
-        """placeholders: ids that stand for no token, and are never drafted; -1: none.
-        num_tables: one for layers that see all positions, and one for each window."""
+        """placeholders: ids that stand for no token and are never drafted; -1: none.
+        num_tables: one for full-attention layers, and one for each window."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -62,13 +62,13 @@ class State:
         self.block_tables_GSB = zeros(num_tables, num_slots + 1, max_blocks, dtype=torch.int32)
         self.block_table_SB = self.block_tables_GSB[0]
         self._ops = ops
-        # On a CPU steps are written to places that stay, one for each number of requests.
+        # On a CPU steps are written to fixed buffers, one for each number of requests, so that they can be replayed.
         self._tables = Integers(self.block_tables_GSB) if device.type == "cpu" else None
         self._tokens = Integers(self.slots.tokens_SL) if device.type == "cpu" else None
         self._steps: dict[int, Integers] = {}
 
     def admit(self, slot: int, tokens: Seq[int], num_computed: int, limit: int) -> None:
-        """A request takes a slot: `tokens` known, the first `num_computed` of them in the cache."""
+        """Put a request into a slot: `tokens` are known, the first `num_computed` of them in the cache."""
         self.release(slot)
         s = self.slots
         s.tokens_SL[slot, : len(tokens)] = upload(tokens, self.device)
@@ -78,27 +78,27 @@ class State:
         s.limit_S[slot] = limit
 
     def release(self, slot: int) -> None:
-        """The slot's stray writes go to the scrap page from now on."""
+        """Point the slot's block tables at the scrap page, so that stray writes do no harm."""
         self.block_tables_GSB[:, slot] = 0
 
     def tokens(self, slot: int, first: int, number: int) -> list[int]:
-        """So many of a slot's tokens and drafts from position `first` on."""
+        """`number` of a slot's tokens and drafts, from position `first` on."""
         if self._tokens is not None:
             at = slot * self.slots.tokens_SL.shape[1] + first
             return list(self._tokens.items[at : at + number])
         return [int(t) for t in self.slots.tokens_SL[slot, first : first + number].tolist()]
 
     def force(self, slot: int, position: int, drafts: Seq[int]) -> None:
-        """These drafts, the first for `position`, are what the slot's next rows verify."""
+        """Replace the slot's drafts by `drafts`, the first of which is for `position`."""
         self.slots.tokens_SL[slot, position : position + len(drafts)] = upload(drafts, self.device)
         self.slots.draft_count_S[slot] = len(drafts)
 
     def load(
         self, scheduled: Seq[ScheduledRequest], shape: BatchShape, entries: Seq[TableEntry] = ()
     ) -> Tensor:
-        """To the device in one copy: int64 [4, R], slot, rows, sampled rows and wanted drafts of each request, filled
-        up to `shape` with requests of the scratch slot, alike; and what is new in the block tables. On a CPU it is one
-        tensor for each number of requests, written anew."""
+        """Copy a step to the device: int64 [4, R] with slot, rows, sampled rows and wanted drafts of each request,
+        padded to `shape` with equal requests of the scratch slot. The same copy updates the block tables. On a CPU the
+        result is a fixed tensor for each number of requests."""
         num_requests = shape.num_requests
         columns = [(s.slot, s.num_rows, s.num_sampled, s.num_drafts) for s in scheduled]
         if missing := num_requests - len(columns):
@@ -130,13 +130,13 @@ class State:
         return step.tensor
 
     def idle(self, shape: BatchShape) -> Tensor:
-        """`load`'s tensor for a pass of requests alike in which nobody takes part."""
+        """`load`'s tensor for a dummy pass: equal requests, all of the scratch slot."""
         R = shape.num_requests
         rows = [self.scratch_slot, shape.num_rows // R, shape.num_sampled // R, shape.num_drafts]
         return upload([x for x in rows for _ in range(R)], self.device).view(4, R)
 
     def fill(self, shape: BatchShape, scheduled_4R: Tensor) -> tuple[PassRows, VerifyRows]:
-        """The rows of a pass, and which of them verify whose drafts."""
+        """The rows of a pass, and what the verifier needs to know about them."""
         slots_R, _, num_R, _ = scheduled_4R.unbind()
         rows = self._ops.fill(self.slots, scheduled_4R[:3], shape.num_rows, shape.num_sampled)
         return rows, VerifyRows(
@@ -158,7 +158,7 @@ class State:
         drawer: Drawer,
         given: GivenRows | None = None,
     ) -> Verified:
-        """Take over what was verified, and say what the drafter may build on."""
+        """Append the verified tokens to the slots. Returns what the drafter may build on."""
         slots_R, _, _, wanted_R = scheduled_4R.unbind()
         done = self._ops.commit(
             self.slots, scheduled_4R[:3], rows, result.tokens_RW, result.num_emitted_R, wanted_R
@@ -179,17 +179,17 @@ class State:
         )
 
     def history(self, slot: int) -> Tensor:
-        """The slot's known tokens, int32, on the host: free on a CPU, a wait for the device elsewhere."""
+        """The slot's known tokens, int32, on the host. Free on a CPU; on a GPU it waits for the device."""
         return self.slots.tokens_SL[slot, : int(self.slots.length_S[slot])].cpu()
 
     def no_drafts(self, num_requests: int) -> Proposal:
-        """A proposal of no drafts, in memory that stays."""
+        """A proposal without drafts, in memory with fixed addresses."""
         assert num_requests <= len(self.nothing_S), "more requests than slots"
         nothing_R = self.nothing_S[:num_requests]
         return Proposal(nothing_R[:, None][:, :0], nothing_R)
 
     def store_drafts(self, verified: Verified, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Drafts go behind the known tokens: (how many were taken_R, whether a bad id cut them short_R)."""
+        """Write drafts after the known tokens: (number stored_R, whether a bad id cut them short_R)."""
         return self._ops.store_drafts(
             self.slots,
             verified.slots_R,

@@ -1,7 +1,7 @@
-"""A `StepInput` as one flat list of 64-bit integers: to be recorded, or sent to another process without pickling.
+"""A `StepInput` as one flat list of 64-bit integers, to be recorded or sent to another process without pickling.
 
-Layout: each list is its length and its items; a floating-point number is its 64 bits; an absent list has length -1; a
-mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0].
+Layout: a list is its length followed by its items; a floating-point number is its 64 bits; an absent list has length
+-1; a mask is a list of 32-bit words. Example: `released=[3]`, nothing else -> [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0].
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pack(step: StepInput) -> list[int]:
 
 
 def unpack(vector: Sequence[int]) -> StepInput:
-    """The step that `pack` was given, but for those sampling parameters that no runner reads (stop strings, n)."""
+    """The step that `pack` was given, without the sampling parameters that no runner reads (stop strings, n)."""
     reader = _Reader(vector)
     released = reader.integers()
     admitted = [_unpack_admission(reader) for _ in range(reader.integer())]
@@ -147,7 +147,7 @@ def _bits(number: float) -> int:
 
 
 class _Reader:
-    """Takes a vector apart from its front."""
+    """Reads a vector from front to back; `at`: index of the next integer."""
 
     def __init__(self, vector: Sequence[int]) -> None:
         self._vector = vector

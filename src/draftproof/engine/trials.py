@@ -1,4 +1,4 @@
-"""The search for the request at fault: those of a step that raised are tried again by halves, apart from all others."""
+"""Bisection for the request that makes steps raise: a failed step's requests are rerun in halves, isolated."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from draftproof.engine.progress import Progress
 
 
 class Trials:
-    """Groups under suspicion, the next one to be tried first; true while there are any.
+    """Groups of suspects, the next to be tried first; truthy while there are any.
 
-    A suspect is cleared once it has emitted the token that it was about to, and found guilty if its step raises again
-    while nobody else is in it. Every trial clears, halves or convicts a group, so this ends.
+    A suspect is cleared once it has emitted another token, and convicted if a step raises in which it is alone. Every
+    trial clears, halves or convicts a group, so the search ends.
     """
 
     def __init__(self) -> None:
-        self._groups: deque[list[tuple[Progress, int]]] = deque()  # each with its number of tokens then
+        self._groups: deque[list[tuple[Progress, int]]] = deque()  # (suspect, number of tokens at failure)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
     def clear(self) -> None:
-        """Nobody is under suspicion any more."""
+        """Drop all suspicions."""
         self._groups.clear()
 
     @property
     def group(self) -> list[Progress]:
-        """Those who are to run alone next."""
+        """The requests to run in isolation next."""
         return [request for request, _ in self._groups[0]]
 
     def convict(self, failed: Sequence[Progress]) -> Progress | None:
-        """A step of these raised: the request to blame. None: it is not known yet, and both halves are suspects."""
+        """A step of these requests raised: the one at fault. None: not known yet, and both halves become suspects."""
         tried = self._end(failed)
         if len(failed) == 1 and tried == failed:
             return failed[0]
@@ -41,7 +41,7 @@ class Trials:
         return None
 
     def _end(self, failed: Sequence[Progress]) -> list[Progress]:
-        """Take the trial off the list in which these failed; who took part in it, nobody if they failed outside one."""
+        """Remove the trial in which these failed: its requests that still run, or [] if they failed outside one."""
         if not self._groups:
             return []
         tried = self.group
@@ -51,7 +51,7 @@ class Trials:
         return [request for request in tried if request.finish_reason is None]
 
     def acquit(self) -> bool:
-        """Drop the first groups in which everybody has been cleared or has ended; whether there were any."""
+        """Drop the leading groups in which every request is cleared or has ended; returns whether there were any."""
         num_before = len(self._groups)
         while self._groups:
             open_trials = [(r, mark) for r, mark in self._groups[0] if r.finish_reason is None]

@@ -1,9 +1,10 @@
-"""Attention of an EAGLE-3 head in training, text by text: a row of many texts is mostly what none of them attends to.
+"""Attention of an EAGLE-3 head in training, text by text, since most of the mask of a packed row is empty.
 
-The library attends over a whole row with a mask of [T, passes x T]. Here the texts of a row lie side by side, padded to
-the longest: pass 0 of the head attends to the tokens before, and each later pass also to its own tokens alone.
-Scores of both kinds share a row; both are padded to multiples of ALIGNED, without which products of bf16 are slow.
-Shapes: T row, N texts, L longest text, P passes after the first, H heads, K key heads, G = H / K, D head size.
+The library attends over the whole packed row with a mask of [T, passes x T]. Here the texts of a row become a batch,
+padded to the longest. In pass 0 a token attends to itself and the tokens before it; in each later pass also to the keys
+that its own position has in the passes since. Both kinds of scores share one softmax; both are padded to multiples of
+ALIGNED, without which bf16 products are slow.
+Shapes: T packed row, N texts, L longest text, P passes after the first, H heads, K key heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the texts of a row lie. `rows_NL`: row of each token, any for padding; `places_T`: the way back."""
+    """Index maps between a packed row and its texts as a batch. `rows_NL`: index into T of each token of the batch,
+    arbitrary for padding; `places_T`: index into N * L of each token of the row."""
 
     rows_NL: Tensor
     places_T: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], num_rows: int, device: torch.device) -> Places:
-        """Texts one after the other; the last may be cut, and rows may be left over."""
+        """The maps for texts of these lengths, packed into a row of `num_rows`: the last may be cut off, or the end of
+        the row may be unused."""
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
         kept = [min(n, num_rows - start) for n, start in zip(lengths, starts.tolist(), strict=True)]
         kept = [n for n in kept if n > 0]
@@ -43,7 +46,7 @@ class Places:
 
 
 def register() -> None:
-    """Make it known to `transformers`, by its name."""
+    """Register `attend` with `transformers` as NAME."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -59,14 +62,15 @@ def attend(
     places: Places,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Scores of the tokens before, and of the token itself in each later pass; keys and values are pass by pass."""
+    """Attention with the interface of `transformers`: (output, no weights). Keys and values hold all passes so far, one
+    pass after the other."""
     num_rows, size = query_1HTD.shape[2:]
     num_keys = key_1KTD.shape[1]
     num_texts, longest = places.rows_NL.shape
     rows = places.rows_NL.flatten()
 
     def side_by_side(t: Tensor) -> Tensor:
-        """[N, K, ?, L, D]: passes of keys, or the heads that share a key head."""
+        """From [1, heads or K, rows, D] to [N, K, ?, L, D]; ?: passes of keys, or the heads that share a key head."""
         t = t.reshape(num_keys, -1, num_rows, size).index_select(2, rows)
         return t.view(num_keys, -1, num_texts, longest, size).permute(2, 0, 1, 3, 4)
 

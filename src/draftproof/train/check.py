@@ -1,7 +1,6 @@
-"""What a head is worth: acceptance by position on prompts that it was not trained on, and speed beside plain decoding
-and beside n-gram drafts, which need no head.
+"""Evaluates a head on held-out prompts: acceptance by position, and speed beside plain decoding and n-gram drafts.
 
-The engines take turns prompt by prompt, so that what slows the machine slows all of them.
+The engines take turns prompt by prompt, so that a slow phase of the machine slows all of them.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class Row:
 
     @property
     def shares(self) -> list[float]:
-        """The share of rounds that accepted more than so many drafts."""
+        """The share of rounds that accepted the first, second, ... draft."""
         return [n / max(1, self.stats.num_rounds) for n in self.stats.accepted_per_position]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompt:
-    """A prompt that nothing was trained on."""
+    """A prompt that the head was not trained on."""
 
     domain: str
     token_ids: Sequence[int]
@@ -66,13 +65,13 @@ def check(
     temperatures: Sequence[float],
     max_tokens: int,
 ) -> list[Row]:
-    """Decode the prompts plainly, with n-gram drafts and with the head, as many drafts as pay and then all of them.
-    ValueError where an output differs, or where the head does not fit the target."""
+    """Decode the prompts plainly, with n-gram drafts, and with the head: once with an adaptive number of drafts and
+    once with the maximum. ValueError if an output differs, or if the head does not fit the target."""
     llms = {PLAIN: LLM(**engine), NGRAM: LLM(**engine, speculative_config={"method": "ngram"})}
     llms[HEAD] = LLM(**engine, speculative_config={"model": str(head)})
     rows: dict[tuple[str, float, str], Row] = {}
     for temperature in temperatures:
-        for llm in llms.values():  # what is compiled or measured at first use is not timed
+        for llm in llms.values():  # compiling and measuring at first use is not timed
             llm.generate([_input(prompts[0])], _params(temperature, 8, 0), use_tqdm=False)
         for number, prompt in enumerate(prompts):
             outputs = []
@@ -95,7 +94,7 @@ def check(
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:
-    """Write the table and the plot; the table."""
+    """Write the table, its figures as JSON and the plot into `folder`; returns the table."""
     plain = {(row.domain, row.temperature): row.speed for row in rows if row.drafter == PLAIN}
     lines = [
         "| domain | temperature | drafter | tokens/s | against plain | tau | accepted at 1, 2, ... |",

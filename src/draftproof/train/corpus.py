@@ -3,9 +3,9 @@ packages, and questions from lists of words.
 
     python -m draftproof.train.corpus prompts --num-prompts 12000
 
-writes train.jsonl and held_out.jsonl, each line with its domain: code, chat or prose. Files and topics of one are in
-none of the other. Which files there are depends on the versions installed, so `sources.json` beside them names these
-and their licences. The packages that the demo's prompts were taken from are left out.
+writes train.jsonl and held_out.jsonl, each line with its domain: code, chat or prose. The two share no source file and
+no topic. The prompts depend on the installed versions, so `sources.json` beside them lists these with their licences.
+The packages that the demo's prompts were taken from are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-# Packages by their licence; modules of the standard library are under Python's own.
+# Licence of each package; modules of the standard library are under Python's own.
 SOURCES = {
     "numpy": "BSD-3-Clause",
     "torch": "BSD-3-Clause",
@@ -41,7 +41,7 @@ SOURCES = {
     "packaging": "Apache-2.0 OR BSD-2-Clause",
     "fsspec": "BSD-3-Clause",
     "pip": "MIT",
-    # what follows is read where it happens to be installed
+    # the following are used only if they happen to be installed
     "aiohttp": "Apache-2.0",
     "alembic": "MIT",
     "anyio": "MIT",
@@ -98,9 +98,9 @@ SHARES = {
 DOMAINS = {
     "completion": "code", "function": "code", "explain": "code", "question": "chat", "sums": "chat", "prose": "prose",
 }  # fmt: skip
-HELD_OUT = 20  # one file or topic in so many
-MOST_FILES = 1000  # of a package
-MOST_BYTES = 120_000  # of a file
+HELD_OUT = 20  # one file or topic in 20 is held out
+MOST_FILES = 1000  # per package
+MOST_BYTES = 120_000  # per file
 LEAST_LENGTH = 400
 
 TOPICS = """photosynthesis; the water cycle; black holes; the French Revolution; compound interest; recursion; bread
@@ -242,14 +242,14 @@ PROSE = (
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a package. `name`: its path from the package on."""
+    """A source file of a package. `name`: its path, beginning with the package."""
 
     name: str
     path: Path
 
     @functools.cached_property
     def text(self) -> str:
-        """Nothing where there is little, or letters that a small model hardly knows."""
+        """The file's text; "" if it is short, or not ASCII, which small models handle badly."""
         text = self.path.read_text(encoding="utf-8", errors="replace")
         return text if len(text) > LEAST_LENGTH and text.isascii() else ""
 
@@ -295,7 +295,7 @@ def build(num_prompts: int, seed: int) -> list[dict[str, Any]]:
     prompts: dict[str, dict[str, Any]] = {}
     for kind, share in SHARES.items():
         wanted = len(prompts) + round(num_prompts * share)
-        for _ in range(20 * wanted):  # sources without what is looked for, and repetitions, are passed over
+        for _ in range(20 * wanted):  # unsuitable sources and duplicates are skipped
             made = makers[kind]()
             if made is not None:
                 about = {"id": f"{kind}-{len(prompts)}", "domain": DOMAINS[kind]}
@@ -308,7 +308,7 @@ def build(num_prompts: int, seed: int) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, dict[str, str]]:
-    """Version and licence of each package that prompts are made of."""
+    """Version and licence of each package that prompts are made from."""
     distributions = importlib.metadata.packages_distributions()
     found = {
         name: {"version": importlib.metadata.version(distributions[name][0]), "licence": licence}
@@ -319,7 +319,7 @@ def versions() -> dict[str, dict[str, str]]:
 
 
 def files(package: str) -> Iterator[Source]:
-    """Files of a package, none of its vendored ones; at most `MOST_FILES`, chosen by their names' hashes."""
+    """A package's source files without vendored ones; at most `MOST_FILES`, chosen by the hashes of their names."""
     root = _root(package)
     if root is None:
         return
@@ -341,7 +341,7 @@ def _root(package: str) -> Path | None:
 
 
 def _completion(rng: random.Random, source: Source) -> dict[str, Any] | None:
-    """The head of a file, or a piece from its middle, to be continued."""
+    """The beginning of a file, or a piece from its middle, to be continued."""
     lines = source.text.splitlines()
     while lines and lines[0].startswith("#"):
         lines.pop(0)
@@ -371,7 +371,7 @@ def _explain(rng: random.Random, source: Source) -> dict[str, Any] | None:
 
 
 def _prose(rng: random.Random, source: Source) -> dict[str, Any] | None:
-    """A piece of documentation of some length."""
+    """A task about a longer docstring."""
     nodes = [n for n in ast.walk(source.tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     texts = [d for n in nodes if (d := ast.get_docstring(n)) and 300 < len(d) < 2500]
     return _message(f"{rng.choice(PROSE)}\n\n{rng.choice(texts)[:1400]}", source) if texts else None
@@ -389,7 +389,7 @@ def _question(rng: random.Random) -> dict[str, Any]:
 
 
 def _sum(rng: random.Random) -> dict[str, Any]:
-    """A problem in words, with numbers that need not come out even."""
+    """A word problem in arithmetic; the result need not be a whole number."""
     form = rng.choice(_items(SUMS))
     one, two = rng.sample(NAMES, 2)
     numbers = {

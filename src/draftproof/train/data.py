@@ -1,7 +1,7 @@
-"""Texts to train on: prompts with the target's own answers, and the target's states at their tokens, in files.
+"""Training data in files: prompts with the target's own answers, and the target's states at all their tokens.
 
-A file is written whole or not at all, so a run that was killed goes on with the first that is missing.
-Shapes: N texts, T tokens of all of them, S tapped layers, H hidden size.
+Files are written atomically, so an interrupted run resumes with the first that is missing.
+Shapes: N texts, T tokens of all texts, S tapped layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from draftproof.train.record import StateReader
 from draftproof.train.settings import WHOLE, AnswerConfig, Part, as_record, check_same, write_record
 from draftproof.types import SamplingParams
 
-SHARD = 1024  # texts of a file
-LEAST_ANSWER = 4  # tokens: shorter answers teach nothing
-NUMBER_BYTES = 2  # of a state, in bf16
-Bar = Callable[[str, int, int], None]  # what, done, total
+SHARD = 1024  # prompts per file
+LEAST_ANSWER = 4  # tokens; shorter answers are left out
+NUMBER_BYTES = 2  # of a number of a state, in bf16
+Bar = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts one after the other. `starts_N1`: where each begins, and the end; `num_prompt_N`: tokens of its prompt."""
+    """Concatenated texts. `starts_N1`: where each begins, and the end; `num_prompt_N`: length of each prompt."""
 
     tokens_T: Tensor
     starts_N1: Tensor
@@ -40,7 +40,7 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Texts:
-        """Pairs of a prompt and its answer."""
+        """From pairs of a prompt and its answer."""
         whole = [[*prompt, *answer] for prompt, answer in texts]
         return cls(
             torch.tensor([token for text in whole for token in text], dtype=torch.int32),
@@ -64,7 +64,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class DataFolder:
-    """The folder of a target's answers and states. `record`: what they depend on; `num_prompts`: in all."""
+    """The folder of a target's answers and states. `record`: the settings that they depend on."""
 
     path: Path
     record: dict[str, Any]
@@ -99,7 +99,7 @@ def open_folder(
     prompts: Sequence[Sequence[int]],
     config: AnswerConfig,
 ) -> DataFolder:
-    """The folder, made if need be. ValueError where it holds what was made with other settings."""
+    """Open or create the folder. ValueError if its files were made with other settings."""
     text = json.dumps([list(prompt) for prompt in prompts])
     record = {
         "target": target,
@@ -115,7 +115,7 @@ def open_folder(
 
 
 def params_of(number: int, config: AnswerConfig) -> SamplingParams:
-    """How prompt `number` is answered: even ones greedily."""
+    """Sampling parameters for prompt `number`: greedy for even numbers."""
     temperature = config.temperature if number % 2 else 0.0
     return SamplingParams(
         temperature=temperature,
@@ -133,7 +133,7 @@ def write_answers(
     bar: Bar,
     part: Part = WHOLE,
 ) -> None:
-    """Have the target answer the prompts whose files are missing."""
+    """Generate the target's answers to the prompts whose files are missing."""
     shards = folder.shards(part)
     for done, shard in enumerate(shards):
         bar("files of answers", done, len(shards))
@@ -155,7 +155,7 @@ def write_answers(
 
 
 def write_states(reader: StateReader, folder: DataFolder, bar: Bar, part: Part = WHOLE) -> None:
-    """Have the target read the texts whose states are missing."""
+    """Compute the target's states for the texts whose files of states are missing."""
     shards = folder.shards(part)
     for done, shard in enumerate(shards):
         bar("files of states", done, len(shards))
@@ -175,7 +175,7 @@ def num_state_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:
 
 
 class TrainingData:
-    """Texts of the complete files of a folder with their states, on the training device if they fit there."""
+    """All texts of a folder's complete shards with their states, which lie on the training device if they fit."""
 
     def __init__(self, folder: DataFolder, device: torch.device) -> None:
         self.taps = folder.taps
@@ -212,7 +212,7 @@ class TrainingData:
         )
 
     def draw(self, num_tokens: int, generator: torch.Generator, among: range) -> Iterator[int]:
-        """Numbers of texts, of so many tokens together or just more."""
+        """Indices of random texts from `among`, until they have at least `num_tokens` tokens together."""
         left = num_tokens
         while left > 0:
             chosen = among[int(torch.randint(len(among), (), generator=generator))]
@@ -221,7 +221,7 @@ class TrainingData:
 
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device where half of its free memory is more than enough."""
+    """On the device if it takes less than a quarter of the free memory there."""
     if device.type != "cuda":
         return tensor
     free, _ = torch.cuda.mem_get_info(device)
@@ -229,7 +229,7 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial)
     partial.replace(path)

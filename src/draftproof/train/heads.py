@@ -1,7 +1,7 @@
-"""Heads as the `speculators` library has them: built for a target, given batches, written as our engine reads them.
+"""A head in training: the `speculators` library's model, its batches, and the checkpoint that the engine reads.
 
-The library's model classes, collation and losses are used; its trainer is not: it reads samples that its own data
-pipeline prepared with vLLM, counts in epochs and keeps optimizers as pickles.
+The library's model classes, collation and losses are used. Its trainer is not: it needs samples from the library's own
+data pipeline (with vLLM), counts in epochs and pickles optimizers.
 Shapes: D draft vocabulary, V vocabulary, T tokens of a text, S tapped layers, H hidden size.
 """
 
@@ -25,7 +25,8 @@ from draftproof.train.settings import HeadConfig
 
 
 class TrainedHead:
-    """A head in training. `model`: the library's; its target's weights do not learn."""
+    """A head in training. `model`: the library's; the target's weights in it are frozen. `parameters`: the trainable
+    ones, by name."""
 
     def __init__(
         self, config: HeadConfig, target: Target, frequencies_V: Tensor, device: torch.device
@@ -37,7 +38,7 @@ class TrainedHead:
         maps = (
             _vocabulary(frequencies_V, size) if size < target.model.vocab_size else {"t2d": None, "d2t": None}
         )
-        mask_token = int(frequencies_V.argmin())  # texts hardly have it
+        mask_token = int(frequencies_V.argmin())  # the rarest token
         self.model = self._recipe.make(draft_vocab_size=size, mask_token_id=mask_token, **maps).to(device)
         self.model.train()
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -63,7 +64,7 @@ class TrainedHead:
         if self._recipe.num_dropped is not None:
             lengths = [len(t) - self._recipe.num_dropped for t in tokens]
             given["places"] = Places.of(lengths, self.config.tokens_per_step, self.device)
-        # compiled, a step would be faster, and the first one would take a minute for each kind of head
+        # compiling would make steps faster, but the first one would take a minute for each kind of head
         with (
             torch.compiler.set_stance("force_eager"),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"),
@@ -77,7 +78,7 @@ class TrainedHead:
         num, device = len(tokens_T), self.device
         states_TSH = states_TSH.to(device)
         mask_T = torch.ones(num, device=device)
-        mask_T[: self.config.num_drafts + 1] = 0  # drafts of the text before it in the row end here
+        mask_T[: self.config.num_drafts + 1] = 0  # the previous text's drafts reach into these rows
         given_TSH = states_TSH[:, columns]
         if self.model.training and self.config.state_noise:
             size_TS1 = given_TSH.float().square().mean(-1, keepdim=True).sqrt()
@@ -92,7 +93,7 @@ class TrainedHead:
         }
 
     def save(self, folder: Path) -> None:
-        """The head as our engine reads it: bf16, without what it shares with its target."""
+        """Write the head as the engine reads it: in bf16, without tensors that it shares with its target."""
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.model.config.to_json_string(use_diff=False))
         raw = {key: config[key] for key in sorted(_KEPT) if key in config}
@@ -112,7 +113,7 @@ class TrainedHead:
 
 
 def check_installed() -> None:
-    """ValueError where the library is missing."""
+    """ValueError if the library is missing."""
     try:
         importlib.import_module("draftproof.train.library")
     except ImportError as error:
@@ -122,7 +123,7 @@ def check_installed() -> None:
 
 
 def _vocabulary(frequencies_V: Tensor, size: int) -> dict[str, Tensor]:
-    """The maps between the target's vocabulary and its most frequent tokens."""
+    """The library's maps between the target's vocabulary and the `size` most frequent tokens."""
     from draftproof.train.library import build_vocab_mappings_from_distribution
 
     counts = dict(enumerate(frequencies_V.tolist()))
@@ -131,7 +132,7 @@ def _vocabulary(frequencies_V: Tensor, size: int) -> dict[str, Tensor]:
 
 
 def _plain(layers: dict[str, Any]) -> dict[str, Any]:
-    """The config of the layers without what says nothing about them."""
+    """The layers' config without private keys and None values."""
     return {key: value for key, value in layers.items() if value is not None and not key.startswith("_")}
 
 

@@ -1,8 +1,8 @@
-"""What is used of the `speculators` library.
+"""The parts of the `speculators` library that are used here.
 
-Importing it imports `datasets`, for the files of its own data pipeline, which brings most of its 313 MB. Where that is
-not installed, an empty module takes its place meanwhile; then `hs-connectors`, `loguru`, `pydantic` and `openai` are
-all that it needs beside what this package needs.
+The library imports `datasets`, for its own data pipeline only, which brings most of its 313 MB. If that is not
+installed, an empty module stands in during the import; then the library needs only `hs-connectors`, `loguru`,
+`pydantic` and `openai` beyond this package's own dependencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from loguru import logger
 
 @contextmanager
 def standing_in(name: str, attributes: tuple[str, ...]) -> Iterator[None]:
-    """An empty module called `name` meanwhile, unless it is installed. Each attribute is None: imported, never used."""
+    """Inside, `import name` gives an empty module if it is not installed. Its attributes are None: imported by the
+    library, but never used."""
     if importlib.util.find_spec(name) is not None:
         yield
         return
@@ -46,7 +47,7 @@ with standing_in("datasets", ("Dataset", "concatenate_datasets", "load_dataset",
     from speculators.train.utils import normalize_counted_metrics
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-logger.disable("speculators")  # it writes lines of its own
+logger.disable("speculators")  # it would print its own log lines
 
 __all__ = [
     "CollateFn",

@@ -1,5 +1,5 @@
-"""The training loop: a step is a function of the settings and its number, so a run that was killed goes on with the
-same bits from its last checkpoint."""
+"""The training loop. A step depends only on the settings and its number (with `max_seconds` also on the clock), so an
+interrupted run resumes with the same bits from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from draftproof.train.settings import HeadConfig, as_record
 CHECKPOINT = "checkpoint.safetensors"
 LOG = "log.jsonl"
 WARM_UP = 100  # steps, or a tenth of all if that is less
-LEAST_RATE = 0.03  # of the highest
-HELD_SHARE = 50  # one text in so many is never trained on
+LEAST_RATE = 0.03  # relative to the peak learning rate
+HELD_SHARE = 50  # one text in 50 is held out
 HELD_STEPS = 4
-STATES = ("exp_avg", "exp_avg_sq")
-Show = Callable[[int, int, dict[str, float]], None]  # steps done, of at most, metrics
+STATES = ("exp_avg", "exp_avg_sq")  # AdamW's state per parameter
+Show = Callable[[int, int, dict[str, float]], None]  # (steps done, maximum steps, metrics)
 
 
 def train(head: TrainedHead, data: TrainingData, folder: Path, show: Show) -> dict[str, float]:
-    """Train until steps or seconds are spent, from the last checkpoint if there is one; metrics on texts held back."""
+    """Train until steps or seconds are spent, from the last checkpoint if there is one; returns metrics on the held-out
+    texts."""
     config = head.config
     optimizer = torch.optim.AdamW(
         list(head.parameters.values()),
@@ -65,7 +66,8 @@ def train(head: TrainedHead, data: TrainingData, folder: Path, show: Show) -> di
 
 
 def rate(config: HeadConfig, step: int, seconds: float) -> float:
-    """The share of the highest learning rate: up over the first steps, then down with what is spent."""
+    """Learning rate relative to its peak: linear warm-up, then cosine decay with the share of steps or seconds spent,
+    whichever is larger."""
     spent = step / config.num_steps
     if config.max_seconds is not None:
         spent = max(spent, seconds / config.max_seconds)
@@ -74,7 +76,7 @@ def rate(config: HeadConfig, step: int, seconds: float) -> float:
 
 
 def means(metrics: dict[str, Any], num_steps: int = 1) -> dict[str, float]:
-    """The library's sums over their totals; what has no total is a mean of each step's own, summed over `num_steps`."""
+    """Means of the library's metrics: sums divided by their totals; a metric without total, by `num_steps`."""
     from draftproof.train.library import normalize_counted_metrics
 
     return normalize_counted_metrics({k: float(v) for k, v in metrics.items()}, num_steps)
@@ -111,7 +113,7 @@ def _save(path: Path, head: TrainedHead, optimizer: torch.optim.Optimizer, step:
 
 
 def _resume(path: Path, head: TrainedHead, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
-    """Take up a checkpoint: its step, and the seconds that were spent."""
+    """Load a checkpoint, if there is one: (its step, the seconds spent so far)."""
     if not path.is_file():
         return 0, 0.0
     with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Kinds of heads: how the `speculators` library makes each for a target, and the loss that it has for it."""
+"""Kinds of heads: how each is made for a target with the `speculators` library, and its loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a head. `name`: as the head's config names it."""
+    """The target of a head. `name`: what the head's config calls it."""
 
     directory: Path
     model: ModelConfig
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a head must fit."""
+        """The properties of the target that a head depends on."""
         m = self.model
         return {
             "name": self.name,
@@ -46,10 +46,10 @@ class Target:
 class Recipe:
     """How one kind of head is made and trained.
 
-    `make`: the library's model, given the draft vocabulary's maps and the mask token; `taps`: the layers whose states
-    it reads; `preprocess`: what happens to a text before it is put in a row with others; `call`: arguments of the
-    forward pass; `num_dropped`: tokens of a text that its row lacks, where the head attends text by text; `shared`:
-    beginnings of names of tensors that are the target's, and not saved.
+    `make`: makes the library's model, given the draft vocabulary's maps and the mask token. `taps`: the layers whose
+    states it reads. `preprocess`: applied to each text before packing. `call`: arguments of the forward pass.
+    `num_dropped`: tokens that `preprocess` removes from a text; None unless the head attends text by text. `shared`:
+    prefixes of names of tensors that are the target's and not saved.
     """
 
     make: Callable[..., Any]
@@ -66,7 +66,7 @@ def recipe(config: HeadConfig, target: Target) -> Recipe:
 
 
 def tapped_layers(num_layers: int) -> list[int]:
-    """The layers whose states are recorded: an early, a middle and a late one, and the last state of all."""
+    """The layers whose states are recorded: an early, a middle and a late one, and the last."""
     taps = [2, num_layers // 2, num_layers - 2, num_layers]
     if sorted(set(taps)) != taps:
         raise ValueError(
@@ -77,7 +77,7 @@ def tapped_layers(num_layers: int) -> list[int]:
 
 
 def is_plain(model: ModelConfig) -> bool:
-    """Whether its layers are those of Llama and Qwen, which the library makes heads of."""
+    """Whether all layers are like those of Llama and Qwen, for which the library can make heads."""
     return all(
         isinstance(layer.mixer, AttentionConfig)
         and isinstance(layer.ffn, DenseConfig)
@@ -98,7 +98,7 @@ def _eagle3(config: HeadConfig, target: Target) -> Recipe:
             verifier_name_or_path=str(target.directory),
             target_layer_ids=taps,
             norm_before_residual=True,
-            fc_norm=True,  # states of late layers are larger by far
+            fc_norm=True,  # states of late layers are far larger
             ttt_steps=config.num_drafts,
             draft_attn_impl=attention.NAME,
             **vocabulary,
@@ -119,8 +119,8 @@ def _eagle3(config: HeadConfig, target: Target) -> Recipe:
 
 
 def _peagle(config: HeadConfig, target: Target) -> Recipe:
-    """An EAGLE-3 head with mask rows, whose states and token's embedding are learnt with it: one is in no text, the
-    other would be the target's for a token that texts hardly have."""
+    """An EAGLE-3 head that drafts in parallel with mask rows. The mask's state and token embedding are trained with the
+    head: no text has such a state, and the target's embedding is that of a token that texts hardly contain."""
     from draftproof.train import library
 
     *taps, _ = tapped_layers(target.model.num_layers)
@@ -151,14 +151,14 @@ def _peagle(config: HeadConfig, target: Target) -> Recipe:
 
 
 def _mtp(config: HeadConfig, target: Target) -> Recipe:
-    """A module of one layer over the last state. The library's own way to make one starts from modules that the target
-    has; this one starts from nothing, as its class does."""
+    """An MTP module: one layer over the last state. Made by its class, with random weights; the library's own factory
+    would start from modules of the target."""
     from draftproof.train import library
 
     m = target.model
 
     def make(**unused: Any) -> Any:
-        """The config is that of the target's layers, of which the module is one."""
+        """The module; its layer config is that of all the target's layers, since the module is one more of these."""
         drafts = library.GreedyTokenProposalConfig(speculative_tokens=config.num_drafts)
         model = library.MTPDraftModel(
             library.MTPSpeculatorConfig(
@@ -184,7 +184,7 @@ def _mtp(config: HeadConfig, target: Target) -> Recipe:
 
 
 def _without_targets(batch: Batch) -> Batch:
-    """A text whose losses are against its tokens."""
+    """The batch without the target's last states, so that the loss is against its tokens."""
     return {key: value for key, value in batch.items() if key != "verifier_last_hidden_states"}
 
 
@@ -231,7 +231,7 @@ def _draft_vocab_size(config: HeadConfig, target: Target) -> int:
 
 
 def _layers(kind: str, num_layers: int, config: HeadConfig, target: Target, **more: Any) -> Any:
-    """The library's config of the head's layers: of the target's sizes."""
+    """The library's config for the head's layers, with the target's sizes."""
     from transformers import LlamaConfig, Qwen3Config
 
     m = target.model

@@ -1,6 +1,6 @@
-"""States of the target at its tapped layers, row by row, as our engine computes them.
+"""Records the target's hidden states at tapped layers, for every token of given texts, by running the engine.
 
-Shapes: N texts, T rows of all of them, S tapped layers, H hidden size.
+Shapes: N texts, T rows of all texts, S tapped layers, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from draftproof.frontend.llm import LLM
 from draftproof.types import SamplingParams
 
 METHOD = f"{__name__}.Recorder"
-_recording: dict[int, States] = {}  # by the key among the recorder's settings
+_recording: dict[int, States] = {}  # by the recorder's setting "key"
 
 
 class States:
-    """Room for the states of some texts, filled as the engine comes to their rows."""
+    """Buffer for the states of some texts, filled as the engine computes their rows."""
 
     def __init__(self, texts: Sequence[Sequence[int]], num_taps: int, hidden_size: int) -> None:
         ends = torch.tensor([0, *map(len, texts)]).cumsum(0).tolist()
@@ -36,7 +36,7 @@ class States:
         return self._first_row.get(tuple(text))
 
     def complete(self) -> Tensor:
-        """The states of every row; texts that are equal have been seen once."""
+        """The states of every row. Equal texts were recorded once and are copied here."""
         for text, start in zip(self.texts, self.starts, strict=True):
             first = self._first_row[tuple(text)]
             if first != start:
@@ -48,14 +48,14 @@ class States:
 
 
 class Recorder:
-    """A drafter that proposes nothing and keeps what it is shown of texts that are asked for."""
+    """A drafter that proposes nothing and records the tapped states of the wanted texts."""
 
     def __init__(self, config: EngineConfig) -> None:
         assert config.speculative_config is not None
         options = config.speculative_config.options
         self.spec = DraftSpec(taps=Taps(layers=tuple(options["taps"])))
         self._key = int(options["key"])
-        self._first_row: dict[int, int] = {}  # by slot: where its text begins
+        self._first_row: dict[int, int] = {}  # slot -> first row of its text
 
     def admit(self, slot: int, tokens: Sequence[int], num_cached: int) -> None:
         first = _recording[self._key].first_row_of(tokens) if self._key in _recording else None
@@ -88,7 +88,7 @@ class Recorder:
 
 
 class StateReader:
-    """An engine that reads texts for their states. `taps`: ids of layers, as of `Taps`."""
+    """An engine that computes the states of texts. `taps`: ids of layers, as in `Taps`."""
 
     def __init__(self, taps: Sequence[int], engine: dict[str, Any]) -> None:
         self._key = max(_recording, default=0) + 1
@@ -97,7 +97,7 @@ class StateReader:
         self.llm = LLM(**{**engine, "speculative_config": drafter, "enable_prefix_caching": False})
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """The states at every token of the texts, one text after the other: [T, S, H], on the CPU."""
+        """The states at every token of the texts, one text after the other: bf16 [T, S, H], on the CPU."""
         states = States(texts, len(self.taps), self.llm.model_config.hidden_size)
         _recording[self._key] = states
         try:

@@ -1,4 +1,4 @@
-"""A whole training: the target's answers and states, the head, and a record of how it was made beside it."""
+"""A training run from prompts to a head: the target's answers and states, the training, and a record of it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from draftproof.train.settings import (
 )
 from draftproof.types import SamplingParams
 
-PROBE_TOKENS = 24  # answers of this length show the speed
+PROBE_TOKENS = 24  # length of the answers that are timed
 PROBE_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a training takes, at most. Seconds of each part, tokens of all texts, bytes of their states."""
+    """Upper bounds for a run: seconds of each part, tokens of all texts, bytes of their states."""
 
     answer_seconds: float
     read_seconds: float
@@ -61,8 +61,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is trained and where it is put. `engine`: keywords of `LLM`, the target's among them; `prompts`: ids;
-    `part`: what this process writes of the data; `allow_missing`: train on the files that there are."""
+    """What is trained, and where files go. `engine`: keywords of `LLM`, including the target; `prompts`: token ids;
+    `part`: the files of data that this process writes; `allow_missing`: train even if files of data are missing."""
 
     engine: dict[str, Any]
     prompts: Sequence[Sequence[int]]
@@ -90,7 +90,7 @@ class Training:
 
 
 def prepare(training: Training) -> tuple[Target, DataFolder]:
-    """Open the folders. ValueError where one of them holds what was made with other settings or for another target."""
+    """Open the folders. ValueError if one holds files made with other settings or for another target."""
     heads.check_installed()
     target = training.target()
     taps = recipes.tapped_layers(target.model.num_layers)
@@ -111,14 +111,14 @@ def prepare(training: Training) -> tuple[Target, DataFolder]:
 
 
 def estimate(training: Training, target: Target, llm: LLM) -> Estimate:
-    """Measure a few answers, and training steps on noise."""
+    """Estimate the run from a few timed answers, and training steps on random data."""
     prompts, most = training.prompts, training.answers.max_tokens
     chosen = [{"prompt_token_ids": list(p)} for p in prompts[: llm.config.max_num_seqs]]
     num_prompt = sum(map(len, prompts))
     num_chosen = sum(len(p["prompt_token_ids"]) for p in chosen)
     once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     longer = SamplingParams(temperature=0, max_tokens=PROBE_TOKENS, ignore_eos=True, detokenize=False)
-    llm.generate(chosen[:1], once, use_tqdm=False)  # what is done at first use is no measure
+    llm.generate(chosen[:1], once, use_tqdm=False)  # warm-up
     llm.reset_prefix_cache()
     read = _timed(lambda: llm.generate(chosen, once, use_tqdm=False))
     written = _timed(lambda: llm.generate(chosen, longer, use_tqdm=False))
@@ -140,7 +140,7 @@ def estimate(training: Training, target: Target, llm: LLM) -> Estimate:
 
 
 def make_data(training: Training, folder: DataFolder, llm: LLM, bar: Bar) -> None:
-    """Write what is missing of answers and states. The engine is closed in between: both may not fit."""
+    """Write the missing answers and states. `llm` is closed in between: two engines may not fit into memory."""
     part = training.part
     if not data.is_complete(folder, states=False, part=part):
         data.write_answers(llm, folder, training.prompts, training.answers, bar, part)
@@ -152,7 +152,7 @@ def make_data(training: Training, folder: DataFolder, llm: LLM, bar: Bar) -> Non
 
 
 def make_head(training: Training, target: Target, folder: DataFolder, show: loop.Show) -> dict[str, float]:
-    """Train, and write the head with its record; what it reached on texts that it was not trained on."""
+    """Train, and write the head with its record. Returns the metrics on held-out texts."""
     if not (training.allow_missing or data.is_complete(folder, states=True)):
         raise ValueError(
             f"{folder.path}: answers or states are missing; run the stage 'data' first, or --allow-missing"
@@ -174,7 +174,7 @@ def make_head(training: Training, target: Target, folder: DataFolder, show: loop
 
 
 def _step_seconds(training: Training, target: Target) -> float:
-    """The time of a training step."""
+    """Seconds of a training step."""
     size, device = training.head.tokens_per_step, training.device
     taps = recipes.tapped_layers(target.model.num_layers)
     head = TrainedHead(training.head, target, torch.zeros(target.model.vocab_size, dtype=torch.int64), device)
@@ -202,6 +202,6 @@ def _minutes(seconds: float) -> str:
 
 
 def _name_of(model: str | Path, directory: Path) -> str:
-    """A hub id as it is, a folder or file by its own name."""
+    """The target's name: a hub id as it is, a folder or file without its path."""
     path = Path(model).expanduser()
     return path.name if path.exists() else str(model)

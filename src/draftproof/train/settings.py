@@ -1,4 +1,4 @@
-"""Settings of training a head, checked once; the command line makes a flag of each field."""
+"""Settings for training a head, validated at creation. The command line makes a flag of each field."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 from draftproof.schema import check_choice, check_number, check_whole, documented, reject_unknown_keys, shown
 
 Method = Literal["eagle3", "peagle", "mtp", "dflash"]
-FILE = "train.json"  # beside the head: its settings, and what it was trained on
+FILE = "train.json"  # beside the head: its settings and training data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConfig:
-    """What the target's answers are: half of them greedy, the others sampled at `temperature`."""
+    """How the target's answers are generated: half of them greedily, the others sampled at `temperature`."""
 
     max_tokens: int = documented(256, "Maximum length of the target's answers, in tokens.")
     temperature: float = documented(
@@ -32,12 +32,11 @@ class AnswerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """What the head is, and how it is trained.
+    """The head's architecture, and how it is trained.
 
-    Training ends after `num_steps` or `max_seconds`, whichever comes first, and the learning rate falls with what is
-    spent of either. Left out, `num_layers` is 2 for dflash and else 1, `intermediate_size` the target's, and
-    `draft_vocab_size` 8192, or the target's whole vocabulary where that is no larger; an mtp head has one layer and the
-    whole vocabulary.
+    Training ends after `num_steps` or `max_seconds`, whichever comes first; the learning rate decays accordingly.
+    Defaults: `num_layers` 2 for dflash, else 1; `intermediate_size` the target's; `draft_vocab_size` 8192, or the
+    target's whole vocabulary if that is no larger. An mtp head has one layer and the whole vocabulary.
     """
 
     method: Method = documented("eagle3", "Kind of head: eagle3, peagle, mtp or dflash.")
@@ -89,7 +88,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Every `step`-th file from `first` on: what one process of several writes."""
+    """The files that one of several processes writes: every `step`-th one from `first` on."""
 
     first: int = 0
     step: int = 1
@@ -103,15 +102,15 @@ def as_record(config: Any) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def check_same(path: Path, wanted: dict[str, Any]) -> bool:
-    """Whether `path` was written before; ValueError where it holds other values than `wanted`: what lies beside it was
-    made with them."""
+    """Whether `path` exists. ValueError if it holds other values than `wanted`, since the files beside it were made
+    with those."""
     if not path.is_file():
         return False
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What target and drafters are both built on: where to compute, in what arithmetic, with which operators."""
+"""What target and drafters have in common: device, dtype, operators, product planner, graphs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from draftproof.runtime import graphs, native
 from draftproof.runtime.graphs import Graphs
 
 log = logging.getLogger(__name__)
-MOST_ITEM_BYTES = 256 << 20  # embeddings of items that are kept for the next request with the same
+MOST_ITEM_BYTES = 256 << 20  # embeddings of items kept for later requests with the same items
 ProgressCallback = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What target and drafters are both built on."""
+    """What target and drafters have in common."""
 
     config: EngineConfig
     directory: Path
@@ -55,12 +55,13 @@ class Base:
 
 
 def most_rows(config: EngineConfig, vision: Vision | None) -> int:
-    """Rows of the longest pass there can be."""
+    """Maximum rows of a pass: the token budget, plus an item that must not be split."""
     return config.max_num_batched_tokens + (0 if vision is None else vision.most_whole_rows)
 
 
 def make_base(config: EngineConfig, directory: Path, progress: ProgressCallback | None) -> Base:
-    """Certifies operators where that was not done yet. ValueError for settings that cannot run here."""
+    """Choose device, dtype and operators; certify operators that have no certificate on this machine yet. ValueError
+    for settings that cannot run here."""
     model = read_config(directory, overrides=config.hf_overrides)
     device = memory.pick_device(config.device)
     max_model_len = _max_model_len(config, model)
@@ -103,7 +104,7 @@ def make_base(config: EngineConfig, directory: Path, progress: ProgressCallback 
 
 
 def vision_of(config: EngineConfig, directory: Path) -> Vision | None:
-    """What reads images; None for a model without such a part, or of whose part the files hold nothing."""
+    """The model's image encoder; None if it has none, or if its files hold no tensors of it."""
     vision = read_vision(directory, config.hf_overrides)
     if vision is None or config.load_format == "dummy":
         return vision
@@ -114,7 +115,7 @@ def vision_of(config: EngineConfig, directory: Path) -> Vision | None:
 
 
 def _rotary_sizes(model: ModelConfig) -> int:
-    """Sizes of a head that rotate, over all tables of the model."""
+    """Rotary dimensions, summed over all rotary tables of the model."""
     return sum(rope.rotary_dim for rope in model.ropes)
 
 

@@ -1,4 +1,4 @@
-"""From an EngineConfig to an engine: finds the files, loads models, sizes the cache, wires the parts together."""
+"""Builds an engine from an EngineConfig: finds the files, loads the models, sizes the cache, wires the parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from draftproof.runtime.threads import own_precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """An engine and what its front needs to know of it."""
+    """An engine, and what its front end needs to know about it."""
 
     engine: Engine
     items: ItemStore
@@ -45,10 +45,10 @@ class Loaded:
     device_name: str  # "cpu", or a GPU's
 
 
-@torch.inference_mode(False)  # what is made here is written to later, in whatever mode
+@torch.inference_mode(False)  # tensors made here are written to later, inside and outside of inference mode
 @own_precision()
 def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loaded:
-    """Raises ValueError for whatever the user got wrong, before anything expensive is done where possible."""
+    """Build the engine. ValueError for a mistake of the user, raised before expensive work where possible."""
     config, directory = locate(config, progress)
     base = make_base(config, directory, progress)
     speculative = config.speculative_config
@@ -87,7 +87,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
             for pages, group in zip(engine.scheduler.windows, groups, strict=True)
         ),
     )  # fmt: skip
-    if base.device.type == "cpu":  # after loading, whose memory may go
+    if base.device.type == "cpu":  # return the memory that loading freed, and keep what is freed from now on
         give_back_freed_memory()
         keep_freed_memory()
     return Loaded(
@@ -107,11 +107,11 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
 
 
 def _load_encoder(base: Base, weights: WeightSource) -> int:
-    """Bytes of the weights of what reads images; 0 where the model reads none."""
+    """Load the image encoder into `base.items`, and return the bytes of its weights; 0 if the model has none."""
     if base.vision is None:
         return 0
     encoder = ImageEncoder(base.vision, weights, base.device, base.dtype)
-    # threads are a CPU's
+    # the certificate is about the number of threads, which only a CPU has
     is_certified = base.config.exact and base.device.type == "cpu"
     base.items.encoders["image"] = (
         CertifiedEncoder(encoder, name_of(base.vision, base.dtype)) if is_certified else encoder

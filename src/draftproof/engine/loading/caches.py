@@ -1,4 +1,4 @@
-"""Memory of an engine's slots and blocks: keys and values, states, and what slots hold beside tokens."""
+"""Allocates an engine's caches: keys and values, per-slot states, and what slots hold beside tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftproof.models.decoder import Decoder
 
 
 def window_groups(base: Base, target: Decoder, drafters: Drafters) -> tuple[memory.WindowGroup, ...]:
-    """The target's layers that see a window, by their windows; a drafter's keep everything."""
+    """The target's windowed layers, grouped by window. A drafter's layers have no groups: they keep all positions."""
     num_lookahead = max(drafters.num_drafts, drafters.spec.lookahead)
     return memory.window_groups(
         target.kv, base.dtype, base.config, base.max_model_len, num_lookahead, base.most_rows
@@ -27,13 +27,13 @@ def window_groups(base: Base, target: Decoder, drafters: Drafters) -> tuple[memo
 
 
 def full_layers(shapes: Sequence[PagedKV], groups: Sequence[memory.WindowGroup]) -> list[PagedKV]:
-    """The layers that are in no group."""
+    """The layers that are in no window group."""
     windows = {group.window for group in groups}
     return [shape for shape in shapes if shape.window not in windows]
 
 
 def slot_items(base: Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
-    """What slots hold beside tokens, and where their rows stand if the target has several axes."""
+    """The store of what slots hold beside tokens: items, and rotary positions if the target has several axes."""
     num_slots, turns = base.config.max_num_seqs + 1, None
     if any(rope.axes for rope in base.model.ropes):
         turns = Turns(torch.zeros(num_slots, dtype=torch.int64, device=base.device))
@@ -53,7 +53,7 @@ def slot_items(base: Base, spec: DraftSpec, num_drafts: int) -> SlotItems:
 
 
 def _own_store(base: Base, own: OwnEmbeddings) -> ItemStore:
-    """Embeddings that a drafter makes of the target's items."""
+    """A store for the embeddings that a drafter computes of the target's items."""
     store = ItemStore(own.hidden_size, base.device, base.dtype, MOST_ITEM_BYTES, own.added)
     store.encoders = {"image": own.encode}
     return store
@@ -62,8 +62,7 @@ def _own_store(base: Base, own: OwnEmbeddings) -> ItemStore:
 def target_cache(
     base: Base, target: Decoder, groups: Sequence[memory.WindowGroup], num_blocks: int, tables_GSB: Tensor
 ) -> PagedCache:
-    """Memory for the target's layers: each on its window's table, with as many blocks as there are of that; and their
-    states."""
+    """Memory for the target's layers, each with its window's block table and number of blocks, and their states."""
     numbers = {group.window: number for number, group in enumerate(groups, 1)}
     size, layout = base.config.block_size, base.backend.layout
     layers = list[LayerKV]()
@@ -75,7 +74,7 @@ def target_cache(
 
 
 def draft_cache(base: Base, spec: DraftSpec, num_blocks: int, table_SB: Tensor) -> PagedCache:
-    """Memory for a drafter's own layers, all on one table, and their states."""
+    """Memory for the drafter's own layers, all with one block table, and their states."""
     size, layout = base.config.block_size, base.backend.layout
     cache = allocate(spec.kv, table_SB, num_blocks, size, base.dtype, base.device, layout)
     cache.states = _states(base, spec.states)
@@ -83,5 +82,5 @@ def draft_cache(base: Base, spec: DraftSpec, num_blocks: int, table_SB: Tensor) 
 
 
 def _states(base: Base, specs: Sequence[StateSpec]) -> list[LayerState]:
-    """Memory for states of all slots, the one of nobody included."""
+    """Memory for states of all slots, the scratch slot included."""
     return [spec.allocate(base.config.max_num_seqs + 1, base.dtype, base.device) for spec in specs]

@@ -1,4 +1,4 @@
-"""From the plans of a speculative_config to its drafters, each in a sandbox, and all of them as one."""
+"""Builds the drafters of a speculative_config from its plans, each in a sandbox, and joins them into one."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ TARGETS = "the target's"
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """All drafters of an engine as one, and what it needs to know beside their spec."""
+    """All drafters of an engine, joined into one, and what the engine needs to know beside their spec."""
 
     drafter: Drafter | None
     members: tuple[DrafterSandbox, ...]
     num_drafts: int
-    levels: tuple[int, ...]  # numbers of drafts that are asked for: K alone, or from 0 up to it
-    identity: str  # what the time of drafting depends on
-    methods: tuple[str, ...] = ()  # one a drafter
-    most_forced: int = 0  # tokens of forced text that are drafts at once; 0: nobody asks for it
+    levels: tuple[int, ...]  # numbers of drafts that may be asked for: K alone, or several from 0 to K
+    identity: str  # key of measured draft times: what they depend on
+    methods: tuple[str, ...] = ()  # one per drafter
+    most_forced: int = 0  # maximum forced drafts of a request; 0: no drafter for forced text
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The drafters' methods; one that stands before it in a chain already gets a number."""
+        """The drafters' methods; a repeated one gets a number: "ngram", "ngram-2"."""
         number = [self.methods[: i + 1].count(method) for i, method in enumerate(self.methods)]
         return tuple(m if n == 1 else f"{m}-{n}" for m, n in zip(self.methods, number, strict=True))
 
@@ -56,14 +56,14 @@ class Drafters:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether every drafter is ours or trusted by the user: a pass with them is a function of device memory."""
+        """Whether every drafter is built in or trusted by the user: a pass with them is a function of device memory."""
         return all(member.is_trusted for member in self.members)
 
 
 def load_members(
     base: Base, target: Decoder, target_weights: WeightSource, plans: Sequence[DraftPlan], num_drafts: int
 ) -> list[DrafterSandbox]:
-    """A drafter for each plan. num_drafts: the most that any of them proposes. ValueError for those that do not fit."""
+    """A drafter for each plan. num_drafts: the most that any of them proposes. ValueError if one does not fit here."""
     members = [
         _boxed(base, _one_drafter(base, target, target_weights, plan, num_drafts), plan) for plan in plans
     ]
@@ -86,8 +86,8 @@ def _boxed(base: Base, drafter: Drafter, plan: DraftPlan) -> DrafterSandbox:
 def _one_drafter(
     base: Base, target: Decoder, target_weights: WeightSource, plan: DraftPlan, num_drafts: int
 ) -> Drafter:
-    """What a plan asks for; with a `max_model_len` it drafts for shorter texts alone. num_drafts: the most that any
-    drafter of the engine proposes."""
+    """Build a plan's drafter; with a `max_model_len` of its own it drafts only for shorter texts. num_drafts: the most
+    that any drafter of the engine proposes."""
     settings = plan.settings
     inner = [_one_drafter(base, target, target_weights, p, num_drafts) for p in plan.inner]
     if len(inner) > 1:
@@ -127,7 +127,7 @@ def _one_drafter(
 
 
 def _own_settings(config: EngineConfig, plan: DraftPlan) -> SpeculativeConfig:
-    """A drafter's, with what holds for all drafters together."""
+    """The plan's settings, with those that hold for all drafters (`ENGINE_WIDE`) filled in."""
     shared = {name: getattr(config.speculative_config, name) for name in ENGINE_WIDE}
     return dataclasses.replace(
         plan.settings, method=plan.method, num_speculative_tokens=plan.num_drafts, **shared
@@ -135,7 +135,8 @@ def _own_settings(config: EngineConfig, plan: DraftPlan) -> SpeculativeConfig:
 
 
 def _check_fit(base: Base, target: Decoder, members: Sequence[DrafterSandbox]) -> None:
-    """ValueError for drafters whose taps the target has not, or whose heads no attention backend here takes."""
+    """ValueError for a drafter that taps layers the target lacks, has states without being trusted, or has heads that
+    no attention backend here supports."""
     for member in members:
         spec = member.spec
         target.check_taps(spec.taps.layers)
@@ -152,8 +153,8 @@ def _check_fit(base: Base, target: Decoder, members: Sequence[DrafterSandbox]) -
 
 
 def together(base: Base, plans: Sequence[DraftPlan], members: Sequence[DrafterSandbox]) -> Drafters:
-    """All drafters together. Whoever stands for forced text comes last, behind those who draft on the device, whose
-    numbers count from 0, and makes no pass wider than their drafts do."""
+    """Join the drafters. Those for forced text come last, so that the others are numbered from 0; they never widen a
+    pass beyond the others' drafts."""
     order = sorted(range(len(plans)), key=lambda i: members[i].spec.forced)
     plans, members = [plans[i] for i in order], [members[i] for i in order]
     most = [plan.num_drafts for plan in plans]
@@ -173,14 +174,14 @@ def together(base: Base, plans: Sequence[DraftPlan], members: Sequence[DrafterSa
 
 
 def _joined(members: Sequence[DrafterSandbox], most: Sequence[int], vocab_size: int) -> Drafter | None:
-    """The members as one drafter. `most`: drafts that each proposes."""
+    """The members as one drafter. `most`: maximum number of drafts of each."""
     if len(members) > 1:
         return ChainDrafter(members, most[: len(members)], vocab_size)
     return members[0] if members else None
 
 
 def _start_line(plan: DraftPlan, spec: DraftSpec, ctx: DraftContext) -> str:
-    """What was chosen for a drafter, by whom, and what it shares with its target."""
+    """Log line: a drafter's K and its origin, its taps, and what it shares with its target."""
     notes = ctx.notes
     parts = [f"drafter {plan.method}: K={plan.num_drafts} ({_whose_number(plan)})", _taps(spec, notes)]
     if plan.checkpoint is not None:
@@ -192,7 +193,7 @@ def _start_line(plan: DraftPlan, spec: DraftSpec, ctx: DraftContext) -> str:
 
 
 def _whose_number(plan: DraftPlan) -> str:
-    """Who said K."""
+    """Where K comes from."""
     own = None if plan.checkpoint is None else plan.checkpoint.num_drafts
     number, whose = registry.default_drafts(plan.method, is_auto=plan.settings.is_auto), "the method's"
     if own is not None:

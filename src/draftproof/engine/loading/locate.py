@@ -1,4 +1,4 @@
-"""Which folder the target is in, and which config follows from that."""
+"""Locates the target's folder; if the model given is a draft head, adapts the config."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from draftproof.runtime.native import Progress
 
 
 def locate(config: EngineConfig, progress: Progress | None = None) -> tuple[EngineConfig, Path]:
-    """The target's folder; a speculator given as the model names its target itself, and becomes the drafter."""
+    """(config, the target's folder). A draft head given as `model` becomes the drafter, and names its target itself.
+    ValueError if that does not fit the other settings."""
     if config.model is None:
         return config, resolve(assets.default_model().where, progress=progress)
     directory = resolve(config.model, config.revision, load_format=config.load_format, progress=progress)
     given = vllm_names.named(config.speculative_config or SpeculativeConfig())
-    is_drafter = given.model is None or Path(given.model) == directory  # else its overrides are for another
+    # otherwise hf_overrides are meant for another head
+    is_drafter = given.model is None or Path(given.model) == directory
     if not detect.is_draft_head(directory, given.hf_overrides if is_drafter else None):
         return config, directory
     weights = Files(directory, RandomWeights(), config.load_format).weights(given)

@@ -1,4 +1,4 @@
-"""Where to compute, in what precision, and how much memory the cache may take."""
+"""Chooses device and dtype, and how much memory the cache may take."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from draftproof.models.config import ModelConfig
 from draftproof.runtime import native
 from draftproof.runtime.room import free_bytes
 
-MANY_ROWS = 1_000_000  # more than enough to choose every expert
-CACHE_SHARE = 0.4  # on a CPU, of the memory that is free once the weights are loaded
+MANY_ROWS = 1_000_000  # so many that every expert is chosen
+CACHE_SHARE = 0.4  # on a CPU: share of the memory that is free after loading the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Where an engine's memory goes, in bytes. `graphs`: what capturing took on a GPU, 0 elsewhere; `window_kv`: keys
-    and values of layers that see a window, which are not among those of each token; `encoder`: weights of what reads
-    images; `items`: the most that embeddings of images take; `unread`: by how much less the target's products read than
-    their weights take in files."""
+    """An engine's use of memory, in bytes. `graphs`: CUDA graphs, 0 on a CPU; `window_kv`: keys and values of windowed
+    layers, which `kv_bytes_per_token` leaves out; `encoder`: weights of the image encoder; `items`: maximum for cached
+    embeddings of images; `unread`: the bytes that packing saves the target's products from reading, compared with their
+    weights in files."""
 
     weights: int
     draft_weights: int
@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def kv(self) -> int:
-        """Target's and drafter's keys and values."""
+        """Bytes of the target's and the drafter's keys and values."""
         each = self.kv_bytes_per_token + self.draft_kv_bytes_per_token
         return self.num_blocks * self.block_size * each + self.window_kv
 
@@ -88,8 +88,8 @@ def forecast(
     max_model_len: int,
     packed_share: float,
 ) -> str:
-    """What the target will take, and the room that will be left for requests, told before anything is loaded: files'
-    sizes stand for weights. `packed_share`: of a product's weight, what is left of it once it is packed."""
+    """Log line before loading: the target's estimated memory, and the room left for requests. Weights are estimated by
+    the files' sizes. `packed_share`: size of a product's packed weight relative to its unpacked one."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     stored_as = model.dtype or where.dtype
     weights = _held(stored * where.dtype.itemsize // stored_as.itemsize, model, where, packed_share)
@@ -107,8 +107,9 @@ def forecast(
 
 
 def _held(stored: int, model: ModelConfig, where: Where, packed_share: float) -> int:
-    """What weights of so many bytes take in memory. On a CPU products pack copies: of an embedding that makes
-    logits too there are two. Experts' (about those that a row does not choose) stay as large as they are."""
+    """Estimated memory for weights of `stored` bytes. On a CPU products hold packed copies, so an embedding that is
+    also the output layer exists twice. Experts' weights are not packed; those of the experts that a row does not
+    choose approximate their size."""
     if where.device.type != "cpu":
         return stored
     embedding = model.vocab_size * model.hidden_size * where.dtype.itemsize
@@ -119,7 +120,7 @@ def _held(stored: int, model: ModelConfig, where: Where, packed_share: float) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto`: the GPU where there is one. ValueError for a device that is not there."""
+    """The device of that name; `auto`: the GPU if there is one. ValueError for a device that is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -139,7 +140,8 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(
     name: str, stored: torch.dtype | None, device: torch.device, library: native.Library | None
 ) -> torch.dtype:
-    """`auto`: as stored, but half precision only where the compiled operators or the processor compute in it."""
+    """The dtype of that name; `auto`: the stored dtype, but on a CPU half precision only if the compiled operators or
+    the processor support it (bfloat16 where the processor does)."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if stored in (None, torch.float32):
@@ -157,14 +159,14 @@ def _has_bfloat16() -> bool:
 
 
 def bytes_per_token(shapes: Sequence[PagedKV], dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Bytes of a token's keys and values in all these layers."""
     return sum(shape.bytes_per_token(dtype) for shape in shapes)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """The layers that see a window of `window` positions. They make use of `most` blocks at most, however many other
-    layers have: what running requests can see, and as much again for prefixes that may come back."""
+    """The layers with a sliding window of `window` positions. They never need more than `most` blocks: what running
+    requests can see, and as much again for cached prefixes."""
 
     window: int
     bytes_per_token: int
@@ -182,14 +184,14 @@ def window_groups(
     num_lookahead: int,
     most_rows: int,
 ) -> tuple[WindowGroup, ...]:
-    """The groups of a target's layers, less those that see all positions. `num_lookahead`: positions past its rows that
-    a request has pages for; `most_rows`: of a pass."""
+    """A target's windowed layers, grouped by window. `num_lookahead`: positions past its rows for which a request has
+    pages; `most_rows`: maximum rows of a pass."""
     size = config.block_size
     groups = []
     for window in sorted({shape.window for shape in shapes if 0 < shape.window < max_model_len}):
-        # and pages that it shares with what is outside
+        # + 2: the first and the last page are only partly inside the window
         of_request = -(-(window + MARGIN + num_lookahead) // size) + 2
-        in_flight = -(-2 * most_rows // size)  # rows of a pass that runs and of the one after
+        in_flight = -(-2 * most_rows // size)  # rows of the pass that runs and of the next one
         live = config.max_num_seqs * of_request + in_flight
         own = [shape for shape in shapes if shape.window == window]
         groups.append(WindowGroup(window, bytes_per_token(own, dtype), 2 * live + 1))
@@ -204,10 +206,10 @@ def num_blocks(
     device: torch.device,
     num_spare: int = 0,
 ) -> int:
-    """What the config says; else blocks for every sequence at its longest, or as many as the free memory allows once
-    `num_spare` bytes are taken off it. `per_token`: bytes in layers that see all positions.
+    """Number of cache blocks: the config's; else enough for all sequences at maximum length, or as many as fit into the
+    free memory less `num_spare` bytes. `per_token`: bytes per token in full-attention layers.
 
-    ValueError if there is no room for that, or not even for one sequence.
+    ValueError if the config's number does not fit, or not even one sequence does.
     """
 
     def needed(number: int) -> int:
@@ -236,8 +238,8 @@ def num_blocks(
 
 
 def check_tables(config: EngineConfig, max_model_len: int, rotary_sizes: int, device: torch.device) -> None:
-    """ValueError where the tables that have a place for each position do not fit: tokens and blocks of every slot, and
-    `rotary_sizes` cosines and sines."""
+    """ValueError if the tables with an entry per position do not fit into memory: tokens and blocks of every slot, and
+    cosines and sines of `rotary_sizes` dimensions."""
     per_position = 4 * (rotary_sizes + (config.max_num_seqs + 1) * (1 + 1 / config.block_size))
     needed, free = max_model_len * per_position, free_bytes(device)
     if needed > free:
@@ -256,7 +258,7 @@ def _cache_bytes(config: EngineConfig, device: torch.device, free: int) -> int:
 
 @contextmanager
 def must_fit(config: EngineConfig) -> Iterator[None]:
-    """ValueError where the GPU's memory runs out inside."""
+    """Turn running out of the GPU's memory into a ValueError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -268,8 +270,8 @@ def must_fit(config: EngineConfig) -> Iterator[None]:
 
 
 def peak_bytes(rehearse: Callable[[], None]) -> int:
-    """What `rehearse` needs of the GPU's memory at its height, three times: as it is, in the memory of graphs of whole
-    steps, and in that of their parts, whose passes are smaller but of several kinds."""
+    """Three times the peak GPU memory of `rehearse`: for eager passes, for the graphs of whole steps, and for the
+    graphs of parts of steps, which are smaller but of several kinds."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

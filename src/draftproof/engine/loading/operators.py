@@ -1,4 +1,4 @@
-"""The operators and the attention of an engine: of each the first version that is certified on this machine."""
+"""Chooses an engine's operators and attention backend: for each the first version that is certified here."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ATTENTION = "attention"
 def where_to_run(
     config: EngineConfig, model: ModelConfig, progress: native.Progress | None
 ) -> tuple[Where, native.Library | None]:
-    """The device and dtype of an engine, and the compiled operators. Raises ValueError for settings and sizes that
-    cannot run here."""
+    """The device and dtype of an engine, and the compiled operators (None: torch's). Raises ValueError for settings and
+    sizes that cannot run here."""
     device = memory.pick_device(config.device)
     registry.check_sizes(device, config.attention_backend, model.attention_shapes)
     widened = config.bf16_arithmetic == "widened"
@@ -42,14 +42,14 @@ def where_to_run(
 
 
 def arithmetic(where: Where, library: native.Library | None) -> str:
-    """The target's dtype, and for bf16 in compiled operators what they make of it: in fp32, and where that name is the
-    same, machines agree in every bit."""
+    """Name of the target's arithmetic: its dtype, and for bf16 in compiled operators also the instructions used. In
+    fp32, and in bf16 with equal names, machines agree in every bit."""
     name = str(where.dtype).removeprefix("torch.")
     return name if library is None or where.dtype != torch.bfloat16 else f"{name}, {library.bf16_arithmetic}"
 
 
 def describe(library: native.Library | None) -> str:
-    """Which compiled operators are used, where they come from, and their fingerprint."""
+    """The compiled operators in use, where they come from, and their fingerprint; "torch" without any."""
     return "torch" if library is None else library.description
 
 
@@ -76,9 +76,9 @@ def select(
     library: native.Library | None,
     progress: native.Progress | None,
 ) -> tuple[Ops, AttentionBackend]:
-    """Certified ones, or simply the fastest where `config.exact` is False.
+    """The fastest certified version of each operator and the attention, or the fastest if `config.exact` is False.
 
-    Raises ValueError where an operator has no exact version here, or the attention backend that was asked for is not.
+    Raises ValueError if an operator has no exact version here, or the requested attention backend is not exact.
     """
     tables = operators.versions(where.device, library)
     backends = registry.versions(where.device, library, config.attention_backend)

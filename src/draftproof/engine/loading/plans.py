@@ -1,4 +1,4 @@
-"""Which drafters a speculative_config asks for, and how many drafts each proposes: checked before any is built."""
+"""Plans the drafters of a speculative_config and how many drafts each proposes; checks all before any is built."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OF_CHECKPOINTS = (
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One drafter to build; a chain has several. `num_drafts`: the most that it proposes. `inner`: drafters that it
-    runs."""
+    """One drafter to build; a chain has several. `num_drafts`: maximum that it proposes; `inner`: drafters that it
+    runs itself."""
 
     method: str
     checkpoint: DraftCheckpoint | None
@@ -39,16 +39,16 @@ class DraftPlan:
 
     @property
     def identity(self) -> str:
-        """What the time of drafting depends on."""
+        """Key of measured draft times: what they depend on."""
         shape = self.checkpoint and self.checkpoint.settings
         return repr((self.method, self.num_drafts, shape, self.settings, [p.identity for p in self.inner]))
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What draft checkpoints are read from. `target`: the target's folder; `random`: weights given to draft checkpoints
-    in place of their files where `load_format` is "dummy": their own, or else this one, the engine's; `overrides`: keys
-    that replace those of the target's config.json."""
+    """Where draft checkpoints are read from. `target`: the target's folder; `random`: weights used in place of files if
+    `load_format` is "dummy" (the drafter's own setting, else this one, the engine's); `overrides`: keys that replace
+    those of the target's config.json."""
 
     target: Path
     random: WeightSource
@@ -56,14 +56,13 @@ class Files:
     overrides: Mapping[str, Any] | None = None
 
     def weights(self, settings: SpeculativeConfig) -> WeightSource | None:
-        """None: those of the checkpoint's files."""
+        """Random weights for a drafter with these settings; None: read the checkpoint's files."""
         return self.random if (settings.load_format or self.load_format) == "dummy" else None
 
 
 def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
-    """A plan's K is the user's for this drafter, else the checkpoint's, else the method's; a chain's own K is the most
-    that any of its members proposes. ValueError for what makes no sense.
-    """
+    """One plan, or for a chain one per member. A plan's K is the user's for this drafter, else the checkpoint's, else
+    the method's; a chain's K limits its members'. ValueError for settings that make no sense."""
     settings = vllm_names.named(settings)
     if settings.method == registry.CHAIN:
         return _chain(settings, files)
@@ -77,7 +76,7 @@ def draft_plans(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
     if settings.method is not None and not (method and method.needs_model):
         if method is not None:
             _refuse_model(settings)
-        # what is run for its cost alone costs what as many drafts cost
+        # inner drafters are run for their cost only, so by default they make as many drafts as are asked of the method
         members = tuple(_members(settings, files, settings.num_speculative_tokens))
         own = max((m.num_drafts for m in members), default=None)
         return [_plan(settings.method, None, settings, own, members)]
@@ -136,7 +135,7 @@ def _chain(settings: SpeculativeConfig, files: Files) -> list[DraftPlan]:
 
 
 def _within(member: DraftPlan, chain: SpeculativeConfig) -> DraftPlan:
-    """A member drafts no more, and for no longer requests, than its chain may."""
+    """The member's plan, with its number of drafts and `max_model_len` limited to the chain's."""
     num_drafts = min(member.num_drafts, chain.num_speculative_tokens or member.num_drafts)
     limits = [x for x in (member.settings.max_model_len, chain.max_model_len) if x is not None]
     settings = replace(member.settings, max_model_len=min(limits, default=None))
@@ -144,13 +143,13 @@ def _within(member: DraftPlan, chain: SpeculativeConfig) -> DraftPlan:
 
 
 def _members(settings: SpeculativeConfig, files: Files, num_drafts: int | None = None) -> list[DraftPlan]:
-    """`num_drafts`: K of members that have none of their own."""
+    """Plans of the `drafters` entries. `num_drafts`: K of those that name none."""
     found: list[DraftPlan] = []
     for i, raw in enumerate(settings.drafters):
         try:
             member = replace(_member(raw, num_drafts), policy="adaptive" if settings.is_auto else "fixed")
             found += draft_plans(member, files)
-        except ValueError as error:  # where it speaks of a setting it says whose
+        except ValueError as error:  # name the member in the message
             own = f"speculative_config: drafters[{i}]"
             raise ValueError(re.sub("^speculative_config", own, str(error))) from error
     return found
@@ -181,7 +180,7 @@ def _folder(settings: SpeculativeConfig) -> Path:
 
 
 def _is_target(settings: SpeculativeConfig, target: Path) -> bool:
-    """Whether a drafter's `model` is the target's folder; none given means that it is."""
+    """Whether a drafter's `model` is the target's folder, which is the default."""
     return settings.model is None or _folder(settings).samefile(target)
 
 
@@ -198,7 +197,7 @@ def _refuse_settings_of_checkpoints(settings: SpeculativeConfig) -> None:
 
 
 def _refuse_given(settings: SpeculativeConfig, keys: Sequence[str], why: str) -> None:
-    """ValueError for the first of `keys` that has a value; `why`: the method cannot use it."""
+    """ValueError for the first of `keys` that has a value; `why` the method cannot use it."""
     for key in keys:
         value = getattr(settings, key)
         if value not in (None, False, {}):

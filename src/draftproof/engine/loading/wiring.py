@@ -1,4 +1,4 @@
-"""From a target and its drafters to an engine: the caches and their sizes, the runner, the scheduler and the policy."""
+"""Assembles an engine from a target and its drafters: sizes the caches, makes runner, scheduler and policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from draftproof.sampling.sampler import Sampler
 from draftproof.sampling.verifier import ExactVerifier, Verifier
 
 log = logging.getLogger(__name__)
-# numbers of requests that speed-ups are predicted for
+# numbers of requests for which speed-ups are predicted
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -48,13 +48,14 @@ def make_engine(
     groups: Seq[memory.WindowGroup],
     progress: ProgressCallback | None,
 ) -> tuple[EngineCore, int]:
-    """The engine, ready to run, and its graphs' bytes: on a GPU they are captured, and the cache takes what is left."""
+    """(the engine, ready to run; bytes of its CUDA graphs). On a GPU the cache gets the memory that weights, graphs
+    and activations leave."""
     config, num_spare = base.config, 0
     if base.device.type == "cuda" and config.num_kv_blocks is None:
         nothing = dataclasses.replace(drafters, drafter=None, members=(), num_drafts=0, levels=(0,))
         known = drafters if drafters.is_trusted else nothing
         runner = _runner(base, target, known, groups, num_blocks=2)
-        # each graph keeps logits of its own
+        # each graph holds logits of its own
         num_rows = sum(R * (1 + k) for R in runner.shapes.buckets for k in levels_of(R, known.levels))
         num_logits = num_rows * base.model.vocab_size
         num_spare = memory.peak_bytes(runner.rehearse) + 4 * num_logits
@@ -67,7 +68,7 @@ def make_engine(
         show, free = progress or (lambda what, done, total: None), free_bytes(base.device)
         runner.warm_up(lambda done, total: show("capturing CUDA graphs", done, total))
         num_graph_bytes = max(0, free - free_bytes(base.device))
-    # pages do not hold what a state was at their end
+    # a page does not record the state at its end, so prefixes of targets with states cannot be shared
     sharing = config.enable_prefix_caching and not target.states
     scheduler = _scheduler(config, drafters, groups, num_blocks, sharing=sharing)
     policy = _policy(base, drafters, runner)
@@ -126,14 +127,14 @@ def _runner(
         graphs=base.graphs,
         host_looks=device.type == "cpu",
         known=KnownTokens(state.slots.tokens_SL, state.slots.length_S),
-        # where steps are filled up to captured sizes, a proposal that ends early saves nothing
+        # where steps are padded to captured sizes, a proposal that ends early saves nothing
         price=torch.zeros(1) if spec.estimates and drafters.is_auto and device.type == "cpu" else None,
         turns=items.turns,
     )
     _bind(drafters.drafter, memory_lent)
     table = _sampling_table(base, num_drafts)
     sampler = Sampler(table, base.ops)
-    # What thinks on the host must see a pass's tokens before it may propose for the next one.
+    # A drafter on the host must see a pass's tokens before it can propose for the next one.
     on_device = drafters.is_trusted and not spec.host_tokens and config.verification == "exact"
     return ModelRunner(
         target=target,
@@ -223,7 +224,7 @@ def _policy(base: Base, drafters: Drafters, runner: ModelRunner) -> Policy:
 
 
 def _bind(drafter: Drafter | None, runtime: DraftRuntime) -> None:
-    """ValueError where the user's code raises; ours may say what it likes."""
+    """Bind the drafter. ValueError if a user's drafter raises; exceptions of built-in ones pass through."""
     try:
         if drafter is not None:
             drafter.bind(runtime)
