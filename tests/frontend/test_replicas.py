@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from draftproof.frontend.replicas import build, child, entry, process, routing, 
 from draftproof.frontend.replicas.entry import Replicas
 from draftproof.types import Delta
 from tests.conformance.cases import REPEATS, prompts
-from tests.server.running import EAGLE3, ENGINE, LONG, running
+from tests.server.running import EAGLE3, ENGINE, LONG, Running, running
 
 PROMPTS = [*prompts()[:3], REPEATS]
 PARAMS = [
@@ -291,6 +292,7 @@ def test_replicas_of_other_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_server_with_replicas(plain_streams: list[RequestOutput]) -> None:
+    """Each computes its share, metrics are told by replica, and clients' streams outlive one."""
     key = {"Authorization": "Bearer k"}
     with (
         running(replicated(), metrics_prefix="vllm:", api_key=["k"]) as server,
@@ -309,6 +311,36 @@ def test_a_server_with_replicas(plain_streams: list[RequestOutput]) -> None:
         generated = [one for one in lines if one.startswith("vllm:generation_tokens_total")]
         assert [line.rsplit(" ")[1] for line in generated] == ["64.0", "64.0"]
         assert ['engine="0"' in generated[0], 'engine="1"' in generated[1]] == [True, True]
+        check_streams_survive(server, client)
+
+
+def check_streams_survive(server: Running, client: httpx.Client) -> None:
+    """What clients read while a replica is killed, byte for byte but for ids and times, is what they read before."""
+    llm, has_begun = server.service.llm.llm, threading.Event()
+
+    def read(prompt: str) -> tuple[str, str]:
+        body = {"prompt": prompt, "max_tokens": 180, "seed": 3, "ignore_eos": True, "stream": True}
+        text, last = "", ""
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                last = line or last
+                if line.startswith("data: {"):
+                    has_begun.set()
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return text, last
+
+    with ThreadPoolExecutor(16) as pool:
+        before = list(pool.map(read, STREAMED[:16]))
+        has_begun.clear()
+        asked = [pool.submit(read, prompt) for prompt in STREAMED[:16]]
+        assert has_begun.wait(LONG)
+        line = engine_of(llm).replicas[0].line
+        assert line is not None and line.placed, "it computes nothing"
+        kill(llm, 0)
+        assert [one.result() for one in asked] == before
+    assert {last for _, last in before} == {"data: [DONE]"} and all(text for text, _ in before)
+    until(lambda: len(engine_of(llm)._lines()) == 2, llm)
 
 
 def test_what_ends_the_last_request_is_not_overlooked() -> None:
