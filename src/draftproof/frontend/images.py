@@ -36,17 +36,7 @@ MOST_ASPECT = 200  # longer side / shorter side
 # File formats, by Pillow's names. Others run programs (EPS), decode before their size can be checked (ICO), or are
 # obsolete
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
-MODES = (
-    "1",
-    "L",
-    "LA",
-    "P",
-    "PA",
-    "RGB",
-    "RGBA",
-    "CMYK",
-    "YCbCr",
-)  # Pillow's modes of at most 8 bits per channel
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, with <= 8 bits per channel
 
 
 Parts = Sequence[
