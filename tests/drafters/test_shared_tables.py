@@ -33,9 +33,7 @@ HEADS = {
 }
 NATIVE = ["mtp_mimo_a", "mtp_glm4_moe_a", "mtp_deepseek_v3_a", "mtp_deepseek_v3_2layer_a"]
 REDUCED = ["eagle3", "peagle", "dflash", "dspark"]  # those of HEADS that have fewer tokens
-WHOLE = [
-    folder for folder in HEADS if folder != "dspark"
-]  # its bias has rows for the reduced vocabulary only
+WHOLE = [folder for folder in HEADS if folder != "dspark"]  # its bias has fewer rows
 
 
 def rewritten(folder: str, to: Path, *, own: bool, reduced: bool = False) -> str:

@@ -72,9 +72,7 @@ def test_closing_cuts_off_what_another_thread_generates(monkeypatch: pytest.Monk
         deltas = list(stream)
         assert deltas[-1].finish_reason == "abort" and 0 < len(deltas) < 10
     else:
-        request = llm._start(
-            llm.requests.prepare("def f(", endless)
-        )  # another thread's request, which `close` waits for
+        request = llm._start(llm.requests.prepare("def f(", endless))  # another thread's; `close` waits
         with pytest.raises(RuntimeError, match="LLM: is closed; make another"):
             llm.draft([5, 6, 7], 1, next_token=8)
         closer.join(LONG)  # whichever thread runs the next step aborts it
