@@ -1,4 +1,4 @@
-"""Passes of a head over the text of its pair with the true tokens, as the reference implementations compute them.
+"""Teacher-forced passes of a head over the text of its pair, as the reference implementations compute them.
 
 Shapes: T rows of the text, N draft rows, B block size, H hidden size.
 """
@@ -16,7 +16,7 @@ from tests.drafters.heads import Pair
 
 
 def chain_logits(pair: Pair, num_steps: int) -> list[Tensor]:
-    """Logits of each step of an EAGLE-3 head, at the rows whose token is in the text.
+    """Logits of each step of an EAGLE-3 head, at the rows whose drafted token is in the text.
 
     Slot i holds rows 0..i from target states, then rows from fed-back states.
     """
@@ -52,7 +52,7 @@ def mask_logits(pair: Pair, anchors: Sequence[int], depths: Sequence[int]) -> Te
     x, mask = pair.tokens, pair.head.layout.mask_token
     assert mask is not None
     features = pair.head.features(pair.taps())
-    assert features is not None and len(features) == len(x) + 1  # the last is the mask rows'
+    assert features is not None and len(features) == len(x) + 1  # the last one is for mask rows
     slots = sorted(set(anchors))
     rows = [(a, i) for a in slots for i in range(a + 1 + max(depths))]
     hidden, _ = pair.run(
@@ -71,7 +71,7 @@ def module_steps(
 ) -> list[tuple[Tensor, Tensor]]:
     """(hidden, feedback) of each step of an MTP head: a pass over all rows with the states of the step before.
 
-    That is how the reference trains; serving keeps the first step's keys and values instead.
+    The reference trains like this; serving keeps the first step's keys and values instead.
     """
     rows, done = list(range(num_rows)), []
     for step in range(num_steps):
@@ -84,7 +84,7 @@ def module_steps(
 
 
 def block_states(pair: Pair, anchors: list[int]) -> Tensor:
-    """Hidden states [N, H] of a block at each anchor, each in a slot that remembers what is before it."""
+    """Hidden states [N, H] of a block at each anchor, each in a slot whose cache holds the text before it."""
     unroll, x = pair.drafter.unroll, pair.tokens
     assert isinstance(unroll, Parallel) and unroll._block is not None
     size, mask = unroll.num_read, pair.head.layout.mask_token

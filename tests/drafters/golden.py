@@ -1,4 +1,4 @@
-"""Acceptance of trained heads, measured by an independent reference implementation, and its way of counting."""
+"""Acceptance of trained heads, measured by an independent reference implementation and counted in its way."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SUPPORTED = list(GOLDEN)
 
 
 def find(name: str, extra: Path | None) -> Path | None:
-    """The folder of a model or head: in the package, the tests' data or `extra`; None where none has it."""
+    """The folder of a model or head, in the package, the tests' data or `extra`; None if it is in none of them."""
     places = [assets.path(assets.TARGET).parent, DATA, DATA / "heads", *([extra] if extra else [])]
     return next((root / name for root in places if (root / name).is_dir()), None)
 
 
 def folders(head: str, extra: Path | None) -> tuple[Path, Path] | None:
-    """(target, head), None where one is not at hand."""
+    """(target, head); None if one is not available."""
     target, own = find(head.split("-")[0], extra), find(head, extra)
     return None if target is None or own is None else (target, own)
 
 
 def acceptance(llm: LLM, num_drafts: int, max_new: int) -> dict[str, Any]:
-    """The reference's way of counting: rounds begun before `max_new` tokens, accepted tokens cut there."""
+    """Acceptance counted like the reference: rounds that begin before `max_new` tokens, accepted tokens up to there."""
     lines = [json.loads(line) for line in assets.path(assets.PROMPTS).read_text().splitlines()]
     prompts = [p["prompt"] if "prompt" in p else llm.tokenizer.chat(p["messages"]) for p in lines]
     done: dict[str, int] = {}
@@ -57,7 +57,7 @@ def drafting(
 
 
 def measure(target: Path, head: Path, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(measured, golden) of one head in fp32; the two have the same keys."""
+    """(measured, golden) results of one head in fp32, with the same keys."""
     golden = GOLDEN[head.name]
     measured = acceptance(drafting(target, head, golden["k"], **settings), golden["k"], golden["max_new"])
     return measured, {key: golden[key] for key in measured}

@@ -52,9 +52,9 @@ class Pair:
         library: Library | None = None,
         double: Callable[[Path], Weights] | None = None,
     ) -> None:
-        """`reference`: the folder of inputs and outputs, where it is not the head's own. A head in the folder of its
-        target is a native one. `dtype`, `fp8`: the head's. `double`: reads a folder's weights, for a pair in fp64, made
-        and run inside `Double`."""
+        """`reference`: the folder of inputs and outputs if it is not the head's. A head in its target's folder is part
+        of the target. `dtype`, `fp8`: of the head. `double`: reads a folder's weights, for a pair in fp64, which is
+        made and run inside `Double`."""
         directory = ORACLE / target
         planner = LinearPlanner(CPU, exact=True, max_rows=256, library=library)
         self.ops, self.library = ops.select(CPU, library), library
@@ -81,7 +81,7 @@ class Pair:
         )
         before = planner.weight_bytes
         drafter = registry.build(checkpoint.method, ctx)
-        self.num_bytes = planner.weight_bytes - before  # bytes of the head's weights beside the target's
+        self.num_bytes = planner.weight_bytes - before  # bytes of the head's own weights
         planner.certify()
         assert isinstance(drafter, (HeadDrafter, ModulesDrafter))
         self.drafter = drafter
@@ -91,7 +91,7 @@ class Pair:
         self.tokens: list[int] = self.io["input_ids_raw"].tolist()
 
     def taps(self) -> tuple[Tensor, ...]:
-        """The states the head declares, over the whole oracle text."""
+        """The tapped states that the head declares, over the whole oracle text."""
         spec = self.drafter.spec.taps
         out = run_rows(self.target, Paged(self.target.kv), [(0, 0, self.tokens)], spec.layers, spec.final)
         return out.taps
@@ -117,7 +117,7 @@ class Pair:
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> Any:
-    """Largest difference, asserted."""
+    """Assert that the largest difference is within `tolerance`; returns it."""
     difference = (actual - expected).abs().max().item()
     assert actual.shape == expected.shape and difference <= tolerance, difference
     return difference

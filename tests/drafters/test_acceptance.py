@@ -1,5 +1,5 @@
-"""Acceptance of trained heads equals that of an independent reference implementation: a convention that is off shows
-here, and nowhere else."""
+"""Acceptance of trained heads equals that of an independent reference implementation. A wrong convention, such as an
+off-by-one position, shows only here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.slow import few, slow
 
 
 def models() -> Path | None:
-    """A folder with more models than the repository holds: `small`, 57 MB, and its heads. That which
-    DRAFTPROOF_TEST_MODELS names, else the one beside the checkout, if there is one."""
+    """A folder with models that are not in the repository: `small`, 57 MB, and its heads. DRAFTPROOF_TEST_MODELS names
+    it, else it is beside the checkout; None if there is none."""
     named = os.environ.get("DRAFTPROOF_TEST_MODELS")
     folder = Path(named) if named else Path(__file__).parents[3] / "shared" / "models"
     return folder if folder.is_dir() else None
 
 
 def required(head: str) -> tuple[Path, Path]:
-    """(target, head). Where one is not at hand the test that asks fails in CI, and is skipped with a warning else."""
+    """(target, head). If one is not available, the test fails in CI and is skipped with a warning elsewhere."""
     found = golden.folders(head, models())
     if found is not None:
         return found
@@ -45,7 +45,7 @@ def test_acceptance_equals_the_reference(name: str) -> None:
 def test_a_head_that_is_not_at_hand_is_not_passed_over_in_silence(
     ci: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads of the embedded target are embedded too."""
+    """Heads of the embedded target are embedded, too, so they are always available."""
     monkeypatch.setenv("DRAFTPROOF_TEST_MODELS", str(tmp_path))
     monkeypatch.setenv("CI", "true" if ci else "")
     for head in golden.SUPPORTED:
@@ -61,7 +61,7 @@ def test_a_head_that_is_not_at_hand_is_not_passed_over_in_silence(
 
 @slow
 def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> None:
-    """An MTP head as an EAGLE head: another tap and another format, but for the first draft the same numbers."""
+    """An MTP head converted to an EAGLE head: another tap and format, but the same numbers for the first draft."""
     target, head = assets.path("tiny"), golden.DATA / "tiny-mtp"
     other = eagle_from_mtp(head, target, tmp_path)
     first, second = (golden.acceptance(golden.drafting(target, h, 1), 1, 24) for h in (head, other))
@@ -71,7 +71,7 @@ def test_the_same_head_in_another_form_is_accepted_as_often(tmp_path: Path) -> N
 
 @slow
 def test_fp8_weights_cost_little_acceptance() -> None:
-    """2.249 tokens a round, 2.244 without. The two differ draft by draft, so it is no copy."""
+    """2.249 tokens per round, 2.244 without fp8. Single drafts differ, so fp8 is really used."""
     found = golden.folders("tiny-eagle3", None)
     assert found is not None
     rounded, expected = golden.measure(*found, quantization="fp8")
@@ -81,7 +81,7 @@ def test_fp8_weights_cost_little_acceptance() -> None:
 
 @slow
 def test_a_head_stored_in_fp8_is_accepted_as_often(tmp_path: Path) -> None:
-    """compressed-tensors' form: 2.244 tokens a round before."""
+    """Stored in compressed-tensors' format; 2.244 tokens per round before conversion."""
     found = golden.folders("tiny-eagle3", None)
     assert found is not None
     head = compressed_fp8(found[1], tmp_path / "tiny-eagle3", "channel")

@@ -1,4 +1,4 @@
-"""What rows of a draft block see: all of their context's window, and their block as far as the layer allows.
+"""Attention of a draft block's rows: to the context within the window, and to their block as far as the layer allows.
 
 Shapes: R blocks of J rows, N = R * J rows, L positions, D head size.
 """
@@ -36,7 +36,7 @@ def paged(backend: str) -> Paged:
 
 
 def block_rows(dead: int | None = None) -> Rows:
-    """A block at each anchor, slot by slot; `dead`: this one is padding."""
+    """A block at each anchor, slot by slot; `dead`: index of the block that is padding."""
     positions_RJ = torch.tensor(ANCHORS)[:, None] + torch.arange(SIZE)
     if dead is not None:
         positions_RJ[dead] = -1
@@ -59,7 +59,7 @@ def test_rows_see_their_context_and_their_block(backend: str, window: int, causa
     spec = replace(SPEC, window=window, causal=causal)
     generator = torch.Generator().manual_seed(1)
     width = (HEADS + 2 * KV_HEADS) * DIM
-    # every place before the anchors first, and garbage beyond them as rejected drafts leave it
+    # every position before the anchors, and garbage after them, as rejected drafts leave it
     context = [(slot, i) for slot, a in enumerate(ANCHORS) for i in range(min(a + 9, 64))]
     slots_T, positions_T = (torch.tensor([row[i] for row in context]) for i in (0, 1))
     kv_TX = torch.randn(len(context), 2 * KV_HEADS * DIM, generator=generator)

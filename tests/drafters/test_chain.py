@@ -1,4 +1,4 @@
-"""Which member of a chain proposes: the one whose drafts were accepted most, request by request."""
+"""A chain's member with the most accepted drafts proposes, separately for each request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Says(Drafter):
 
 
 def a_round(rows: list[int], live: list[int], k: int = 3) -> Verified:
-    """Requests in the slots 0, 1, ..., so many of whose rows stood."""
+    """A round of requests in slots 0, 1, ...; `rows`: verified rows of each, `live`: how many were accepted."""
     starts = torch.tensor([0, *rows]).cumsum(0)
     return Verified(
         tokens_T=torch.zeros(sum(rows), dtype=torch.int64),
@@ -62,7 +62,7 @@ def boxed(drafter: Drafter) -> DrafterSandbox:
 
 
 def chain(*members: Drafter, host_looks: bool = True) -> ChainDrafter:
-    """host_looks False: as on a GPU, of members that read no tokens on the host."""
+    """host_looks False: as on a GPU with members that read no tokens on the host."""
     if not host_looks:
         for member in members:
             member.spec = dataclasses.replace(member.spec, host_tokens=False)
@@ -84,7 +84,7 @@ def test_at_first_the_first_that_has_a_proposal_wins() -> None:
 
 
 def play(made: ChainDrafter, right: list[int], num_rounds: int) -> list[int]:
-    """Rounds in which only member right[i]'s drafts are right for request i; who proposes at last."""
+    """Play rounds in which only member right[i]'s drafts are right for request i; returns who proposes in the end."""
     said = proposers(made, a_round([1] * len(right), [1] * len(right)))
     for _ in range(num_rounds):
         live = [4 if s == r else 1 for s, r in zip(said, right, strict=True)]
@@ -99,7 +99,7 @@ def test_the_member_with_the_better_record_wins() -> None:
 
 
 def test_a_member_that_was_never_asked_is_tried() -> None:
-    """The first always proposes and is right enough to look good; the second would be right in full."""
+    """The first member always proposes and is often right; the second would be always right."""
     made = chain(Says(1, 3), Says(2, 3))
     said = proposers(made, a_round([1], [1]))
     for _ in range(20):
@@ -122,7 +122,7 @@ def test_drafts_that_were_dropped_say_nothing() -> None:
 
 
 class Fails(Says):
-    """Keeps keys and values, and raises in the rounds `at`."""
+    """Has a KV cache, and raises in the rounds `at`."""
 
     spec = DraftSpec(kv=(KVShape(heads=1, head_dim=8),), host_tokens=True)
     at: tuple[int, ...] = ()
@@ -136,14 +136,14 @@ class Fails(Says):
 
 @pytest.mark.parametrize("host_looks", [True, False])
 def test_a_member_that_raises_costs_itself_the_round(host_looks: bool) -> None:
-    """And, where it lost its state, the requests of that round; who takes their slots is drafted for again."""
+    """If it lost its state, it drafts no more for that round's requests, but for new ones in their slots."""
     first, second = Fails(1, 3, silent=(1,)), Says(2, 3)
     first.at = (1,)
     made = chain(first, second, host_looks=host_looks)
     one, two = made._drafters
     assert proposers(made, a_round([1, 1], [1, 1])) == [1, 2]
     assert proposers(made, a_round([1, 1], [1, 1])) == [2, 2] and isinstance(one.error, RuntimeError)
-    one.lose([0, 1])  # as the runner says, who knows the slots
+    one.lose([0, 1])  # as the runner calls it, which knows the slots
     assert proposers(made, a_round([1, 1, 1], [1, 1, 1])) == [2, 2, 1]
     assert first.asked[-1] == [0, 0, 3] and not one.drafts_for(0) and one.drafts_for(2)
     made.admit(0, [], 0)
@@ -213,7 +213,7 @@ def test_the_faults_of_a_users_member_are_counted_for_it_and_cost_the_others_not
 
 
 def test_a_fault_does_not_become_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that raises while its pass is being recorded, once, drafts for later requests, and raises no more."""
+    """A head that raises once, while its pass is being recorded, drafts for later requests without raising."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     config = {**HEAD, "num_speculative_tokens": 4, "policy": "fixed"}
     with LLM(dtype="float32", max_num_seqs=1, speculative_config=config) as llm:
@@ -239,7 +239,7 @@ def test_a_fault_does_not_become_part_of_a_recording(monkeypatch: pytest.MonkeyP
 def test_a_head_that_raises_once_is_asked_again_for_later_requests_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside it n-gram goes on drafting for the request."""
+    """Meanwhile n-gram drafts for the request."""
     config = {"method": "chain", "drafters": [{"method": "ngram"}, HEAD], "num_speculative_tokens": 4}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(dtype="float32", max_num_seqs=1, speculative_config={**config, "policy": "fixed"}) as llm:
@@ -263,7 +263,7 @@ def test_a_head_that_raises_once_is_asked_again_for_later_requests_alone(
 
 
 class Trusting(Drafter):
-    """Proposes the newest token, without a look at it; keeps what it was lent."""
+    """Proposes the newest token, without reading it on the host; keeps the tensors that it was given."""
 
     spec = DraftSpec()
 
@@ -283,7 +283,7 @@ class Trusting(Drafter):
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_what_a_users_class_is_lent_is_a_matter_of_trust(trusted: bool) -> None:
-    """The built-in member of the chain has live buffers and the engine's graphs in either case."""
+    """Only a trusted user's class gets live buffers; the built-in member gets them, and the graphs, in either case."""
     users = {"method": f"{__name__}.Trusting", "trusted": trusted}
     config = {"method": "chain", "drafters": [users, HEAD], "num_speculative_tokens": 3, "policy": "fixed"}
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -325,7 +325,8 @@ def test_trust_is_for_classes_of_the_users() -> None:
 
 
 def check_counts(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Both drafters were of use, and what they did is all that was drafted, for requests as for the engine."""
+    """Assert that both drafters had accepted drafts, and that their counts add up to the totals, for requests and
+    engine."""
     for all_drafts, drafters in [
         (llm.stats.speculation, llm.stats.drafters),
         *((o.metrics.speculation, o.metrics.drafters) for o in outputs),

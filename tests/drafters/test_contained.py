@@ -1,4 +1,4 @@
-"""Foreign code leaves the process as it found it, and its own settings are what it sees."""
+"""User code cannot change the process's settings for the engine, and sees its own settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHANGES["grad"] = lambda self: torch.set_grad_enabled(False)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ours", ["nothing", "a device", "inference mode", "no grad"])
 def test_what_was_changed_is_put_back(change: str, ours: str) -> None:
-    """Whatever the caller itself had set stays set."""
+    """Settings that the caller made stay."""
     contexts: dict[str, Any] = {
         "nothing": torch.enable_grad(),
         "a device": torch.device("cpu"),
@@ -84,7 +84,7 @@ def test_whatever_is_raised_is_one_kind_of_error(error: BaseException) -> None:
 
 
 class Records:
-    """Keeps the config that it is made with."""
+    """Records the config that it is made with."""
 
     spec = DraftSpec()
     made: list[EngineConfig] = []  # noqa: RUF012
@@ -170,7 +170,7 @@ def test_a_spec_that_makes_no_sense_is_refused(
 
 
 class Silent:
-    """A draw that nobody asks."""
+    """A draw that is never used."""
 
     inputs: tuple[torch.Tensor, ...] = ()
 

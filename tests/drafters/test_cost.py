@@ -1,4 +1,4 @@
-"""What drafters say that a round costs: every built-in method answers, with the weights that it was built with."""
+"""Drafters' declared cost of a round: every built-in method declares it, from the weights that it was built with."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.conformance.cases import CASES
 WITHOUT_WEIGHTS = {"ngram", "suffix"}
 USERS = {name for name in CASES if name.startswith("custom")}
 OURS = [name for name in CASES if name not in USERS | WITHOUT_WEIGHTS | {"chain"}]
-# what a round of one draft reads is not every product once: experts, tokens of some centroids, rounds of drawing
+# methods whose round of one draft does not read every product once: experts, some centroids' tokens, rounds of drawing
 NOT_ONCE = {"mtp/modules", "gemma4_mtp/centroids", "xpress"}
 
 
 @contextmanager
 def packed_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PackedLinear]]:
-    """Products of drafters, as they are made: theirs are exempt from exactness, a target's are not."""
+    """Drafters' products, recorded when made: they are exempt from exactness, which tells them from a target's."""
     found: list[PackedLinear] = []
     pack = LayerBuilder.pack
 

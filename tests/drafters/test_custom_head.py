@@ -1,4 +1,4 @@
-"""A user's function that builds a head is as good as a method of the package."""
+"""A user's function that builds a head works like a built-in method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reads_far_ahead(ctx: DraftContext) -> HeadDrafter:
 
 
 def test_places_that_a_head_asks_for_are_reserved() -> None:
-    """Rows of drafts that it writes itself, beyond those of its layout."""
+    """Pages are reserved for rows of drafts that the head writes itself, beyond those of its layout."""
     config = {"method": f"{__name__}.reads_far_ahead", "num_speculative_tokens": 2}
     llm = LLM(max_num_seqs=2, speculative_config=config)
     assert llm.engine.runner.spec.lookahead == 9

@@ -1,4 +1,4 @@
-"""Which assistants a target takes: wrong pairs are refused at start with both values; assistants among others."""
+"""Which assistants fit a target: wrong pairs are refused at start, naming both values; and assistants in chains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Edit = Callable[[dict[str, Any]], None]
 def changed(
     source: str, folder: Path, edit: Edit | None = None, drop: str = "", **tensors: torch.Tensor
 ) -> str:
-    """A copy of a checkpoint whose config went through `edit`, without tensors named `drop` and with these."""
+    """A copy of a checkpoint with its config edited, without tensors named `drop`, and with `tensors` replaced."""
     shutil.copytree(source, folder)
     raw = json.loads((folder / "config.json").read_text())
     if edit is not None:
@@ -115,7 +115,7 @@ def test_a_file_that_does_not_say_that_layers_share_means_the_same(tmp_path: Pat
 
 
 class Borrows:
-    """A user's drafter that wants the target's caches."""
+    """A user's drafter that asks for the target's caches."""
 
     spec = DraftSpec(borrow=(0,))
 
@@ -175,7 +175,7 @@ def test_among_other_drafters_output_is_that_of_plain_decoding(make: Callable[[]
 
 
 def test_members_of_a_chain_read_their_own_caches() -> None:
-    """An assistant behind a model that has caches of its own drafts what it drafts alone."""
+    """An assistant after a model with caches of its own drafts what it drafts alone."""
     tokens = LLM(gemma4()).tokenizer.encode(prompts()[0])
     never = {"method": "ngram", "prompt_lookup_min": 60, "prompt_lookup_max": 64}
     chained = chain(never, assistant(), {"model": gemma4()})

@@ -50,7 +50,7 @@ def test_an_original_block_gives_the_reference_logits() -> None:
 
 
 def reference_block(pair: Pair) -> tuple[object, Block, list[int]]:
-    """The pair's decoding, what the reference's pass gave, and its anchors."""
+    """(the pair's block decoding, the result of the reference's pass, its anchors)."""
     unroll, anchors, x = pair.drafter.unroll, pair.io["anchors"], torch.tensor(pair.tokens)
     assert isinstance(unroll, Parallel)
     first = unroll._first
@@ -62,13 +62,13 @@ def reference_block(pair: Pair) -> tuple[object, Block, list[int]]:
 
 
 def slots(pair: Pair, x_NX: Tensor) -> Tensor:
-    """Rows of the reference's blocks, slot by slot: [J, R, X]."""
+    """Rows of the reference's blocks, ordered by position in the block: [J, R, X]."""
     return x_NX.view(len(pair.io["anchors"]), -1, *x_NX.shape[1:]).transpose(0, 1).contiguous()
 
 
 @pytest.mark.parametrize("folder", ["dspark", "dspark_gated_a"])
 def test_biased_logits_and_confidence_equal_the_reference(folder: str) -> None:
-    """The reference was given the true tokens; so is the decoding here, by a draw that returns them."""
+    """The reference was given the true tokens; here a draw returns them."""
     pair = Pair(folder, SPECULATORS[folder], num_drafts=3, options={"confidence_threshold": 0.5})
     decode, block, anchors = reference_block(pair)
     assert isinstance(decode, MarkovDecode) and block.first == 0
@@ -142,7 +142,7 @@ def test_every_round_gives_the_reference_logits() -> None:
 
 
 def test_a_recurrent_bias_equals_the_reference(tmp_path: Path) -> None:
-    """No head of this kind is at hand: the reference's own class, with weights of its own, in another head's place."""
+    """No trained head of this kind exists: the reference's class with its own weights, in another head's files."""
     made = load_file(ORACLE / "markov_rnn" / "oracle_io.safetensors")
     tensors = load_file(ORACLE / "dspark_gated_a" / "model.safetensors")
     tensors = {n: t for n, t in tensors.items() if not n.startswith("markov_head.")}

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant against its reference implementation: logits, drafts, what is fed back, borrowed keys and values.
+"""Gemma 4's assistant against its reference implementation: logits, drafts, feedback, the target's keys and values.
 
 The reference drafts after a fresh prefill, for prefixes of several lengths; here all of them are one batch.
 """
@@ -29,7 +29,7 @@ K = 4
 
 
 class Greedy:
-    """A draw without noise that keeps the logits it saw."""
+    """A greedy draw that records its logits."""
 
     inputs: tuple[Tensor, ...] = ()
 
@@ -49,7 +49,7 @@ def prefixes(pair: Pair) -> list[int]:
 
 
 def after_prefill(pair: Pair, paged: Paged, num_stray: int = 2) -> Verified:
-    """Every prefix in a slot of its own, with `num_stray` rows of rejected drafts behind it."""
+    """A prefill of every prefix in its own slot, followed by `num_stray` rows of rejected drafts."""
     lengths = prefixes(pair)
     rows = [[*pair.tokens[:P], *range(7, 7 + num_stray)] for P in lengths]
     counts = torch.tensor([0, *map(len, rows)])
@@ -91,7 +91,7 @@ def proposed(folder: str, **settings: Any) -> tuple[Pair, Proposal, Tensor]:
 
 
 def target_states(pair: Pair) -> list[Tensor]:
-    """Before and after the final norm, and logits, of the whole text."""
+    """[states before the final norm, after it, logits] of the whole text."""
     out = run_rows(pair.target, pair.paged(pair.target.kv), [(0, 0, pair.tokens)], (6,), True)
     return [*out.taps, pair.target.logits(out.hidden_TH)]
 
@@ -192,7 +192,7 @@ def test_the_reference_tells_a_mistake(folder: str, mistake: str, monkeypatch: p
     request = prefixes(pair).index(20)
     found = torch.stack([step[request] for step in verified.draw.seen])
     assert (found - pair.io["p20_logits"]).abs().max() > 0.1
-    if mistake == "position":  # which is how another engine does it: the reference's numbers for that
+    if mistake == "position":  # another engine's convention, for which the reference has numbers, too
         close(found[0], pair.io["p20_posm1_logits"][0])
 
 

@@ -1,4 +1,4 @@
-"""Drafts and logits of MTP modules in their target's files against the reference's own, one module and two.
+"""Drafts and logits of one or two MTP modules in their target's files against the reference's.
 
 Shapes: T rows of a pass, V vocabulary, H hidden size.
 """
@@ -25,7 +25,7 @@ PREFIXES = [1, 2, 6, 11, 17]
 
 @dataclass
 class Chooser:
-    """A draw that writes down its logits; it says what it is told to, then the likeliest token."""
+    """A draw that records its logits; it returns forced tokens first, then the likeliest token."""
 
     forced: list[list[int]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Part:
-    """A request's share of a pass: `num_live` rows from `start` on stand, rejected ones follow, then `next`."""
+    """A request's part of a pass: `num_live` accepted rows from `start` on, then rejected ones; `next`: next token."""
 
     slot: int
     start: int
@@ -53,7 +53,7 @@ class Part:
 
 
 class Rounds:
-    """Feeds a drafter a text whose target states are known, in whatever passes."""
+    """Feeds a drafter a text with known target states, in any division into passes."""
 
     def __init__(self, pair: Pair, text: list[int], num_slots: int = 3) -> None:
         self.pair, self.text = pair, text
@@ -87,7 +87,7 @@ class Rounds:
         )
         num_drafts = max(p.wanted for p in parts)
         v, proposal = verified, self.pair.drafter.propose(verified, num_drafts)
-        if self.recent is not None:  # as the engine does
+        if self.recent is not None:  # like the engine
             rows = v.pass_of_rows
             self.recent.commit(rows)
         assert proposal.count_R.tolist() == [p.wanted for p in parts]
@@ -126,7 +126,7 @@ def test_two_modules_after_a_whole_prefix(prefix: int) -> None:
 
 
 def generation() -> tuple[Rounds, dict[int, Tensor], dict[int, list[int]]]:
-    """The reference's own generation: logits and drafts by number of computed tokens, one less than are known."""
+    """The reference's generation: logits and drafts by number of computed tokens, one less than the known ones."""
     pair = Pair(TWO, TWO, num_drafts=2)
     io, text = pair.io, pair.io["gen_sequence"].tolist()
     computed = [known - 1 for known in io["gen_round_len"].tolist()]
@@ -185,7 +185,7 @@ def test_a_slot_that_changes_hands_keeps_nothing() -> None:
     rounds.propose([Part(0, 0, 10)])
     stale_SEH = recent.vectors_SEH.clone()
     recent.admit(0)
-    # the new request found ten tokens' pages; what the old one kept ends at ten too, and is not its own
+    # the new request reuses the pages of ten tokens; the old one's kept vectors also end at ten, and must not be used
     recent.vectors_SEH.normal_()
     _, seen = rounds.propose([Part(0, 10, 3)])
     close(seen[0, 0], logits[13][0])

@@ -1,4 +1,4 @@
-"""Logits of MTP heads in the speculators format against the reference's own."""
+"""Logits of MTP heads in the speculators format against the reference's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_step_gives_the_reference_logits() -> None:
 
 @pytest.mark.parametrize("mistake", ["token not shifted", "state after the norm", "feedback before the norm"])
 def test_the_reference_tells_a_mistake(mistake: str) -> None:
-    """Each changes the logits by more than the tolerance, so the test above would see it."""
+    """Each mistake changes the logits by more than the tolerance, so the test above detects it."""
     pair = Pair("mtp", "target_qwen3")
     (tap,) = pair.taps()
     shift = 1
@@ -45,7 +45,7 @@ def test_the_reference_tells_a_mistake(mistake: str) -> None:
 
 
 def before_the_norm(pair: Pair) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The pair's `run`, feeding back what the final norm is given."""
+    """The pair's `run`, feeding back the input of the final norm."""
     run, norm = pair.run, pair.head.network.norm  # type: ignore[attr-defined]
     kept: list[Tensor] = []
     add = norm.add

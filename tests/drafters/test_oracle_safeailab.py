@@ -69,7 +69,7 @@ def test_the_engine_drafts_what_the_original_drafts(folder: str, prefix: int, bu
 
 @pytest.mark.parametrize("mistake", ["token not shifted", "tap before the norm", "no bias"])
 def test_the_reference_tells_a_mistake(mistake: str) -> None:
-    """Each changes the logits by more than the tolerance, so the tests above would see it."""
+    """Each mistake changes the logits by more than the tolerance, so the tests above detect it."""
     pair = Pair("safeailab_eagle1_a", "target_eagle_a")
     features, shift = features_of(pair), 1
     if mistake == "token not shifted":
@@ -93,7 +93,7 @@ def test_the_speculators_form_of_a_head_gives_the_same_logits(tmp_path: Path, pr
 
 
 def test_a_pickle_is_read_as_plain_tensors(tmp_path: Path) -> None:
-    """A .bin file gives the same tensors as safetensors; that of EAGLE-1 above is its authors' own."""
+    """A .bin file gives the same tensors as safetensors; EAGLE-1's above is its authors' file."""
     source = ORACLE / "safeailab_eagle3_a"
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")

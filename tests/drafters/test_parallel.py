@@ -1,4 +1,4 @@
-"""Drafting in one pass, through the engine: blocks that are cut, ended early, chained, and never write astray."""
+"""Drafting in one pass, in the engine: blocks are cut, end early, work in chains, and write to no other rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(llm: LLM, num: int = 60) -> list[int]:
 
 @pytest.mark.parametrize("num_tokens", [2, 17, 50])
 def test_masks_are_filled_by_one_causal_pass_of_the_model(num_tokens: int) -> None:
-    """PARD: what the engine drafts is what the plain model says to the tokens and K - 1 masks behind them."""
+    """PARD: the engine's drafts are the plain model's output for the tokens followed by K - 1 masks."""
     llm = engine({"model": pard()}, max_num_batched_tokens=16)
     tokens = text(llm, num_tokens)
     decoder = load_decoder(Path(DRAFT), read_config(Path(DRAFT)))
@@ -54,7 +54,7 @@ def test_masks_are_filled_by_one_causal_pass_of_the_model(num_tokens: int) -> No
 )
 @pytest.mark.parametrize("budget", [2048, 3])
 def test_the_engine_drafts_what_the_original_drafts(folder: str, target: str, k: int, budget: int) -> None:
-    """The block is always run whole, however few drafts are wanted of it."""
+    """The whole block is always computed, even if fewer drafts are wanted."""
     pair = Pair(folder, target, num_drafts=3)
     llm = LLM(
         str(ORACLE / target),
@@ -81,7 +81,7 @@ def test_drafts_do_not_depend_on_how_passes_are_run(method: str) -> None:
 @slow
 @pytest.mark.parametrize("method", BLOCKS)
 def test_a_block_longer_than_k_finds_pages_for_all_its_rows(method: str) -> None:
-    """K = 1 and pages of 2 tokens: a block reaches three pages past the drafts, also at the end of the table."""
+    """K = 1 and pages of 2 tokens: a block extends three pages past the drafts, also at the end of the table."""
     config = CASES[method].config
     wide, narrow = engine(config, 7), engine(config, 1, block_size=2, max_model_len=80, max_num_seqs=2)
     tokens = text(wide, 72)
@@ -107,12 +107,12 @@ def test_confidence_ends_a_proposal_early(tmp_path: Path) -> None:
         if threshold == 0:
             texts = [o.outputs[0].token_ids for o in outputs]
         assert [o.outputs[0].token_ids for o in outputs] == texts
-    assert min(counts[0]) > 0.6 * max(counts[0])  # all of them but at the end of a request
+    assert min(counts[0]) > 0.6 * max(counts[0])  # all drafts are used except at a request's end
     assert counts[0][0] > counts[1][0] > counts[1][3] > 0 and sum(counts[2]) < 0.01 * sum(counts[0])
 
 
 class Priced(FixedPolicy):
-    """Asks for all drafts, at one price."""
+    """Always asks for all drafts, with a fixed price of a row."""
 
     def __init__(self, num_drafts: int, price: float) -> None:
         super().__init__(num_drafts)
@@ -123,7 +123,7 @@ class Priced(FixedPolicy):
 
 
 def test_a_proposal_ends_where_a_draft_is_worth_less_than_its_row(tmp_path: Path) -> None:
-    """In the recorded program too: the price changes, the program stays."""
+    """In the recorded program, too: the price is its input, so it is not recorded again."""
     head = str(dspark_from_dflash(Path(DFLASH), tmp_path, "gated"))
     llm = LLM(dtype="float32", speculative_config={"model": head})
     texts, counts = [], []
@@ -138,7 +138,7 @@ def test_a_proposal_ends_where_a_draft_is_worth_less_than_its_row(tmp_path: Path
 
 
 def test_a_block_without_bias_and_estimate_is_a_plain_block(tmp_path: Path) -> None:
-    """Every part of the head may be off; a threshold then has nothing to look at."""
+    """Every part of the head may be switched off; without the estimate a threshold has no effect."""
     raw = json.loads((Path(DFLASH) / "config.json").read_text())
     raw |= {"speculators_model_type": "dspark", "markov_rank": 0, "enable_confidence_head": False}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -161,7 +161,7 @@ def test_a_threshold_that_is_no_probability_is_refused(tmp_path: Path, value: An
 
 @slow
 def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
-    """Three parallel methods and a recurrent one share cache, table and taps; the block can do 7 of the 9 asked for."""
+    """Three parallel methods and a recurrent one share cache, table and taps; the block drafts 7 of the 9 wanted."""
     alone = {
         name: engine({"model": name}, k) for name, k in ((DFLASH, 7), (peagle(), 9), (EAGLE3, 9), (pard(), 9))
     }
@@ -182,7 +182,7 @@ def test_heads_of_a_chain_draft_as_they_do_alone() -> None:
 @slow
 @pytest.mark.parametrize("method", PARALLEL)
 def test_a_request_without_live_rows_writes_nothing(method: str) -> None:
-    """A finished request whose slot the host has not taken back yet, beside one that goes on."""
+    """A finished request, whose slot the host has not released yet, beside a running one."""
     llm = engine(CASES[method].config)
     parts = llm.engine.runner
     assert parts.drafter is not None

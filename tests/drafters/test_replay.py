@@ -1,4 +1,4 @@
-"""The replay drafter: what it finds, where it proposes it, how often it is wrong, and what it costs."""
+"""The replay drafter: what it finds and proposes, how often it is wrong on purpose, and what it costs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decode(llm: LLM, plain: list[RequestOutput]) -> None:
 
 @pytest.mark.parametrize("drafters", [[], [HEAD], [{"method": "ngram"}, HEAD]], ids=["free", "head", "chain"])
 def test_at_acceptance_1_every_draft_is_accepted(plain: Any, recordings: str, drafters: Any) -> None:
-    """One place off, and nearly none would be: this text is no repetition of one token."""
+    """With positions off by one nearly none would be: the text does not repeat one token."""
     llm = replaying(recordings, drafters=drafters)
     decode(llm, plain)
     s = llm.stats.speculation
@@ -97,7 +97,7 @@ def test_the_same_tokens_are_wrong_in_any_batch_and_others_with_another_seed(
 
 @dataclass
 class Spy:
-    """An inner drafter that notes its calls; what it proposes must never be used."""
+    """An inner drafter that records its calls; its proposals must never be used."""
 
     spec: DraftSpec = field(
         default_factory=lambda: DraftSpec(taps=Taps(layers=(1,)), kv=(PagedKV(heads=1, head_dim=8),))
@@ -167,7 +167,7 @@ def test_drafts_follow_the_token_after_the_last_live_row() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes operators with which the host reads the device, writes to it, or waits for a size."""
+    """Records operators that make the host read from the device, write to it, or wait for a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_proposing_needs_nothing_from_the_host() -> None:
-    """So it can be part of a CUDA graph."""
+    """Hence proposing can be part of a CUDA graph."""
     d = drafter(BOOK)
     d.admit(0, [1, 2, 3], 0)
     given = verified([[0, 1, 2]], [0], [3], [3])
@@ -191,7 +191,7 @@ def test_proposing_needs_nothing_from_the_host() -> None:
     assert not watch.found
     with Watch() as watch:
         d.admit(1, [4], 0)
-    assert watch.found  # the watch sees
+    assert watch.found  # the watch works
 
 
 def test_a_request_without_live_rows_or_wishes_gets_nothing_and_a_released_slot_forgets() -> None:
@@ -219,11 +219,11 @@ def test_a_wrong_token_is_the_next_id_at_the_chosen_rate() -> None:
     share = right[True] / (right[True] + right[False])
     assert right[True] + right[False] == 3900
     assert share == pytest.approx(0.7, abs=0.03)  # four standard errors
-    assert not torch.equal(noise_GL[0], noise_GL[1])  # requests of a batch do not err together
+    assert not torch.equal(noise_GL[0], noise_GL[1])  # the errors of a batch's requests are independent
 
 
 def test_half_right_gives_the_expected_tokens_a_round() -> None:
-    """K = 3 at 0.5: 1 + 1/2 + 1/4 + 1/8 tokens a round."""
+    """K = 3 at 0.5: 1 + 1/2 + 1/4 + 1/8 tokens per round."""
     recording = Recording((1,), tuple(i % 100 for i in range(6000)))
     d = drafter([recording], acceptance=0.5)
     d.admit(0, [1], 0)

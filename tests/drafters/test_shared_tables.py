@@ -1,4 +1,4 @@
-"""A head without an embedding or an output matrix of its own reads the target's where they lie; nothing is copied."""
+"""A head without its own embedding or output matrix uses the target's in place, without a copy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HEADS = {
 }
 NATIVE = ["mtp_mimo_a", "mtp_glm4_moe_a", "mtp_deepseek_v3_a", "mtp_deepseek_v3_2layer_a"]
 REDUCED = ["eagle3", "peagle", "dflash", "dspark"]  # those of HEADS that have fewer tokens
-WHOLE = [folder for folder in HEADS if folder != "dspark"]  # its bias has a row for each of the fewer tokens
+WHOLE = [folder for folder in HEADS if folder != "dspark"]  # its bias has fewer rows
 
 
 def rewritten(folder: str, to: Path, *, own: bool, reduced: bool = False) -> str:
-    """The head with copies of the target's tables in its file, or without any. `reduced`: it keeps its vocabulary, else
-    it has the target's whole one. P-EAGLE's embedding is always its own."""
+    """The head with copies of the target's tables in its file, or without any (`own`). `reduced`: with its own smaller
+    vocabulary, else with the target's. P-EAGLE always has its own embedding."""
     source = ORACLE / folder
     if folder == "safeailab_eagle1_a":
         source = speculators_from_original(source, to / "safetensors")
@@ -115,7 +115,7 @@ def test_modules_in_the_targets_files_read_its_tables(folder: str) -> None:
 
 
 def test_an_assistant_embeds_with_the_targets_table() -> None:
-    """Its output matrix is of another size, and its own."""
+    """Its output matrix has another size, so it is its own."""
     pair = Pair("gemma4_assistant_a", "target_gemma4_a", num_drafts=3)
     network: Any = pair.head
     assert network._embed == pair.target.embed and network._head is not pair.target.head
@@ -124,7 +124,7 @@ def test_an_assistant_embeds_with_the_targets_table() -> None:
 
 
 def test_a_tied_target_lends_the_table_that_it_makes_logits_with() -> None:
-    """In an engine, where both lie as the machine's fastest product wants them; memory counts them once."""
+    """In an engine, where the table has the layout of the machine's fastest product; memory counts it once."""
     head = Path(__file__).parent.parent / "data" / "tiny-mtp"
     llm = LLM(speculative_config={"model": str(head)})
     target, sandbox = llm.engine.runner.target, llm.engine.runner.drafter

@@ -1,4 +1,4 @@
-"""Suffix drafting: what is found, how long a proposal is, what is shared, and how much memory that takes."""
+"""Suffix drafting: matches, length of proposals, sharing between requests, and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def found(text: SuffixIndex, suffix: list[int], k: int) -> list[tuple[int, list[
 
 
 def searched(tokens: list[int], suffix: list[int], k: int) -> list[tuple[int, list[int]]]:
-    """Places found by looking everywhere, newest first; the last token is no place, nothing follows it."""
+    """(length, following tokens) of matches by exhaustive search, newest first; none ends at the end of the text."""
     places: list[tuple[int, list[int]]] = []
     for place in range(len(tokens) - 2, 0, -1):
         length = 0
@@ -116,7 +116,7 @@ def test_answers_of_other_requests_are_used_and_their_prompts_are_not() -> None:
 
 
 def test_the_same_question_again_is_answered_from_memory() -> None:
-    """And by the same tokens; without sharing the second time is like the first."""
+    """Its answer has the same tokens; without sharing, the second time is like the first."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     rounds: dict[int, list[int]] = {}
     for most in (0, 100):

@@ -1,4 +1,4 @@
-"""A draft model that reads and writes text: both ways between the tokenizers, its own cache, and what ends its room."""
+"""A draft model that reads and writes text: conversion between tokenizers, its own cache, the end of its context."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def pieces() -> Any:
-    """Like sentencepiece's: a space is put before any text, and unknown characters are bytes."""
+    """A sentencepiece-like tokenizer: a space is put before any text, and unknown characters are bytes."""
     words = [
         "\u2581",
         "\u2581t",
@@ -107,7 +107,7 @@ def test_only_the_end_of_a_text_is_encoded_again(tokenizers: dict[str, Any]) -> 
 def test_ids_that_come_in_rounds_give_the_text_of_all(
     tokenizers: dict[str, Any], name: str, seed: int
 ) -> None:
-    """Up to the last whole character."""
+    """The text is complete up to the last whole character."""
     draw, tokenizer = random.Random(seed), tokenizers[name]
     for text in TEXTS:
         ids, known, at = (
@@ -123,7 +123,7 @@ def test_ids_that_come_in_rounds_give_the_text_of_all(
             whole = tokenizer.decode(ids[:at], skip_special_tokens=False)
             broken += not known.ends_whole
             if name == "pieces" and BROKEN in whole:
-                continue  # it decodes a run of bytes that ends too early as no character at all
+                continue  # it drops an incomplete run of bytes
             assert known.text == whole.rstrip(BROKEN)
             assert known.ends_whole == (known.text == whole)
         assert known.num_ids == len(ids) and (broken > 0 or text.isascii() or name == "tiny")
@@ -146,7 +146,7 @@ def test_what_is_written_comes_back_as_the_targets_own_tokens(tokenizers: dict[s
 
 
 def test_a_word_that_was_begun_is_continued_and_not_written_anew(tokenizers: dict[str, Any]) -> None:
-    """`retu` was emitted as one would not encode it; what follows begins where it ends."""
+    """`retu` was emitted in tokens that encoding would not choose; the draft begins where it ends."""
     tiny = tokenizers["tiny"]
     known = TargetText(tiny, frozenset())
     start = [i for c in "    re" for i in tiny.encode(c).ids]
@@ -178,7 +178,7 @@ def test_what_a_tokenizer_puts_before_a_text_is_read_once(tokenizers: dict[str, 
 
 @slow
 def test_the_same_tokenizer_is_accepted_as_often_through_its_text(tmp_path: Path) -> None:
-    """Greedy text goes there and back without loss, whatever the ids."""
+    """Greedy text is converted there and back without loss, whatever the token ids."""
     expected = numbers(drafting(SOURCE), 0)
     assert numbers(drafting(permuted(SOURCE, tmp_path), token_map="text"), 0) == expected
     assert expected[1] > 50
@@ -187,7 +187,7 @@ def test_the_same_tokenizer_is_accepted_as_often_through_its_text(tmp_path: Path
 def after_each_draft_pass(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, look: Callable[[torch.Tensor, PagedAttention], None]
 ) -> None:
-    """`look` sees what the draft model computed in each pass of its own, and may raise."""
+    """Call `look` with the output of each of the draft model's own passes; it may raise."""
     original, target = Decoder.__call__, llm.engine.runner.target
 
     def called(self: Decoder, tokens_N: torch.Tensor, attn: PagedAttention, *rest: Any) -> TargetOutput:
@@ -211,7 +211,7 @@ def test_a_round_computes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
     text = prompt + output.outputs[0].text
     num_tokens = len(open_tokenizer(Path(other_tokens())).encode(text).ids)
     singles, (first, second, *later) = num_rows.count(1), [n for n in num_rows if n > 1]
-    assert first == 2048 and second > 100  # the prompt, as many rows at once as the engine computes
+    assert first == 2048 and second > 100  # the prompt, in one pass as large as the engine's
     assert 20 < sum(later) < 150 and sum(num_rows) - singles < num_tokens + 100
     assert singles > 48
 
@@ -247,7 +247,7 @@ def test_without_room_a_request_is_decoded_plainly_until_there_is_some() -> None
 
 @slow
 def test_a_chain_may_have_it_beside_others() -> None:
-    """Its own cache and its neighbour's pages are two things."""
+    """The model's own cache does not interfere with the other member's pages."""
     members = [{"method": "ngram", "prompt_lookup_min": 4}, {"model": other_tokens()}, {"model": str(SOURCE)}]
     config = {"method": "chain", "drafters": members, "num_speculative_tokens": 4, "policy": "fixed"}
     params = SamplingParams(temperature=0, max_tokens=32)
@@ -275,7 +275,7 @@ def test_a_pass_that_failed_leaves_nothing_that_is_believed(monkeypatch: pytest.
         for slot, position in zip(attn.rows.slots_T.tolist(), attn.rows.positions_T.tolist(), strict=True):
             if position >= 0:
                 layer.k[table_SB[slot, position // size], :, position % size] = 3.0
-        requests = drafter(llm)._requests.values()  # what is asserted here would be a fault like any other
+        requests = drafter(llm)._requests.values()  # asserted below: here it would count as a fault
         believed.extend(len(request.cached) >= len(request.draft.ids) for request in requests)
         raise RuntimeError("once")
 
@@ -288,7 +288,7 @@ def test_a_pass_that_failed_leaves_nothing_that_is_believed(monkeypatch: pytest.
 
 
 def test_a_draft_ends_before_a_special_token_that_the_target_has_not(tmp_path: Path) -> None:
-    """The model's tokens are its target's under other ids; one that it often writes is said to be special."""
+    """The model has its target's tokens under other ids; one that it often writes is declared special."""
     folder = permuted(SOURCE, tmp_path)
     llm = drafting(folder, token_map="text")
     expected = llm.draft(llm.tokenizer.encode("for i in range("), 4)

@@ -1,4 +1,4 @@
-"""Tokens of two tokenizers matched by text, and a draft model whose tables are put into its target's ids."""
+"""Tokens of two tokenizers matched by text, and a draft model whose tables are reordered to its target's ids."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_tokens_of_both_are_drafted_and_the_rest_is_read_as_its_pieces(tmp_
 
 @slow
 def test_the_tokenizer_that_the_user_names_is_the_targets(tmp_path: Path) -> None:
-    """By it the model's ids are other ids than its target's."""
+    """With that tokenizer the model's ids differ from its target's."""
     shutil.copytree(TINY, tmp_path / "target")
     (tmp_path / "target" / "tokenizer.json").unlink()
     config = {
@@ -117,7 +117,7 @@ def test_most_tokens_in_common_take_the_table_and_few_the_text(tmp_path: Path) -
 
 
 def test_pieces_bytes_and_special_tokens_are_told_by_their_text() -> None:
-    """A sentencepiece-like tokenizer and a byte-level one write the same tokens in different ways."""
+    """A sentencepiece-like tokenizer and a byte-level one spell the same tokens differently."""
     pieces: Any = Tokenizer(models.BPE({"\u2581the": 0, "<0x0A>": 1, "é": 2, "<0xC3>": 3, "q": 4}, []))
     pieces.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -127,7 +127,7 @@ def test_pieces_bytes_and_special_tokens_are_told_by_their_text() -> None:
     for tokenizer in (pieces, letters):
         tokenizer.add_special_tokens(["<|end|>"])
     assert token_texts(pieces) == {0: b" the", 1: b"\n", 2: "é".encode(), 3: b"\xc3", 4: b"q", 5: b"<|end|>"}
-    mapped = compare(letters, pieces, 8, 6)  # 7 is no token: the model's vocabulary is padded
+    mapped = compare(letters, pieces, 8, 6)  # 7 is padding of the model's vocabulary
     assert mapped.draft_V.tolist() == [0, 4, 3, 1, 2, -1, 5, -1]
     assert (mapped.num_tokens, mapped.num_common, list(mapped.pieces)) == (7, 6, [5])
 
@@ -136,12 +136,12 @@ def test_of_two_tokens_of_one_text_the_first_is_fed() -> None:
     twice: Any = Tokenizer(models.BPE({"b": 0, "<0x61>": 1, "a": 2}, []))
     once: Any = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     assert compare(once, twice, 2, 3).draft_V.tolist() == [1, 0]
-    assert compare(once, twice, 2, 1).draft_V.tolist() == [-1, 0]  # ids that the model has not do not count
+    assert compare(once, twice, 2, 1).draft_V.tolist() == [-1, 0]  # ids beyond the model's are ignored
 
 
 @slow
 def test_an_untied_head_is_put_into_target_ids_too(tmp_path: Path) -> None:
-    """A head that is not the embedding, of a vocabulary with gaps: the same drafts as tied."""
+    """A head with its own output matrix and a vocabulary with gaps gives the same drafts as a tied one."""
     folder = reduced(SOURCE, tmp_path / "tied", every=20)
     shutil.copytree(folder, tmp_path / "untied")
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A class of the user's, as a drafter: what it is promised."""
+"""What the engine guarantees to a user's drafter class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Watcher:
 
 @pytest.mark.parametrize("num_drafts", [4, "auto"])
 def test_it_is_called_after_every_pass(num_drafts: int | str) -> None:
-    """Whether or not drafts are wanted of it: it may have been made to look at the target's states."""
+    """It is called even if no drafts are wanted, since it may exist to observe the target's states."""
     config = {"method": f"{__name__}.Watcher", "num_speculative_tokens": num_drafts}
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(max_num_batched_tokens=32, max_model_len=256, speculative_config=config) as llm:

@@ -1,4 +1,4 @@
-"""vLLM's speculative_config runs as it is: each key and method name of 0.33 is read, mapped, accepted or refused."""
+"""vLLM's speculative_config works unchanged: each key and method name of 0.33 is read, mapped, accepted or refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows(*effects: str, key: str | None = None) -> list[Any]:
 
 
 def sample(row: Row) -> Any:
-    """A value that the row is about, and that is not the one of a key left out."""
+    """A value that the row applies to, and that is not the key's default."""
     return SAMPLES[row.kinds[0]] if row.value is ANY else row.value
 
 
@@ -201,7 +201,7 @@ def test_a_value_that_does_not_exist_is_refused_with_those_that_do(key: str) -> 
         read_options({key: 5}, ())
 
 
-FULL = {  # all that can stand beside a head, as vLLM would take it
+FULL = {  # all keys that vLLM accepts beside a head
     "num_speculative_tokens": 3,
     "draft_tensor_parallel_size": 1,
     "tensor_parallel_size": None,

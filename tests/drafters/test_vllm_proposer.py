@@ -1,4 +1,4 @@
-"""Classes written for vLLM's custom proposer: how they are told, what they are given, what becomes of their faults."""
+"""Classes written for vLLM's custom proposer: how they are recognised, what they are given, how faults are handled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(llm: LLM) -> list[RequestOutput]:
 
 
 class Recording(NgramProposer):
-    """Keeps what it is given, and proposes more than was asked for."""
+    """Records its arguments, and proposes more tokens than wanted."""
 
     made: list[Recording] = []  # noqa: RUF012
 
@@ -118,7 +118,7 @@ def test_what_it_is_given_is_what_was_sampled_and_what_is_known() -> None:
             (which,) = [i for i, text in enumerate(texts) if text[: len(known)] == known]
             assert not ids or known[-len(ids) :] == ids
             seen[which] += ids
-    assert [] in [ids for sampled, _, _ in calls for ids in sampled]  # a prompt that was not through
+    assert [] in [ids for sampled, _, _ in calls for ids in sampled]  # an unfinished prompt
     for i, output in enumerate(outputs):
         ids = output.outputs[0].token_ids
         assert seen[i][: len(ids) - 1] == ids[:-1]
@@ -147,7 +147,7 @@ class Leaves(Recording):
 
 
 class MeddlesWithTheDevice(Recording):
-    """Leaves things as no code should, and returns ids as a tensor for each request."""
+    """Changes global settings without restoring them, and returns ids as one tensor per request."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         lists = super().propose(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: answers are `LLM`'s, tasks that leave cost nobody anything, and everybody hears of the end."""
+"""`AsyncLLM`: answers equal `LLM`'s, cancelled tasks free their resources, and every request is told of the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_nothing_left(llm: AsyncLLM) -> None:
 
 
 def facts(deltas: list[Delta], index: int) -> tuple[Any, ...]:
-    """What must not depend on who else is served."""
+    """The parts of an answer that must not depend on other requests."""
     own = [d for d in deltas if d.index == index]
     ids = [i for d in own for i in d.token_ids]
     logprobs = [row[i].logprob for d in own for i, row in zip(d.token_ids, d.logprobs or [], strict=False)]
@@ -181,7 +181,7 @@ def test_shutting_down_without_patience_answers_everybody() -> None:
 def test_a_fault_of_the_engine_reaches_everybody(
     monkeypatch: pytest.MonkeyPatch, fault: BaseException
 ) -> None:
-    """Neither the runner's faults nor what nobody expected leaves an iterator waiting."""
+    """No exception, the runner's or an unexpected one, leaves an iterator waiting."""
 
     async def main() -> None:
         llm = AsyncLLM(drafting())
@@ -206,7 +206,7 @@ def test_a_fault_of_the_engine_reaches_everybody(
 
 
 def test_a_fault_that_leaves_the_engine_in_pieces_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has left meanwhile, and what cannot be taken back any more, is in nobody's way."""
+    """Streams that were closed meanwhile, and aborts that fail, do not keep others from being told."""
 
     def fail(*given: Any) -> Any:
         raise MemoryError("none left")
@@ -222,7 +222,7 @@ def test_a_fault_that_leaves_the_engine_in_pieces_reaches_everybody(monkeypatch:
             patch.setattr(EngineCore, "step", fail)
             patch.setattr(EngineCore, "abort", fail)
             del llm.llm.requests.running[lost.request_id]
-            left.close()  # whose abort raises in the engine's thread
+            left.close()  # its abort raises in the engine's thread
             for stream in streams:
                 last = [delta async for delta in stream][-1]
                 assert last.finish_reason == "error" and "none left" in str(last.error)
@@ -268,7 +268,7 @@ def test_whoever_stops_waiting_for_an_order_harms_nobody() -> None:
 
 
 def test_a_fault_between_two_steps_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is made any more that could bring it."""
+    """No further step is made that could deliver it."""
 
     def fail(engine: EngineCore) -> None:
         engine._guarded(raise_fault)
@@ -305,7 +305,7 @@ def test_what_cannot_be_served_raises_before_anything_runs() -> None:
 
 
 class Timers:
-    """A loop that only notes who wants to be called, and when."""
+    """A loop that only records the scheduled calls and their times."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, Any]] = []

@@ -1,4 +1,4 @@
-"""An `LLM` that is closed gives its memory back and says no politely."""
+"""A closed `LLM` has freed its memory and refuses calls with a clear error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_after_closing_every_call_says_so() -> None:
 
 @pytest.mark.parametrize("work", ["generate", "stream", "draft"])
 def test_closing_cuts_off_what_another_thread_generates(monkeypatch: pytest.MonkeyPatch, work: str) -> None:
-    """It is closed while the third step is being made."""
+    """The `LLM` is closed during the third step."""
     settings = {"method": "ngram", "num_speculative_tokens": 1, "policy": "fixed"}
     llm = LLM(dtype="float32", max_model_len=512, speculative_config=settings)
     endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -72,10 +72,10 @@ def test_closing_cuts_off_what_another_thread_generates(monkeypatch: pytest.Monk
         deltas = list(stream)
         assert deltas[-1].finish_reason == "abort" and 0 < len(deltas) < 10
     else:
-        request = llm._start(llm.requests.prepare("def f(", endless))  # another thread's, which is waited for
+        request = llm._start(llm.requests.prepare("def f(", endless))  # another thread's; `close` waits
         with pytest.raises(RuntimeError, match="LLM: is closed; make another"):
             llm.draft([5, 6, 7], 1, next_token=8)
-        closer.join(LONG)  # whichever thread has the turn next cuts it off
+        closer.join(LONG)  # whichever thread runs the next step aborts it
         assert request.choices[0].finish_reason == "abort"
     closer.join(LONG)
     assert not closer.is_alive() and num_steps == 3

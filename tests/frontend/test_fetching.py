@@ -1,4 +1,4 @@
-"""Images at URLs: from whom they are fetched, and how much and how long; a server of our own stands for the world."""
+"""Images at URLs: allowed hosts, and limits of size and time; a local server stands for the internet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 class World:
-    """A server, and what names lead to it. `asked`: hosts and paths that it was asked for; `gone_to`: addresses that
-    somebody connected to; `names`: addresses by name, a list of answers each, of which the last holds on."""
+    """A server with its own name resolution. `asked`: (host, path) of its requests; `gone_to`: addresses that were
+    connected to; `names`: name -> successive answers of the resolver, of which the last is repeated."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -139,7 +139,7 @@ def test_addresses_of_ones_own_network_are_not_asked(world: World) -> None:
 
 @pytest.mark.parametrize("host", ["127.1", "0x7f.1", "2130706433", "[::1]", "[::ffff:127.0.0.1]", "0"])
 def test_addresses_in_other_words_are_looked_at_too(host: str) -> None:
-    """By the system's own resolver, which asks nobody about numbers."""
+    """The system's resolver is used, which sends no query for numeric addresses."""
     fetcher = Fetcher(["*"], 10, connect=lambda *given: pytest.fail("somebody connected"))
     with pytest.raises(ValueError, match="which is not public"):
         fetcher.fetch(fetcher.check(f"http://{host}/a", "image 0"))
@@ -256,7 +256,7 @@ def test_certificates_are_those_of_the_name(world: World, tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=words):
             fetcher.fetch(fetcher.check(url, "image 0"))
     with pytest.raises(ValueError, match=r"could not be fetched .*certificate"):
-        world.fetch("https://pictures.example/a")  # nobody vouches for it
+        world.fetch("https://pictures.example/a")  # its certificate is not trusted
 
 
 @pytest.mark.parametrize("given", ["a.example", ["http://a.example"], [1], [""]])
@@ -324,7 +324,7 @@ def test_a_server_fetches_images_and_frames_before_it_encodes(world: World, tmp_
 
 
 def test_a_server_waits_for_others_aside(world: World, tmp_path: Path) -> None:
-    """While one image is on its way, the thread that encodes prompts does other work."""
+    """While an image is being fetched, the tokenizing thread does other work."""
     vision.qwen2_5_vl(tmp_path)
     vision.tokenizer(tmp_path)
     world.send("/a.png", encoded(A, "PNG"))

@@ -1,4 +1,4 @@
-"""After a fork: the threads that compute are gone in the child, and it is told so instead of waiting for them."""
+"""After a fork the child lacks the threads that compute; calls raise an error instead of waiting for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llm() -> LLM:
 
 
 def in_a_forked_child(work: Callable[[], Any]) -> str:
-    """What the child's call raises, or gives, as text."""
+    """The result or exception of `work` in a forked child, as text."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 

@@ -1,4 +1,4 @@
-"""Whatever breaks off a call, the engine stays usable, and nobody else's output moves."""
+"""After any interrupted call the engine stays usable, and other requests' output is unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drafting() -> LLM:
 
 @pytest.fixture(scope="module")
 def eager() -> LLM:
-    """An engine that calls each of its parts in each step; where steps are programs, they are only called at first."""
+    """An engine that calls all of its parts in every step; recorded programs would call them only while recording."""
     return make(enforce_eager=True)
 
 
@@ -48,7 +48,7 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 def test_after_a_step_that_broke_off_everything_goes_on(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, engine: str, part: str
 ) -> None:
-    """Ctrl-C in `generate` while a stream is open: the stream's text is as if nothing had been."""
+    """Ctrl-C in `generate` while a stream is open does not change the stream's text."""
     drafting: LLM = request.getfixturevalue(engine)
     expected = generate(drafting, [PROMPT, "import os"], LONG)
     stream = drafting.stream(PROMPT, LONG)

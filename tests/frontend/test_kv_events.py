@@ -1,4 +1,4 @@
-"""Events of the prefix cache: a subscriber knows the cache by the documented wire format, and by no code of ours."""
+"""Events of the prefix cache: a subscriber reconstructs the cache from the documented wire format, without our code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class Router:
-    """What a router does: subscribe, keep the set of blocks, ask again for batches that it has missed."""
+    """A router: subscribes, tracks the set of blocks, and requests a replay of batches that it has missed."""
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = TOPIC) -> None:
         self.context = zmq.Context()
@@ -76,7 +76,7 @@ class Router:
         self.context.destroy(linger=0)
 
     def catch_up(self) -> None:
-        """Everything from the next batch on, by the replay socket."""
+        """Apply all batches from the next one on, from the replay socket."""
         self.ask_again()
         self.take_again()
 
@@ -125,7 +125,7 @@ class Router:
 
 
 def cached(llm: LLM) -> set[tuple[int, ...]]:
-    """The prefixes that an engine's cache holds, as it finds them itself."""
+    """The prefixes in an engine's cache, by its own index."""
     pages = llm.core.scheduler.pages
     texts: dict[int, tuple[int, ...]] = {ROOT: ()}
     found = set()
@@ -200,7 +200,7 @@ def test_messages_that_are_missed_come_again(endpoints: dict[str, str]) -> None:
 
 
 def test_a_replay_is_whole_however_long_it_is(endpoints: dict[str, str]) -> None:
-    """And the engine's thread goes on where the publisher's empties the queue before it can."""
+    """Also: `publish` goes on if the publisher's thread empties the full queue before it does."""
     number = 4000
     told = KVEventsConfig(
         enable_kv_cache_events=True, topic=TOPIC, buffer_steps=number, max_queue_size=number, **endpoints
@@ -213,7 +213,7 @@ def test_a_replay_is_whole_however_long_it_is(endpoints: dict[str, str]) -> None
     router.ask_again()
     assert router.replay is not None and router.replay.poll(LONG * 1000)
     publisher.publish([AllCleared()], 4)
-    while publisher._kept[-1][0] < number:  # it has answered, and nobody has read
+    while publisher._kept[-1][0] < number:  # the replay was sent, and has not been read
         time.sleep(0.001)
     router.take_again()
     assert router.next == number == router.num_replayed
@@ -222,7 +222,7 @@ def test_a_replay_is_whole_however_long_it_is(endpoints: dict[str, str]) -> None
     sent: list[bytes] = []
 
     class Full:
-        """A queue that was full a moment ago."""
+        """A queue that is full at the first `put_nowait`, and empty afterwards."""
 
         def put_nowait(self, batch: bytes) -> None:
             sent.append(batch)

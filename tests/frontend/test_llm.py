@@ -1,4 +1,4 @@
-"""`LLM`: the interface users see, and what it says to bad input."""
+"""`LLM`: the user's interface, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_prompt_logprobs_are_right_after_a_prefix_hit(llm: LLM) -> None:
 
 
 def test_a_prompt_that_was_only_scored_is_found_again(llm: LLM) -> None:
-    """Its request ends with the pass that computed it."""
+    """The request ends with the pass that computed the prompt."""
     prompt, params = "Once. " + PROMPT * 5, SamplingParams(temperature=0, max_tokens=1, logprobs=1)
     first, again = (generate(llm, prompt, params)[0] for _ in range(2))
     assert again.metrics.num_cached_tokens > first.metrics.num_cached_tokens
@@ -502,7 +502,7 @@ def test_the_arithmetic_can_be_one_that_all_processors_have() -> None:
 
 
 def test_requests_and_engine_count_the_same_accepted_drafts() -> None:
-    """Also where a stop token stands among accepted drafts: those behind it were never given out."""
+    """Also if a stop token is among the accepted drafts: drafts after it are not part of the output."""
     config = {"model": str(assets.path("tiny-eagle3")), "num_speculative_tokens": 5, "policy": "fixed"}
     llm = LLM(dtype="float32", speculative_config=config, max_model_len=256)
     greedy = SamplingParams(temperature=0, max_tokens=20)

@@ -1,4 +1,4 @@
-"""What the engine says in ids is what users read: text, stop strings, log-probabilities, metrics."""
+"""From the engine's token ids to the user's output: text, stop strings, log-probabilities, metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def begin(tokenizer: Tokenizer, params: SamplingParams) -> tuple[OutputProcessor
 
 
 def rows(token_ids: Sequence[int]) -> list[LogprobRow]:
-    """A score for each: its id as the logprob, so that it can be recognised."""
+    """A row of log-probabilities per token, with its id as the logprob, so that it can be recognised."""
     return [LogprobRow(token, -float(token), 1, [(token, -float(token))]) for token in token_ids]
 
 
@@ -83,7 +83,7 @@ def test_metrics_count_each_drafter_over_all_choices(tokenizer: Tokenizer) -> No
 
 
 def test_a_stop_string_ends_an_output_within_the_tokens_of_a_step(tokenizer: Tokenizer) -> None:
-    """What came behind it in the same step goes: its ids, scores and accepted drafts."""
+    """Tokens after it in the same step are removed with their scores and accepted flags."""
     outputs, request = begin(tokenizer, SamplingParams(stop=["\n\n"], logprobs=0))
     ids = [tokenizer.encode(piece)[0] for piece in ("a", "\n", "\n", "b")]
     before = TokenDelta("r.0", ids[:2], logprobs=rows(ids[:2]))

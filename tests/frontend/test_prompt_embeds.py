@@ -1,4 +1,4 @@
-"""Prompts of embeddings: those of a text's tokens give the very answers that the text gives."""
+"""Prompts given as embeddings: the embeddings of a text's tokens give the same answers as the text."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PARAMS = [
 
 
 def embedded(llm: LLM, text: str) -> dict[str, Any]:
-    """The text as its tokens' embeddings."""
+    """A prompt of the embeddings of the text's tokens."""
     return {"prompt_embeds": llm.engine.runner.target.embed(torch.tensor(llm.tokenizer.encode(text)))}
 
 
 def answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """Outputs without what they say of the prompt."""
+    """Outputs without the fields of the prompt."""
     for output in outputs:
         output.prompt = None
         output.prompt_token_ids = []
@@ -50,8 +50,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 64": {"max_num_batched_tokens": 64},
     "preempted": {"num_kv_blocks": 41, "max_model_len": 320},
 }
-METHODS = [name for name, case in CASES.items() if case.own_target is None]  # on the target of all
-# Each method once, whatever its weights are in; every setting for those of different kinds.
+METHODS = [name for name, case in CASES.items() if case.own_target is None]  # methods on the common target
+# Each method once, in any weight format; every setting for methods of different kinds.
 CELLS = [
     *itertools.product([None, "eagle3"], SETTINGS),
     *itertools.product(["draft_model"], ["chunks of 64", "preempted"]),
@@ -83,7 +83,7 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(
 
 
 def test_a_head_drafts_from_embeddings_what_it_drafts_from_tokens() -> None:
-    """What a head is fed at such rows shows in acceptance only."""
+    """A head's inputs at these rows affect acceptance only."""
     accepted = {}
     for inputs in ("embeddings", "tokens"):
         config = {**CASES["eagle3"].llm()["speculative_config"], "image_inputs": inputs}

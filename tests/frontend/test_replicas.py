@@ -1,4 +1,4 @@
-"""Replicas: answers are one engine's wherever they are computed, and nobody misses a replica that dies."""
+"""Replicas: answers equal one engine's wherever they are computed, also if replicas die."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def engine_of(llm: LLM) -> Replicas:
 
 
 def kill(llm: LLM, number: int, by: signal.Signals = signal.SIGKILL) -> int:
-    """The process of a replica, which has been killed."""
+    """Kill a replica's process; returns its process id."""
     line = engine_of(llm).replicas[number].line
     assert line is not None
     os.kill(line.process.pid, by)
@@ -73,7 +73,7 @@ def is_gone(pid: int) -> bool:
 
 
 def until(done: Callable[[], bool], llm: LLM) -> None:
-    """Wait for something that the replicas' own threads bring about."""
+    """Wait for a condition that the replicas' threads bring about."""
     pause = threading.Event()
     for _ in range(LONG * 20):
         if done():
@@ -178,7 +178,7 @@ def test_no_client_sees_a_replica_die(drafter: str, plain_streams: list[RequestO
 
 
 def test_a_request_that_kills_replicas_ends_and_others_go_on(plain_streams: list[RequestOutput]) -> None:
-    """Whoever computes the request of 100 repeated ids is killed."""
+    """Each replica that computes the request of 100 repeated ids is killed."""
     poison = [7] * 100
 
     def killer(llm: LLM, stop: threading.Event, deaths: list[int]) -> None:
@@ -344,7 +344,7 @@ def check_streams_survive(server: Running, client: httpx.Client) -> None:
 
 
 def test_what_ends_the_last_request_is_not_overlooked() -> None:
-    """A look at whether there is anything to do finds the request open, or its news: it waits while both change."""
+    """`is_due` sees the request as open or its last delta as queued: it waits while both change."""
     engine = Replicas.__new__(Replicas)
     engine.error, engine._is_paused, engine._lock = None, False, threading.RLock()
     engine._open = {"last": None}  # type: ignore[dict-item]
@@ -372,14 +372,14 @@ def test_a_grammar_that_a_replica_cannot_compile_ends_its_request() -> None:
     spec = wire.pack_spec(RequestSpec(token_ids=[1], params=params, row_seed=1, limit=9, eos_ids=frozenset()))
     for key in (3, 4):
         replica._start(wire.Start(key, spec, [], None))
-    replica._compiling.discard(4)  # it was aborted
+    replica._compiling.discard(4)  # aborted
     for _ in range(2):
         replica._actions.get(timeout=LONG)()
     (told,) = sent
     assert [(d.id, d.finish_reason, d.error) for d in told.deltas] == [("3", "error", "no room")]
 
 
-# What travels, and where to.
+# Messages and routing.
 
 
 def test_a_spec_and_its_items_arrive_as_they_were() -> None:
@@ -456,7 +456,7 @@ def test_rules_of_routing() -> None:
 
 
 def num_cached(rule: str) -> int:
-    """Cached tokens of 24 requests, four conversations of six turns each, taken in turns."""
+    """Number of cached tokens in 24 requests: four conversations of six turns each, interleaved."""
     with replicated(data_parallel_routing=rule) as llm:
         texts = [[16 * i + 8 for i in range(1, 40)] for _ in range(3)]
         texts = [[100 + number, *text] for number, text in enumerate(texts)]

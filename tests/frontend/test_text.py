@@ -1,4 +1,4 @@
-"""Tokenizer, incremental detokenisation and stop rules: the same tokens give the same text, however they come."""
+"""Tokenizer, incremental detokenisation and stop rules: tokens give the same text however they are split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BYTE_IDS = [TINY._backend.token_to_id(piece) for piece in "ðĿĳĺãģĤé"]  #
 
 
 def spaces_and_bytes(directory: Path) -> Tokenizer:
-    """A tokenizer of the other kind: spaces as U+2581, unknown characters as bytes, leading space dropped."""
+    """A sentencepiece-like tokenizer: spaces as U+2581, unknown characters as bytes, leading space dropped."""
     pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "▁bc", "a", "b", "c", "▁▁"]
     model = models.BPE(
         vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"
@@ -52,7 +52,7 @@ def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 
 class Ending(NamedTuple):
-    """What became of tokens: so many kept, their text, and why the output ended."""
+    """The result of pushing tokens: how many are kept, their text, and why the output ended."""
 
     kept: int
     text: str
@@ -61,7 +61,7 @@ class Ending(NamedTuple):
 
 
 class Output:
-    """Both ways in which an output ends: by ids and length in the engine, by stop strings behind it."""
+    """Both stages of stop rules: ids and length in the engine, then stop strings in the front end."""
 
     def __init__(self, params: SamplingParams, max_tokens: int, detokenizer: Detokenizer | None) -> None:
         eos_ids = frozenset(() if params.ignore_eos else (0, EOS))

@@ -1,4 +1,4 @@
-"""Threads that share one `LLM`: everybody gets what they would have got alone."""
+"""Threads that share one `LLM` each get what they would have got alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftproof.frontend.turns import Turns
 from tests.conformance.cases import REPEATS, prompts
 from tests.slow import few, slow
 
-LONG = 120  # seconds after which a thread that should have ended is taken for stuck
+LONG = 120  # seconds after which a thread counts as stuck
 EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "policy": "fixed"}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, logprobs=1),
@@ -31,12 +31,12 @@ PROMPTS = [*prompts()[:2], REPEATS]
 
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    """Room for few requests at once, so that threads preempt one another."""
+    """An engine with few blocks, so that requests of threads preempt one another."""
     return LLM(dtype="float32", max_model_len=256, num_kv_blocks=40, speculative_config=EAGLE3)
 
 
 def together(works: list[Callable[[], Any]]) -> None:
-    """Run them at once, a thread each; what one of them raises is raised here."""
+    """Run `works` concurrently, each in a thread; an exception in one of them is raised here."""
     errors: list[BaseException] = []
     start = threading.Barrier(len(works))
 
@@ -101,7 +101,7 @@ def test_a_draft_waits_for_what_others_generate(drafting: LLM) -> None:
 
 
 def test_an_open_stream_is_in_nobodys_way(drafting: LLM) -> None:
-    """Its consumer does nothing while another thread, and then its own, generates."""
+    """Its consumer is idle while another thread, and then its own, generates."""
     expected = generate(drafting)
     stream = drafting.stream(PROMPTS[0], PARAMS[0])
     first = next(stream)
@@ -175,7 +175,7 @@ def test_a_step_that_is_interrupted_leaves_the_turn_to_others() -> None:
 
 
 class _Watched:
-    """A lock that calls `before` when it is about to be released, and may deny that it is held."""
+    """A lock that calls `before` just before it is released; with `denies` it never reports that it is held."""
 
     def __init__(self, before: Callable[[], object] = lambda: None, denies: bool = False) -> None:
         self._lock, self._before, self._denies = threading.Lock(), before, denies
@@ -192,7 +192,7 @@ class _Watched:
 
 
 def test_what_is_put_off_never_waits_for_a_turn() -> None:
-    """Nor where the turn is taken between a look and a grip."""
+    """Also if the turn is taken between the check and the acquisition."""
     turns, done = Turns(), list[int]()
     turns._turn = _Watched(denies=True)  # type: ignore[assignment]
 
@@ -234,7 +234,7 @@ class AsksItsOwnEngine:
             self.llm.generate("x", use_tqdm=False)
         except RuntimeError as error:
             type(self).said = str(error)
-        self.llm.abort("request-77")  # put off, and nobody's
+        self.llm.abort("request-77")  # deferred; no such request exists
         return Proposal(verified.next_R[:, None], torch.zeros_like(verified.k_R))
 
 
@@ -247,7 +247,7 @@ def test_a_call_from_within_a_step_is_refused() -> None:
 
 
 class _Cycle:
-    """What only the garbage collector frees."""
+    """An object in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self, stream: Iterator[Delta]) -> None:
         self.stream, self.me = stream, self

@@ -1,4 +1,4 @@
-"""The Triton attention against the reference, cut in every way, and with broken values where nobody may look."""
+"""The Triton attention against the reference, with all kinds of tiles and chunks, and broken values in masked rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def place(rows: attention.Pass, device: torch.device) -> attention.Pass:
 
 
 def few(shape: attention.Shape, dtype: torch.dtype) -> attention.Pass:
-    """`attention.mixed`, but fewer rows."""
+    """`attention.mixed` with fewer rows."""
     rows = [
         (0, 55),
         (0, 56),
@@ -48,7 +48,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> None:
         assert (together[rows.ends == 0] == 0).all()
         assert torch.equal(rows.run(loop), together)
         assert torch.equal(rows.run(one_chunk_a_run), together)
-        apart = [10, 3, 6, 0]  # rows of different slots, so each may be a tile of its own
+        apart = [10, 3, 6, 0]  # rows of different slots, so each may be its own tile
         assert torch.equal(rows.run(split.begin(1), apart), together[apart])
         assert torch.equal(rows.run(loop.begin(1), apart), together[apart])
         for part in ([10, 3, 6, 2, 8],) if small else (slice(3, 4), slice(5, 10), [10, 3, 6, 2, 8]):
@@ -57,8 +57,8 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_attention_of_prompts(device: torch.device, dtype: torch.dtype) -> None:
-    """Tiles of 64 rows and heads and more, which have a loop of their own for steps that everybody sees. With whole
-    numbers no sum rounds, so that the interpreter's order of adding up does not matter."""
+    """Tiles of at least 64 rows x heads, which have a separate loop for steps without a mask. The data are whole
+    numbers, whose sums do not round, so the interpreter's order of summation does not matter."""
     dtype = torch.float16 if dtype == torch.float32 else dtype  # in fp32 there are no such tiles
     prompt, small = (
         TritonAttention(Tiling(split_rows=1, prompt_rows=1)),
@@ -71,7 +71,7 @@ def check_attention_of_prompts(device: torch.device, dtype: torch.dtype) -> None
         q, k, v = torch.zeros_like(made.q), torch.zeros_like(made.k_cache), made.v_cache.round()
         q[..., 0], k[..., 0] = 1.0, made.k_cache[..., 0].round()
         made = dataclasses.replace(made, q=q, k_cache=k, v_cache=v, scale=math.log(2))
-        # Nothing; then a value that only the last rows see, an early one of one head, and both.
+        # Broken values: none; one that only the last rows see; an early one of one head; both.
         for broken in ([], [255], [100], [100, 255]):
             for position in broken:
                 block, offset = int(made.table[0, position // shape.block_size]), position % shape.block_size
@@ -84,9 +84,9 @@ def check_attention_of_prompts(device: torch.device, dtype: torch.dtype) -> None
 
 
 def check_attention_adds_up_many_chunks(device: torch.device, dtype: torch.dtype) -> None:
-    """More than are added up at once: 19 and 18 of 16 keys."""
+    """More chunks than are merged at once: 19 and 18 chunks of 16 keys."""
     rows = place(attention.make_pass(attention.Shape(), [300, 280, 3, 0], [0, 1, 2, 0], dtype), device)
-    step = 32 if dtype == torch.float32 else 16  # which that type halves
+    step = 32 if dtype == torch.float32 else 16  # halved for fp32
     split = TritonAttention(Tiling(chunk=16, step=step, some=LaunchConfig(runs=1000)))
     attention.check_equals_reference(split, rows)
     loop = TritonAttention(Tiling(chunk=16, step=step, split_rows=1))
@@ -104,7 +104,7 @@ def check_attention_is_not_poisoned(device: torch.device, dtype: torch.dtype) ->
 
 
 def check_attention_of_unlike_layers(device: torch.device, dtype: torch.dtype) -> None:
-    """Layers of one pass with other numbers of heads: they share no plan whose runs differ."""
+    """Layers with different numbers of heads in one pass: they share a plan only if its runs are equal."""
     tiling = Tiling(chunk=16, step=32 if dtype == torch.float32 else 16)
     begun = TritonAttention(tiling).begin(1)
     for kv_heads in (1, 4):
@@ -113,7 +113,7 @@ def check_attention_of_unlike_layers(device: torch.device, dtype: torch.dtype) -
 
 
 def check_attention_to_broken_values(device: torch.device, dtype: torch.dtype) -> None:
-    """A row that sees an infinite value gets NaN in its place, alone or beside one that sees another broken value."""
+    """A row that sees an infinite value gets NaN there, alone or next to a row that sees another broken value."""
     made = attention.make_pass(attention.Shape(), [258, 260], [0, 0], dtype)
     for position, dim, value in ((257, 3, float("inf")), (259, 1, float("nan"))):
         block, offset = int(made.table[0, position // 16]), position % 16
@@ -127,7 +127,7 @@ def check_attention_to_broken_values(device: torch.device, dtype: torch.dtype) -
 
 
 def check_attention_weighs_alike_whatever_kernel_adds(device: torch.device, dtype: torch.dtype) -> None:
-    """Weights so far apart that their quotient is no normal number, in chunks of 32 keys: scores 0, 70, 140."""
+    """Weights so far apart that their ratio is not a normal number: scores 0, 70, 140, in chunks of 32 keys."""
     made = attention.make_pass(attention.Shape(heads=1, kv_heads=1, dim=16), [96], [0], dtype)
     q, k, v = torch.zeros_like(made.q), torch.zeros_like(made.k_cache), torch.zeros_like(made.v_cache)
     q[..., 0] = 1.0

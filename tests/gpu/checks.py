@@ -1,4 +1,4 @@
-"""What every Triton kernel must do on any device: equal its torch twin, and give a row the same bits in any batch.
+"""Checks of all Triton kernels on any device: each equals its torch twin, and gives a row the same bits in any batch.
 
 Run on a GPU by the tests beside this file, and in Triton's interpreter by `python -m tests.gpu.checks`.
 Shapes: T rows, H width, D head size, M rows of logits, V columns, K inputs, N outputs.
@@ -64,7 +64,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def same_in_any_batch(run: Callable[[Tensor], Tensor], rows: int) -> None:
-    """`run` takes row indices. Alone, in parts, shuffled: the same bits as together."""
+    """Assert that `run`, which takes row indices, gives rows the same bits alone, in parts, shuffled and together."""
     every = torch.arange(rows)
     together = run(every)
     parts = [every[:1], every[1 : rows // 2], every[rows // 2 :], torch.randperm(rows), every[-1:]]
@@ -119,7 +119,7 @@ def check_soft_cap(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_rows(device: torch.device, dtype: torch.dtype) -> None:
-    """Copies: nothing may differ."""
+    """Kernels that only copy rows: results are equal."""
     for width in (1, 64, 1500):
         table = randn(11, width, device=device, dtype=dtype)
         for index in ([], [3], [10, 0, -1, 3, 3]):
@@ -178,7 +178,7 @@ def check_rope(device: torch.device, dtype: torch.dtype) -> None:
 def check_rope_forms(
     qkv: Tensor, places: tuple[Tensor, ...], norms: list[Tensor | None], stored: list[Tensor], table: Tensor
 ) -> None:
-    """Values with a norm, and queries alone. `stored`: q and caches without."""
+    """rope_store with a norm of values, and with queries only. `stored`: q and caches without these."""
     q, k_cache, v_cache = stored
     dim, weight = q.shape[2], torch.ones(q.shape[2], device=q.device)
     caches = torch.zeros_like(k_cache), torch.zeros_like(v_cache)
@@ -197,7 +197,7 @@ def check_rope_forms(
 
 
 def check_shared_keys(device: torch.device, dtype: torch.dtype) -> None:
-    """Keys that are the values too: stored once, and read as both."""
+    """Keys that are also the values: stored once, and read as both."""
     heads, dim, rotary, rows, block_size = 5, 72, 8, 9, 16
     qk = randn(rows, (heads + 1) * dim, device=device, dtype=dtype)
     positions = torch.tensor([0, 5, -1, 33, 34, 35, -1, 2, 39], device=device)
@@ -248,7 +248,7 @@ SAMPLING = (
 
 
 def draw_inputs(rows: int, device: torch.device, **given: float) -> tuple[RowParams, Tensor]:
-    """Parameters, and the positions that are sampled."""
+    """(sampling parameters, positions of the sampled rows)."""
     full: dict[str, Any] = {"temperature": 1.0, **given}
     packed = [pack_row(seed=seed, **full) for seed in (m * 0x123456789ABCDEF - 5 for m in range(rows))]
     params = RowParams(torch.tensor(packed, device=device))
@@ -283,7 +283,7 @@ def check_sample(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_process(device: torch.device, dtype: torch.dtype) -> None:
-    """Random requests: penalties, lists of any kind, both and neither; rows that hold no number."""
+    """Random requests with penalties, token lists, both or neither; some rows hold only NaN or -inf."""
     for width in (37, 3000) if device.type == "cpu" else (37, 3000, 128256):
         given = process_cases.case(width, device)
         found_MV, failures_M = gpu_process.process(*given)
@@ -293,7 +293,7 @@ def check_process(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_step(device: torch.device, dtype: torch.dtype) -> None:
-    """In blocks of 4 a request's rows, and the requests before it, take several."""
+    """With blocks of 4, a request's rows, and the requests before it, take several blocks."""
     for index, case in enumerate(step_cases.CASES):
         layout = step_cases.LAYOUTS[index % len(step_cases.LAYOUTS)]
         step_cases.compare(TritonStep(block=4 if index % 2 else 512), case, layout, device)
@@ -302,7 +302,7 @@ def check_step(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_lookup(device: torch.device, dtype: torch.dtype) -> None:
-    """Texts shorter than a suffix, longer than a block of places, and slots of nobody."""
+    """Texts shorter than a suffix and longer than a block of positions, and unused slots."""
     generator = torch.Generator().manual_seed(0)
     for length, num_ids in ((1, 2), (2, 1), (40, 2), (40, 30), (gpu_lookup.BLOCK + 50, 9)):
         tokens_SL = torch.randint(num_ids, (5, length + 20), generator=generator).int().to(device)
@@ -330,7 +330,7 @@ ROUTINGS = (
 
 
 def check_experts(device: torch.device, dtype: torch.dtype) -> None:
-    """Choosing, sorting and summing up, ties and nonsense included."""
+    """Routing, sorting and weighted sum, including ties and NaN."""
     small = device.type == "cpu"
     triton, rows = gpu_experts.TritonExperts(), 8 if small else 300
     for num_experts, biased, routing in ROUTINGS[: 4 if small else 5]:
@@ -378,7 +378,7 @@ def check_grouped_products(device: torch.device, dtype: torch.dtype) -> None:
             bound = 0.5 if out_dtype == torch.bfloat16 else 0.05
             torch.testing.assert_close(found.double(), expected, atol=bound, rtol=0.02)
         assert linear_fn(x[:0], starts * 0).shape == (0, outputs)
-        if device.type == "cuda":  # the interpreter adds up each block of K by itself
+        if device.type == "cuda":  # the interpreter sums each block of K separately
             assert grouped.is_exact(gpu_grouped.Groups, shape, device)
 
 
@@ -394,7 +394,7 @@ CHECKS = (
 
 
 def main() -> None:
-    """Prints {check: error or ""} as JSON."""
+    """Print {check: error or ""} as JSON."""
     from tests.gpu import interpreter
 
     interpreter.install()

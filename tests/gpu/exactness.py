@@ -36,11 +36,11 @@ METHODS = {
         for name, make in TARGETS.items()
     },
     "small": (PLAIN, "ngram", "eagle3", "draft_model"),
-    # a random head's drafts are all refused; replay proposes what is right four times in five, at the head's cost
+    # a random head's drafts are all rejected; replay's are right four times in five, at the head's cost
     DUMMY: (PLAIN, "eagle3", "replay"),
     "moe": (PLAIN, "replay"),
 }
-HEADS = {DUMMY: "eagle3"}  # what replay runs beside; elsewhere nothing that costs
+HEADS = {DUMMY: "eagle3"}  # the head whose cost replay has; for other models it has none
 STAGES = {f"{model}-{method}": (model, method) for model, methods in METHODS.items() for method in methods}
 MODES = {"graphs": False, "eager": True}  # enforce_eager
 WORKLOADS = ("greedy", "sampled", "mixed")
@@ -49,7 +49,7 @@ RATE = 0.8
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. `alone_eager`: prompts that go through batch 1 without graphs, which is slow."""
+    """How much is run. `alone_eager`: number of prompts for batch 1 without graphs, which is slow."""
 
     prompts: int = 64
     tokens: int = 128
@@ -63,7 +63,7 @@ class Scale:
 
     @property
     def few_blocks(self) -> int:
-        """Room for an eighth of the requests at their longest, and for one and a half at least."""
+        """Number of blocks for an eighth of the requests at full length, and at least for one and a half."""
         longest = self.max_model_len // 16
         return 1 + max(longest * 3 // 2, longest * self.prompts // 8)
 
@@ -76,12 +76,12 @@ def scale_of(model: str, quick: bool) -> Scale:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a workload is run: `group` requests are handed in at once (None: all), `runs` times."""
+    """How a workload is run: `group` requests are submitted at once (None: all), `runs` times."""
 
     name: str
     workloads: tuple[str, ...] = ("greedy", "sampled")
     group: int | None = None
-    fill: int = 0  # requests are repeated until there are so many
+    fill: int = 0  # requests are repeated up to this number
     runs: int = 1
     preempts: bool = False
 
@@ -113,7 +113,7 @@ class Requests:
 
 
 def workload(name: str, llm: LLM, scale: Scale) -> Requests:
-    """Prompts of one workload are none of another's, so that a replayed text belongs to one."""
+    """A workload's requests. Workloads share no prompts, so that a replayed text belongs to one of them."""
     base = SamplingParams(max_tokens=scale.tokens, ignore_eos=True, logprobs=1)
     prompts = [p[WORKLOADS.index(name) :] for p in token_prompts(llm, scale.prompts, scale.longest)]
     if name == "mixed":
@@ -122,7 +122,8 @@ def workload(name: str, llm: LLM, scale: Scale) -> Requests:
 
 
 def mixture(scale: Scale, *, text: bool) -> list[SamplingParams]:
-    """Every kind of processing, stopping and score, of any length. `text`: what needs a tokenizer too."""
+    """Parameters with every kind of logits processing, stopping and log-probabilities, and various lengths. `text`:
+    include those that need a tokenizer."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 3},
         {"temperature": 0, "logprobs": 0, "prompt_logprobs": 1},
@@ -154,7 +155,7 @@ def mixture(scale: Scale, *, text: bool) -> list[SamplingParams]:
 
 @dataclass
 class Exactness:
-    """Runs the stages; the reference of a model is computed once."""
+    """Runs the stages; a model's reference is computed once."""
 
     models: Models
     log: CheckLog
@@ -192,7 +193,7 @@ class Exactness:
                 self.log.check(f"{name} drafts are accepted", accepted or not wanted, detail)
 
     def reference(self, model: str, scale: Scale) -> dict[str, tuple[Requests, list[RequestOutput]]]:
-        """Plain, one at a time, graphs on, nothing shared."""
+        """Outputs of plain decoding: one request at a time, with graphs, without prefix cache."""
         if model not in self._known:
             start, tally = time.perf_counter(), Tally()
             llm = LLM(
@@ -247,7 +248,7 @@ class Exactness:
         self, stage: str, llm: LLM, setting: Setting, work: str,
         expected: tuple[Requests, list[RequestOutput]], total: Tally,
     ) -> None:  # fmt: skip
-        """One workload in one setting: equal, and not vacuously so."""
+        """Check one workload in one setting: outputs are equal, and not vacuously so."""
         scale = scale_of(stage.split("-")[0], self.models.quick)
         requests, reference = expected
         eager = llm.config.enforce_eager
@@ -275,8 +276,8 @@ class Exactness:
         self.log.check(f"{stage} {setting.name} {work}", not faulty, "; ".join([*faulty, detail]))
 
     def check_graphs(self, name: str, llm: LLM, mode: str) -> None:
-        """Graphs were used where they should be, and pages are all back."""
-        llm.engine.drain()  # a pass may still be under way, of requests that have ended
+        """Check that graphs were used where they should be, and that all pages are free."""
+        llm.engine.drain()  # a pass of ended requests may still be in flight
         pages = llm.engine.scheduler.pages
         number = num_graphs(llm)
         pages.check_integrity()
@@ -288,7 +289,7 @@ class Exactness:
 def _vacuous(
     llm: LLM, setting: Setting, tally: Tally, *, cached: int, preempted: int, faults: int
 ) -> Iterator[str]:
-    """Why an equal outcome would prove less than it says."""
+    """Reasons why an equal outcome would be vacuous."""
     if not tally.tokens or not tally.logprobs:
         yield "nothing was compared"
     if llm.config.speculative_config is not None and not tally.speculation.num_draft_tokens:

@@ -1,9 +1,8 @@
 """Triton's interpreter, with products that do not depend on numpy's BLAS.
 
-It multiplies by `numpy.matmul`, and a row's sum there may change with the rows beside it: that is for the library and
-the processor to choose. A GPU does no such thing, and the checks say so. Here products are made of multiples of 2**-22:
-fp64 rounds no sum of such products below 2**9, so no order of adding up can show. What a check puts in that sums up to
-more is compared with a tolerance.
+It multiplies by `numpy.matmul`, where a row's sum may depend on the other rows, on the library and on the processor. On
+a GPU it does not, and the checks require that. Here operands are rounded to multiples of 2**-22: fp64 does not round
+sums of their products below 2**9, so the order of summation has no effect. Larger sums are compared with a tolerance.
 Shapes: M rows, K inputs, N outputs of a block.
 """
 
@@ -20,13 +19,13 @@ matmul = np.matmul
 
 
 def product(a_MK: Any, b_KN: Any, dtype: Any) -> Any:
-    """a @ b of the nearest multiples of 1 / GRID, in whole numbers of fp64."""
+    """a @ b, both rounded to multiples of 1 / GRID, computed in fp64 with whole numbers."""
     whole_a, whole_b = (np.rint(x.astype(np.float64) * GRID) for x in (a_MK, b_KN))
     return (matmul(whole_a, whole_b) / GRID**2).astype(dtype)
 
 
 def install() -> None:
-    """From now on the interpreter multiplies by `product`."""
+    """Make the interpreter multiply by `product` from now on."""
     original = InterpreterBuilder.create_dot
 
     def create_dot(*args: Any) -> Any:

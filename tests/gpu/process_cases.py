@@ -18,9 +18,9 @@ Given = tuple[Tensor, RowParams, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def case(width: int, device: torch.device) -> Given:
-    """The arguments of `Process`. Slot 0 asks for nothing; some rows hold NaN, inf, or nothing above -inf."""
+    """The arguments of `Process`. Slot 0 needs no processing; some rows hold NaN, inf, or only -inf."""
     rng = random.Random(width)
-    few = [rng.randrange(width) for _ in range(6)]  # texts are made of these, so that they repeat
+    few = [rng.randrange(width) for _ in range(6)]  # texts consist of these, so that tokens repeat
     tokens = [[rng.choice(few) for _ in range(LENGTH)] for _ in range(NUM_SLOTS)]
     table = SamplingTable(NUM_SLOTS, width, device, max_rows=NUM_ROWS)
     for slot in range(1, NUM_SLOTS):

@@ -1,4 +1,4 @@
-"""Products in Triton: every tile gives one row the same bits, and the right number.
+"""Products in Triton: all tiles give a row the same bits, and the right numbers.
 
 Shapes: K inputs, N outputs.
 """
@@ -20,8 +20,8 @@ def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32,
 
 
 def check_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; a long K in segments
-    too, which programs add up or a kernel of its own. On other data it is right."""
+    """Every tile gives the bits of the reference on data whose sums cancel, at any number of rows; also with a long K
+    in segments, which are added by the programs or by another kernel. On ordinary data it is within tolerance."""
     small = device.type == "cpu"
     long = [(40, 8192, True), (40, 4096, False)] if dtype != torch.float32 else []
     for outputs, inputs, bias in ((50, 200, True), (20, 100, True), (140, 512, False), *long):
@@ -32,7 +32,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
             tiles = gpu_linear.tiles(dtype)
             linear_fns = [gpu_linear.ordered(tile, weight, offset, out_dtype) for tile in tiles]
             assert any(isinstance(f, gpu_linear.SplitKLinear) for f in linear_fns) == (inputs >= 4096)
-            for linear_fn in linear_fns:  # what is left in parts is what is added up
+            for linear_fn in linear_fns:  # partial sums add up to the same as summed products
                 if not bias and out_dtype == dtype:
                     found, whole = partial_sums(linear_fn)(x[:17]), linear_fn(x[:17])
                     assert (found.dim() == 3) == isinstance(linear_fn, gpu_linear.SplitKLinear)
@@ -45,7 +45,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
                 linear_fn for linear_fn, tile in zip(linear_fns, tiles, strict=True) if tile.pieces[1]
             ]
             for linear_fn in [*linear_fns[::4], *in_pieces] if small else linear_fns:
-                if small:  # the interpreter adds up each block of K by itself
+                if small:  # the interpreter sums each block of K separately
                     torch.testing.assert_close(linear_fn(x), reference, atol=0.05, rtol=0.05)
                     continue
                 for count in (1, 6, 17, 70, 110):
@@ -55,7 +55,7 @@ def check_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_sums(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, *, bias: bool) -> None:
-    """Products of ordinary numbers, of as many rows as tiles have and a few more."""
+    """Products of ordinary numbers are within tolerance, for numbers of rows at and beyond tile sizes."""
     x = randn(110, inputs, device=device, dtype=dtype)
     weight = randn(outputs, inputs, device=device, dtype=dtype, seed=1) / 4
     offset = randn(outputs, device=device, dtype=dtype) if bias else None

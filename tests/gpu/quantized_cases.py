@@ -1,4 +1,4 @@
-"""Products with fp8 weights, Triton against torch: every number of e4m3, any shape, few rows and many.
+"""Products with fp8 weights, Triton against torch: every e4m3 number, various shapes, few rows and many.
 
 Shapes: K inputs, N outputs.
 """
@@ -23,7 +23,7 @@ def randn(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
 
 
 def fp8_tiles(dtype: torch.dtype) -> list[gpu_quantized.Fp8Tile]:
-    """The table's, and one for each thing that none of it does."""
+    """The tiles of the table, and one for each feature that none of these uses."""
     found = [fp8_tile for _, fp8_tile in gpu_quantized.fp8_tiles(dtype)]
     step = 32 if dtype == torch.float32 else 128
     found += [Fp8Tile(Tile(16, 32, step, 3, 4), programs=4), Fp8Tile(Tile(16, 64, step, 3, 4, True))]
@@ -32,7 +32,7 @@ def fp8_tiles(dtype: torch.dtype) -> list[gpu_quantized.Fp8Tile]:
 
 
 def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
-    """Every number, without loss; then products, with errors that are small beside a row's own weights."""
+    """Every e4m3 number is decoded exactly; then products, with errors that are small relative to a row's weights."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes % 128 != 127].to(device).view(2, 127).view(quantized.FP8)  # without NaN
     eye, one = torch.eye(127, device=device, dtype=dtype), torch.ones(2, device=device)
@@ -57,7 +57,7 @@ def check_quantized(device: torch.device, dtype: torch.dtype) -> None:
                     given = quantized.round_rows(x.float(), fp8_tile.tile.inputs)
                     args = (*made, offset if bias else None, out_dtype)
                     expected = quantized.product_torch(given, *args) / size_N
-                    # A matrix unit adds products of fp8 in fewer bits than the interpreter.
+                    # Tensor cores sum fp8 products in fewer bits than the interpreter.
                     bound = max(TOLERANCE[out_dtype], 0.0 if small else 5e-3)
                     found = gpu_quantized.product(x, *args, None if fp8_tile is used else fp8_tile)
                     assert found.dtype == out_dtype

@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: their models and prompts, and stages in processes of their own."""
+"""Shared by the GPU checks: models and prompts, and running stages in separate processes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DATA = ROOT / "tests" / "data"
 
 
 def run_apart(module: str, stages: Sequence[str], jobs: int) -> int:
-    """Each stage by a process of its own, `jobs` at a time, with this one's other flags; the number that failed.
+    """Run each stage in its own process, `jobs` at a time, with this process's other flags; returns how many failed.
 
-    They share the device: nothing that is measured means anything.
+    They share the device, so timings mean nothing.
     """
 
     def run(stage: str) -> bool:
-        # the last of two flags counts
+        # argparse takes the last value of a repeated flag
         own = [sys.executable, "-m", module, *sys.argv[1:], "--stages", stage, "--jobs", "1"]
         done = subprocess.run(own, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout, end="", flush=True)
@@ -46,7 +46,7 @@ def run_apart(module: str, stages: Sequence[str], jobs: int) -> int:
 
 @dataclass(frozen=True)
 class Models:
-    """Where models and heads are, as keywords of `LLM`. `scratch` takes files that only a run needs."""
+    """Models and heads, as keywords of `LLM`. `scratch`: folder for temporary files of a run."""
 
     device: str
     quick: bool
@@ -76,7 +76,7 @@ class Models:
         return {**found, "num_speculative_tokens": NUM_DRAFTS, "policy": "fixed"}
 
     def path(self, name: str) -> Path:
-        """The folder of a model or head; ValueError where it is not at hand."""
+        """The folder of a model or head; ValueError if it is not available."""
         base, _, head = name.partition("-")
         if base in SHAPES_OF:
             small = self.scratch if self.quick else None
@@ -92,7 +92,7 @@ class Models:
 
 
 def num_graphs(llm: LLM) -> int:
-    """Passes that were captured (on a CPU: recorded) and can be run again."""
+    """Number of captured graphs (on a CPU: recorded programs)."""
     graphs = llm.engine.runner.graphs
     return 0 if isinstance(graphs, Eager) else len(graphs.recorded_keys())
 

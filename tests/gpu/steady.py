@@ -34,13 +34,13 @@ STAGES = {  # model, method, whether it must keep a GPU busy at batch 1
 }
 BATCHES = (1, 64)
 MOST_IDLE = 0.10
-LONG_GAP = 5_000  # ns; launches inside a graph are closer to each other, so longer ones are the host's
+LONG_GAP = 5_000  # ns; gaps between launches inside a graph are shorter, so longer ones are the host's
 PROMPT = 64
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many of each kind; `warm` is enough to capture every pass of a steady step."""
+    """Numbers of steps by purpose; `warm`: enough to capture every pass of a steady step."""
 
     warm: int = 12
     watched: int = 40
@@ -49,13 +49,13 @@ class Steps:
 
     @property
     def most_tokens(self) -> int:
-        """No request may end, whatever is accepted."""
+        """Output tokens with which no request ends, whatever is accepted."""
         return 8 * (self.warm + 2 * self.watched + self.timed + self.profiled)
 
 
 @contextmanager
 def sync_mode(mode: str, device: str) -> Iterator[None]:
-    """What torch does about a call that makes the host wait: "warn" or "error". Nothing on a CPU."""
+    """Torch's reaction to a call that makes the host wait: "warn" or "error". No effect on a CPU."""
     if not device.startswith("cuda"):
         yield
         return
@@ -67,19 +67,19 @@ def sync_mode(mode: str, device: str) -> Iterator[None]:
 
 
 def waiting_calls(decoding: Decoding, steps: int, device: str) -> Counter[str]:
-    """Lines of code at which the host waits in `steps` steps, and how often. Torch's own count: waiting for an event,
-    which is how results are meant to come home, is not one of them."""
+    """Lines of code at which the host waits in `steps` steps, and how often, as torch counts them: waiting for an
+    event, which is how results are meant to be read, is not counted."""
     with warnings.catch_warnings(record=True) as caught, sync_mode("warn", device):
         warnings.simplefilter("always")
         decoding.steps(steps)
-    # torch also says, once, that this mode of its is a prototype
+    # torch also warns, once, that this mode is a prototype
     found = (w for w in caught if "called a synchronizing" in str(w.message))
     return Counter(f"{w.filename}:{w.lineno}" for w in found)
 
 
 def check_no_wait(log: CheckLog, name: str, llm: LLM, decoding: Decoding, steps: int, device: str) -> None:
-    """Watched twice: the first time to tell where, the second as an error. A drafter's error would be taken for a
-    fault of its own, so those are counted."""
+    """Check twice: first with warnings that name the line, then with errors. In a drafter an error would count as the
+    drafter's fault, so faults are checked, too."""
     where, faults = waiting_calls(decoding, steps, device), llm.stats.num_drafter_faults
     for line, count in where.most_common(12):
         log.note(f"waits {count} times in {steps} steps at {line}")
@@ -98,7 +98,7 @@ def check_no_wait(log: CheckLog, name: str, llm: LLM, decoding: Decoding, steps:
 def check_idle(
     log: CheckLog, name: str, decoding: Decoding, steps: Steps, device: str, most_idle: float
 ) -> None:
-    """Time a step without the profiler, then the device's pauses under it."""
+    """Time a step without the profiler, then the device's idle time with it."""
     synchronize(device)
     start, tokens = time.perf_counter(), decoding.num_tokens
     decoding.steps(steps.timed)

@@ -1,4 +1,4 @@
-"""Random steps for an implementation of `StepOps`, each compared in every bit with the torch one.
+"""Random steps for an implementation of `StepOps`, each compared bit for bit with torch's.
 
 Shapes as in kernels/step/spec.py.
 """
@@ -31,13 +31,13 @@ class Case:
     requests: int
     drafts: int
     prompt: int = 12
-    padding: int = 0  # requests that name the slot that is always at its limit
+    padding: int = 0  # padding requests, in a slot that is always at its limit
     prefill: bool = False  # no request has sampled rows
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step starts from."""
+    """The input of a step."""
 
     state: SlotState
     work_3R: Tensor
@@ -49,7 +49,7 @@ class Step:
     num_sampled: int
 
     def on(self, device: torch.device) -> Step:
-        """A copy there."""
+        """A copy on `device`."""
         state = SlotState(*(t.clone().to(device) for t in self.state))
         tensors = (self.work_3R, self.sampled_M, self.wanted_R, self.drafted_RK, self.count_R)
         return Step(state, *(t.clone().to(device) for t in tensors), self.num_rows, self.num_sampled)
@@ -63,7 +63,7 @@ CASES = (
 
 
 def make(case: Case) -> Step:
-    """Slots in scattered order; some at their limit, some with few tokens left to it, some far behind."""
+    """A random step: slots in random order, some at their limit, some with few tokens left to it, some far from it."""
     rng = random.Random(case.seed)
     num_slots = case.requests + 3
     padding_slot, *slots = rng.sample(range(num_slots), case.requests + 1)
@@ -104,7 +104,7 @@ def _computed(length: Sequence[int], behind: Sequence[int]) -> list[int]:
 
 
 def run(ops: StepOps, step: Step, layout: Layout, width: int) -> list[Tensor]:
-    """A whole step; every result, the slots included. `step.state` is moved on."""
+    """Run a whole step, which updates `step.state`; returns all results, including the slots."""
     state, slots_R, num_R = step.state, step.work_3R[0], step.work_3R[2]
     rows = ops.fill(state, step.work_3R, step.num_rows, step.num_sampled)
     sampled = (rows.first_R, rows.lengths_R, rows.draft_count_R, step.sampled_M)
@@ -123,7 +123,7 @@ def compare(ops: StepOps, case: Case, layout: Layout, device: torch.device) -> N
     step = make(case)
     width = max(1, int(step.work_3R[2].max()))
     ours, theirs = step.on(device), step.on(torch.device("cpu"))
-    if case.padding:  # requests that share a slot overwrite each other's scratch, in any order
+    if case.padding:  # requests that share a slot overwrite each other's scratch memory in any order
         for each in (ours, theirs):
             each.state.tokens_SL[step.work_3R[0, -1]] = 0
             each.drafted_RK[-case.padding :] = 0
@@ -134,7 +134,7 @@ def compare(ops: StepOps, case: Case, layout: Layout, device: torch.device) -> N
 
 
 def random_draft_rows(ops: StepOps, seed: int, device: torch.device) -> None:
-    """Any number of live rows, none too, whatever the slots say."""
+    """Compare draft rows for any number of live rows, including none, with arbitrary slots."""
     rng = random.Random(seed)
     counts = [rng.randrange(1, 6) for _ in range(rng.choice([1, 2, 5]))]
     layout, num_drafts, total = rng.choice(LAYOUTS), rng.choice([1, 3, 4]), sum(counts)
@@ -155,7 +155,7 @@ def random_draft_rows(ops: StepOps, seed: int, device: torch.device) -> None:
 
 
 def random_accept(ops: StepOps, seed: int, device: torch.device) -> None:
-    """More drafts claimed than verified, and slots filled to the end: nothing is read or emitted past either."""
+    """Counts of drafts beyond the verified ones, and full slots: nothing is read or emitted past either."""
     rng = random.Random(seed)
     num_slots, columns, requests, width = 6, 9, 4, rng.choice([1, 2, 3, 4])
     num = [rng.randrange(width + 1) for _ in range(requests)]

@@ -1,4 +1,4 @@
-"""Certificates on a GPU: every Triton operator and attention pass, wrong twins fail, the table says so."""
+"""Certificates on a GPU: every Triton operator and attention passes, wrong twins fail, and the table reports it."""
 
 from __future__ import annotations
 

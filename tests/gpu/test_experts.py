@@ -1,4 +1,4 @@
-"""Experts on a GPU: in CUDA graphs that are replayed with other rows, at sizes of real models, without waiting.
+"""Experts on a GPU: in CUDA graphs replayed with other rows, at sizes of real models, without host synchronisation.
 
 Shapes: T rows, E experts, H width of a row, I width of an expert.
 """
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 def block(
     device: torch.device, folder: Path, num_experts: int, hidden: int, width: int, routing: Routing
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x [T, H], scores [T, E]) -> [T, H] through random experts, planned as a model's are."""
+    """A function (x [T, H], scores [T, E]) -> [T, H] of random experts, planned like a model's."""
     table = ops.select(device, None)
     planner = LinearPlanner(device, exact=True, max_rows=256, library=None, cache_dir=folder)
     generator = torch.Generator(device).manual_seed(0)
@@ -89,7 +89,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_in_graphs(
 
 
 def test_all_rows_to_the_same_experts_and_each_row_to_its_own(cuda: torch.device, tmp_path: Path) -> None:
-    """The two ends of what a grid of fixed size must hold."""
+    """The two extreme groupings for a grid of fixed size."""
     run = block(cuda, tmp_path, 64, 512, 256, Routing(top_k=1))
     x = torch.randn(200, 512, generator=torch.Generator(cuda).manual_seed(1), device=cuda).to(BF16)
     same = torch.zeros(200, 64, device=cuda)

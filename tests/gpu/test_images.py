@@ -1,4 +1,4 @@
-"""Prompts with images on a GPU: whatever is drafted and however prompts are batched, in graphs and out of them."""
+"""Prompts with images on a GPU: with all drafters and any batches, in graphs and without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.frontend.images.test_videos import PROMPTS as VIDEOS
 from tests.made import vision
 
 DRAFTERS = [None, "ngram", "eagle3", "text model"]
-# those of families with several axes
+# drafters for families with several rotary axes
 MORE = [*DRAFTERS, "eagle3, tokens", "eagle3, one axis", "eagle1", "mtp", "dflash", "small", "chain"]
 
 
@@ -47,7 +47,7 @@ def test_output_depends_on_neither_batch_nor_drafter(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_in_fp32_is_that_of_a_cpu(cuda: torch.device, tmp_path: Path, family: str) -> None:
-    """Random models choose between tokens that are far apart."""
+    """A random model's best tokens differ clearly, so rounding does not change the choice."""
     FAMILIES[family](tmp_path / "model")
     found = []
     for device in ("cpu", "cuda"):
@@ -84,7 +84,7 @@ def test_videos_depend_on_neither_batch_nor_drafter(
 def test_a_target_that_drafts_for_itself_is_nearly_always_right(
     cuda: torch.device, tmp_path: Path, family: str
 ) -> None:
-    """A drafter's sums are in another order."""
+    """Nearly, since a drafter sums in another order."""
     MODELS[family](tmp_path / "model")
     config = {"model": str(tmp_path / "model"), "num_speculative_tokens": 3}
     with LLM(

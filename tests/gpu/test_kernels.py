@@ -41,7 +41,7 @@ def test_a_gpu_gets_these_kernels(cuda: torch.device) -> None:
 
 
 class Llama:
-    """Attention of the 8B shape: S slots with scattered blocks, ends anywhere up to `longest`."""
+    """Attention of the 8B shape: S slots with scattered blocks, contexts of any length up to `longest`."""
 
     heads, kv_heads, dim, block_size = 32, 8, 128, 16
 
@@ -111,14 +111,14 @@ def test_tiling_changes_no_bit(cuda: torch.device, form: dict[str, int], cut: di
     of_all = dict.fromkeys(("some", "decode", "prompt"), LaunchConfig(**form))  # type: ignore[arg-type]
     backend = TritonAttention(Tiling(**of_all, **cut))  # type: ignore[arg-type]
     assert torch.equal(model.run(backend, q, slots, ends), expected)
-    apart = list(range(0, 30, 6))  # rows of different requests, which may be finished in one go
+    apart = list(range(0, 30, 6))  # rows of different requests, which one program may finish
     found = model.run(backend.begin(1), q[apart], slots[apart], ends[apart])
     assert torch.equal(found, expected[apart])
 
 
 @pytest.mark.parametrize("dim", [64, 256, 512])
 def test_prompts_of_any_head_size_fit(cuda: torch.device, dim: int) -> None:
-    """Rows of a long pass, alone and in it."""
+    """Rows have the same bits in a long pass and alone."""
     shape = attention.Shape(heads=8, kv_heads=2, dim=dim)
     ends = [1 + i % attention.LONGEST for i in range(600)]
     rows = attention_checks.place(
@@ -139,7 +139,7 @@ def no_synchronisation() -> Iterator[None]:
 
 @pytest.mark.parametrize("rows", [8, 200])
 def test_a_graph_reads_lengths_on_the_device(cuda: torch.device, rows: int) -> None:
-    """Captured once, replayed with other rows: the eager call's bits, the pass's plan made anew in every replay."""
+    """Captured once and replayed with other rows, it gives the eager call's bits: each replay makes the plan anew."""
     model, backend = Llama(cuda), TritonAttention()
     q, slots = model.queries(rows), torch.zeros(rows, dtype=torch.int64, device=cuda)
     ends = torch.ones(rows, dtype=torch.int64, device=cuda)
@@ -179,7 +179,7 @@ def test_an_attention_chunk_taken_from_the_batch_is_caught(cuda: torch.device) -
     rows = attention_checks.place(attention.mixed(attention.Shape(), torch.float32), cuda)
 
     def wrong(q: Tensor, *others: object) -> Tensor:
-        """Keys are added up in chunks whose size depends on the number of rows."""
+        """Wrong: sums keys in chunks whose size depends on the number of rows."""
         backend = TritonAttention(Tiling(chunk=64 if len(q) > 8 else 256))
         return backend(q, *others)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The exact planner on a GPU: rows that do not depend on their batch, and certificates that mean something.
+"""The exact planner on a GPU: rows do not depend on their batch, and certificates detect wrong candidates.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -41,12 +41,12 @@ def planner(
 
 
 def norms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What may follow a product."""
+    """The norms that may follow a product."""
     return add_rms_norm(x, residual, weight, 1e-6)
 
 
 def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
-    """Wrong on purpose: half of K, then the other half."""
+    """Wrong on purpose: sums one half of K, then the other."""
     half = weight_NK.shape[1] // 2
     first, second = weight_NK[:, :half].contiguous(), weight_NK[:, half:].contiguous()
     tile = gpu_linear.tiles(weight_NK.dtype)[0]
@@ -61,7 +61,7 @@ def split_k(weight_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) ->
         (512, 2048, BF16, False),
         (1030, 4096, BF16, True),
         (512, 8192, BF16, True),  # in segments
-        (1024, 4096, BF16, False),  # in segments, that the norm behind it adds up
+        (1024, 4096, BF16, False),  # in segments, which the following norm adds up
         (100, 520, torch.float32, True),
         (100, 520, torch.float16, False),
     ],
@@ -111,7 +111,7 @@ def test_a_product_split_over_k_gets_no_certificate(cuda: torch.device, tmp_path
 
 
 def test_a_split_let_into_the_planner_changes_rows(cuda: torch.device) -> None:
-    """The mutation: chosen without a certificate from 24 rows on. The comparison above must see it."""
+    """Mutation: split-K is used from 24 rows on without a certificate. The comparison above must detect it."""
     shape = Shape(256, 4096, BF16, BF16, False)
     x, weight = (t.to(cuda) for t in certify.cancelling(64, shape, seed=5))
     ordered = gpu_linear.OrderedLinear(gpu_linear.tiles(BF16)[0], weight, None, BF16)
@@ -123,7 +123,7 @@ def test_a_split_let_into_the_planner_changes_rows(cuda: torch.device) -> None:
 
 
 def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, tmp_path: Path) -> None:
-    """As cuBLAS may: one order at some numbers of rows, another at the others, in particular in between."""
+    """Like cuBLAS, the candidate may sum in another order at some numbers of rows, also between certified ones."""
     called: set[int] = set()
 
     def sometimes(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
@@ -151,6 +151,6 @@ def test_a_way_is_called_at_certified_numbers_of_rows_only(cuda: torch.device, t
 
 
 def _twice(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> LinearFn:
-    """The reference, at ten times the cost."""
+    """The reference at ten times the cost."""
     ordered = gpu_linear.OrderedLinear(gpu_linear.tiles(BF16)[0], weight, bias, out_dtype)
     return lambda x: [ordered(x) for _ in range(10)][-1]

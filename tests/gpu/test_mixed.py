@@ -1,4 +1,4 @@
-"""Steps with prompts on a GPU: filled up to sizes that are captured, with the bits of steps that are not."""
+"""Steps with prompt rows on a GPU: padded to captured sizes, with the same bits as steps without graphs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def params_of(count: int) -> list[SamplingParams]:
 
 
 def keys_of(llm: LLM, kind: str) -> list[Any]:
-    """What was captured as steps went by."""
+    """Keys of the graphs of one kind that were captured during steps."""
     graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
     assert isinstance(graphs, Captured)
     return [key for key in graphs.recorded_keys() if key[0] == kind]
@@ -70,12 +70,12 @@ def test_requests_that_come_one_by_one_get_what_they_get_without_graphs(
     params = params_of(len(prompts))
     expected = plain.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     with steps_of(captured, most_rows, is_captured=True):
-        for _ in range(2):  # the second time by graphs, as far as sizes come again
+        for _ in range(2):  # the second time with graphs, for sizes that recur
             assert not compare(expected, one_by_one(captured, prompts, params))
         sizes = runner.shapes.mixed
     targets = keys_of(captured, "target")
     assert most_rows in sizes and most_rows in {key[1] for key in targets}
-    # what was captured is little: a graph of the layers for each size, and one for each number of drafting requests
+    # few graphs were captured: one of the layers for each size, and one for each number of drafting requests
     assert len(targets) <= 20 and all(num_rows == most for _, num_rows, most, _ in targets)
     if captured.num_speculative_tokens:
         assert 0 < len(keys_of(captured, "feed")) <= 20 and 0 < len(keys_of(captured, "draft")) <= 9
@@ -88,7 +88,7 @@ def test_the_host_does_not_wait_in_a_step_with_prompts(captured: LLM) -> None:
         steps_of(captured, 64, is_captured=True),
         Turn(Way("", captured, is_captured=True), decoding, prompts, num_tokens=600) as turn,
     ):
-        turn.steps(6)  # what comes again is captured
+        turn.steps(6)  # sizes that recur are captured
         graphs, running = captured.engine.runner.graphs, captured.engine.scheduler.running  # type: ignore[attr-defined]
         before = graphs.recorded_keys()
         assert len(running) == len(decoding) + 1

@@ -1,4 +1,4 @@
-"""A drafter with fp8 weights on a GPU: nothing changes in outputs, memory is saved, drafts are right as often.
+"""A drafter with fp8 weights on a GPU: outputs are unchanged, memory is saved, acceptance stays the same.
 
 The kernel is compared with its twin in quantized_cases.py."""
 
@@ -35,5 +35,5 @@ def test_outputs_are_those_of_plain_decoding(cuda: torch.device, head: str) -> N
         rates.append(stats.num_accepted_tokens / stats.num_draft_tokens)
         sizes.append(llm.memory.draft_weights)
     assert rates[1] > 0.9 * rates[0] > 0
-    if head == EAGLE3:  # the other's embedding makes its logits too, and is kept beside a copy in fp8
+    if head == EAGLE3:  # the other head's embedding also makes its logits, so it is kept beside an fp8 copy
         assert sizes[1] < sizes[0]

@@ -40,7 +40,8 @@ def tensors(step: step_cases.Step) -> list[Tensor]:
 
 
 def test_a_graph_replays_a_step_with_other_numbers(cuda: torch.device) -> None:
-    """Captured on one step, replayed with its requests in other orders and other samples; nothing waits."""
+    """Captured on one step, replayed with its requests in other orders and with other samples, without host
+    synchronisation."""
     first = step_cases.make(Case(0, 9, 4))
     steps = [
         dataclasses.replace(

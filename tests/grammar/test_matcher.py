@@ -1,4 +1,4 @@
-"""Grammars over the embedded model's tokens: what may come next, what must, and what a matcher is moved by."""
+"""Grammars over the embedded model's tokens: allowed next tokens, forced tokens, and how a matcher advances."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids(text: str) -> list[int]:
 
 
 def named(masks: bytes, row: int = 0, row_bytes: int = VOCAB // 8) -> set[int]:
-    """Ids that a row's mask allows."""
+    """The token ids that a row's mask allows."""
     bits = int.from_bytes(masks[row * row_bytes : (row + 1) * row_bytes], "little")
     return {i for i in range(8 * row_bytes) if bits >> i & 1}
 
@@ -196,7 +196,7 @@ def test_a_token_that_no_mask_allowed_is_a_fault_of_ours() -> None:
 
 @pytest.mark.parametrize("vocab_size", [VOCAB + 7, VOCAB - 40])
 def test_a_model_whose_vocabulary_is_not_the_tokenizers(vocab_size: int) -> None:
-    """Padded beyond it, or cut: masks are as wide as the model's, and what the tokenizer has beyond is not there."""
+    """The model's vocabulary is padded or cut: masks have the model's width, and tokens beyond it are not allowed."""
     row_bytes = -(-vocab_size // 32) * 4
     matcher = compiler(vocab_size).compile(StructuredOutputsParams(regex="[a-z ]+")).matcher()
     masks = matcher.masks(ids("ab"), 3)
@@ -281,7 +281,7 @@ UNLIKE = {
 
 
 def test_drafts_that_were_refused_leave_nothing_behind() -> None:
-    """Behind `"name":` there are numbers, behind `"a b":` strings, too: whichever was drafted before."""
+    """After `"name":` come numbers, after `"a b":` also strings, whichever key was drafted before."""
     start, other, taken, quote = ids('{"age": true, "'), ids('name":'), ids('a b":'), ids(' "')[0]
     matcher, fresh = grammar(json=UNLIKE).matcher(), grammar(json=UNLIKE).matcher()
     matcher.advance(start)

@@ -1,8 +1,8 @@
 """The bits of every compiled operator, as hashes that two machines can compare.
 
   python -m tests.kernels.bits            writes tests/data/bits.json, on a machine with fused multiply-adds
-The inputs are made of whole numbers and of numbers that were rounded from fp64, so that every machine has them alike.
-bf16 is computed as fp32: that is the arithmetic which all processors have. Shapes: T rows, K inputs.
+Inputs are made from whole numbers and from numbers rounded from fp64, so that they are equal on all machines. bf16 is
+widened to fp32, the arithmetic that all processors have. Shapes: T rows, K inputs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 130), (33, 51), (70, 129), (257, 64)]  # outputs, inputs
 ROWS = (1, 3, 8, 19, 33)
-BY_TORCH = ("norm of parts",)  # parts of a sum come from a GPU's products; elsewhere torch's twin adds them
-UNIFORMS = 12  # whose sum has variance 1
+BY_TORCH = ("norm of parts",)  # only a GPU's products give partial sums; on a CPU torch's twin adds them
+UNIFORMS = 12  # uniform numbers per sum, which then has variance 1
 
 
 def whole_randn(*size: Any, generator: torch.Generator) -> Tensor:
-    """Nearly normal numbers, of sums of whole ones."""
+    """Nearly normal numbers, made from sums of whole ones."""
     shape = torch.Size(size[0] if isinstance(size[0], (tuple, torch.Size)) else size)
     steps = torch.randint(0, 1 << 12, (UNIFORMS, *shape), generator=generator).sum(0)
     return (steps - (UNIFORMS << 11)).float() / 4096.0
@@ -50,7 +50,7 @@ def rounded(function: Any) -> Any:
 
 @contextlib.contextmanager
 def same_inputs() -> Iterator[None]:
-    """Meanwhile torch makes its random numbers, sines and cosines the way that machines agree on."""
+    """In this context torch's random numbers, sines and cosines are computed in a way that is equal on all machines."""
     with (
         mock.patch.object(torch, "randn", whole_randn),
         mock.patch.object(Tensor, "cos", rounded(torch.cos)),
@@ -72,7 +72,7 @@ def outputs(check: Check, version: Any) -> list[Tensor]:
 
 
 def hashes(library: native.Library) -> dict[str, str]:
-    """By operator, case and dtype; without bf16 where `library` has instructions for it."""
+    """Hashes by operator, case and dtype; without bf16 if `library` uses bf16 instructions."""
     dtypes = [d for d in DTYPES if d != torch.bfloat16 or library.bf16_arithmetic == "widened"]
     found = {}
     with same_inputs():

@@ -1,4 +1,4 @@
-"""Checks of every operator and of attention at a few shapes, edges among them."""
+"""Checks of every operator and of attention at a few shapes, including edge cases."""
 
 from __future__ import annotations
 

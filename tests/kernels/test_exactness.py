@@ -35,7 +35,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("dtype", few([FP32, BF16, torch.float16], BF16))
 @pytest.mark.parametrize("kind", list(MADE))
 def test_operators_of_both_tables_are_certified(table: ops.Ops, kind: str, dtype: torch.dtype) -> None:
-    """Which proves for each check that its wrong twin fails, too."""
+    """A certificate requires that the check's wrong twin fails, so this also tests the checks."""
     operator, make = MADE[kind]
     assert is_exact(make(dtype, CPU), getattr(table, operator), 2)
 
@@ -59,7 +59,7 @@ def test_a_wrong_twin_that_passes_voids_the_certificate() -> None:
 
 
 def test_ordinary_data_would_see_nothing_in_half_precision() -> None:
-    """Why the data is made as it is: on plain random rows the wrong norm passes."""
+    """The reason for the checks' special data: on plain random rows the wrong norm passes."""
     check = checks.rms_norm_check(64, BF16, CPU, BF16)
     x_TH = torch.randn(67, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     ones_H = torch.ones(64).bfloat16()
@@ -78,7 +78,7 @@ def test_attention_split_by_the_batch_is_refused_on_either_data(kind: str) -> No
 
 
 def slow_from(rows: int) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Right below `rows` rows; sums backwards from there on."""
+    """A norm that is right below `rows` rows, and sums in reverse order from there on."""
 
     def norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         if len(x_TH) < rows:
@@ -133,7 +133,7 @@ def test_a_row_alone_at_the_engines_own_threads_is_looked_at() -> None:
 
 
 def test_attention_that_changes_with_a_prompts_rows_is_seen() -> None:
-    """As torch's kernel may, by the number of rows of one padded length in a call."""
+    """Torch's kernel may do so, depending on the number of rows with one padded length in a call."""
 
     def attention(q_THD: Tensor, *rest: Any) -> Tensor:
         context_lens_T = rest[4]
@@ -154,7 +154,7 @@ def test_an_order_that_changes_with_the_threads_is_seen() -> None:
 
     check = checks.rms_norm_check(64, BF16, CPU, BF16)
     assert not is_exact(check, norm, 3)
-    assert not is_exact(check, norm, 1)  # the verdict is the machine's, not the setting's
+    assert not is_exact(check, norm, 1)  # the verdict holds for the machine, whatever the setting
 
 
 def test_the_first_exact_version_is_taken_and_remembered(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Experts: choosing them, sorting rows by them, their products, summing up; compiled against twin, rows against rows.
+"""Experts: routing, sorting rows by expert, products, weighted sum; compiled against twin, and rows' independence.
 
 Shapes: T rows, E experts, K experts a row, P pairs of row and expert, H width.
 """
@@ -110,7 +110,7 @@ def test_a_row_is_routed_and_summed_alike_in_any_batch(
     num_experts, bias, routing = routed
     rows, width = 300, 200
     logits, base = 2 * randn(rows, num_experts), randn(rows, width, seed=2).to(dtype)
-    outputs = randn(num_experts, width, seed=3)  # each expert's, whatever the row
+    outputs = randn(num_experts, width, seed=3)  # each expert's output, equal for all rows
 
     def run(i: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, weights = table.experts.route(logits[i], bias, routing)
@@ -181,9 +181,9 @@ def pack(
 def test_each_row_meets_its_experts_weight_with_the_same_bits_in_any_grouping(
     shape: Shape, compiled: bool, library: native.Library, tmp_path: Path, threads: Threads
 ) -> None:
-    """Certificates hold for the number of threads they were made with, so torch's products get one for each."""
+    """Certificates hold for the number of threads they were made with, so torch's products are certified for each."""
     x, _ = certify.cancelling(120, shape, seed=3)
-    known: list[Tensor] = []  # the compiled ones give the same at any number of threads, too
+    known: list[Tensor] = []  # compiled products also give the same bits at any number of threads
     for count in (1, 2, 3, 6):
         with threads(count):
             linear_fn, weights = pack(tmp_path, shape, library if compiled else None)
@@ -203,14 +203,14 @@ def test_each_row_meets_its_experts_weight_with_the_same_bits_in_any_grouping(
 
 
 def ends(expert: int) -> Tensor:
-    """Starts for one row, of `expert`."""
+    """Starts of the experts' groups, for one row that goes to `expert`."""
     return (torch.arange(6) > expert).long()
 
 
 def test_a_grouped_product_of_another_order_at_some_lengths_is_refused(
     library: native.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutation: K in halves in groups of 16 rows and more. The planner takes single products then."""
+    """Mutation: groups of 16 rows and more sum K in two halves. The planner then uses single products."""
 
     def split_k(count: int, weights: Iterable[Tensor], shape: Shape) -> grouped.GroupedLinear:
         kept = [weight.float() for weight in weights]

@@ -1,4 +1,4 @@
-"""The operators: compiled against twin, twin against plain formulas, and rows that depend on nothing but themselves.
+"""The operators: compiled against twin, twin against plain formulas, and rows that do not depend on their batch.
 
 Shapes: T rows, H width, D head size, S slots, B blocks per slot, V vocabulary.
 """
@@ -138,7 +138,7 @@ def test_log_normalizer_knows_infinities_and_nan(table: ops.Ops) -> None:
 
 @dataclass
 class Store:
-    """Inputs of rope_store, two kv heads, three query heads."""
+    """Inputs of rope_store: two KV heads, three query heads."""
 
     qkv: Tensor
     positions: Tensor
@@ -166,7 +166,7 @@ class Store:
 
 
 def store_case(rows: int, dim: int, rotary: int, dtype: torch.dtype, norm: bool, cache: torch.dtype) -> Store:
-    """Rows of three slots at scattered positions (block boundaries among them), every fifth one padding."""
+    """Rows of three slots at scattered positions, including block boundaries; every fifth row is padding."""
     block_size, blocks = 8, 5
     positions = (torch.arange(rows) * 7 + 7) % (block_size * blocks)
     positions[::5] = -1
@@ -242,7 +242,7 @@ def test_rope_store_norms_values_where_they_have_a_norm(table: ops.Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_store_of_queries_alone_stores_nothing(table: ops.Ops, dtype: torch.dtype) -> None:
-    """A layer that reads another's keys: the cache it names has no heads."""
+    """For a layer that reads another layer's keys; the cache passed to it has no heads."""
     case = store_case(11, 32, 16, dtype, True, dtype)
     whole, k_cache, _ = case.run(table)
     none = k_cache[:, :0]
@@ -299,7 +299,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _row_calls(table: ops.Ops, dtype: torch.dtype) -> list[Callable[[slice], Tensor]]:
-    """Each operator as a function of a slice of 33 fixed rows, at odd widths and ones that share threads."""
+    """Each operator as a function of a slice of 33 fixed rows, at odd widths and at widths split over threads."""
 
     def norm(width: int) -> Callable[[slice], Tensor]:
         x, weight = data(33, width, dtype=dtype), data(width, dtype=dtype, seed=1)

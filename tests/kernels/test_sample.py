@@ -1,4 +1,4 @@
-"""`sample`, torch twin and compiled: the hash, the distribution, ties, filters, and rows that depend on nothing else.
+"""`sample`, torch twin and compiled: the hash, the distribution, ties, filters, and rows' independence.
 
 Shapes: M rows, V columns.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import exp, log
 
 import pytest
-import scipy  # its stats are imported when they are named
+import scipy  # imports scipy.stats lazily
 import torch
 from torch import Tensor
 
@@ -195,7 +195,7 @@ def test_extreme_temperatures_still_give_a_token(sample: Sample, temperature: fl
 def brute_force(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> list[float]:
-    """Temperature, min-p, top-k, top-p as vLLM defines them, all ties at a boundary kept."""
+    """Probabilities after temperature, min-p, top-k and top-p as vLLM defines them, keeping all ties at a boundary."""
     weight = [exp((x - max(logits)) / temperature) for x in logits]
     weight = [w if w >= min_p * max(weight) else 0.0 for w in weight]
     if 0 < top_k < len(weight):
@@ -221,7 +221,7 @@ def test_probabilities_are_those_of_the_definition(params: dict[str, float], tem
 
 
 def chi_square(counts_V: Tensor, probs_V: Tensor) -> float:
-    """p-value of the counts under the probabilities; a count where the probability is 0 is 0 at once."""
+    """p-value of the counts under the probabilities; 0 if a token of probability 0 was counted."""
     if counts_V[probs_V == 0].any():
         return 0.0
     counts_V, probs_V = counts_V[probs_V > 0].double(), probs_V[probs_V > 0].double()
@@ -240,7 +240,7 @@ def test_draws_follow_the_probabilities(sample: Sample, params: dict[str, float]
 
 
 def test_draws_follow_the_probabilities_far_into_the_tail(sample: Sample) -> None:
-    """Skipping tokens that cannot win must not lose the rare ones that do."""
+    """Skipping tokens that cannot win must not skip the rare ones that can."""
     logits_1V = torch.cat([torch.tensor([8.0, 5.0]), torch.linspace(0.0, -3.0, 498)])[None]
     tokens_M = draw(sample, logits_1V.expand(8000, -1), seed=3)
     probs_V = torch.softmax(logits_1V[0], 0)
@@ -250,7 +250,7 @@ def test_draws_follow_the_probabilities_far_into_the_tail(sample: Sample) -> Non
 
 
 def test_the_draw_is_keyed_by_the_target_id_not_the_column(sample: Sample) -> None:
-    """A reduced vocabulary meets the same noise: permuting columns with their ids changes nothing."""
+    """A reduced vocabulary gets the same noise: permuting columns together with their ids changes nothing."""
     logits_MV = random_logits(500, 40, scale=1.0)
     ids_V = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     assert torch.equal(draw(sample, logits_MV[:, ids_V], ids_V), draw(sample, logits_MV))
@@ -262,7 +262,7 @@ def test_the_draw_is_keyed_by_the_target_id_not_the_column(sample: Sample) -> No
     [*FILTERS, {"temperature": 0.0}, {"temperature": 0.4, "top_p": 0.95}, {"top_k": 2000}, {"top_p": 0.999}],
 )
 def test_compiled_and_torch_agree(library: native.Library, width: int, params: dict[str, float]) -> None:
-    """Scores may differ in the last bit, which decides about one draw in a million; thresholds agree."""
+    """Scores may differ in the last bit, which changes about one draw in a million; thresholds agree."""
     for scale in (1.0, 6.0):
         logits_MV = random_logits(48, width, scale)
         logits_MV[:, 1] = logits_MV[:, 4]

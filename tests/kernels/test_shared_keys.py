@@ -1,4 +1,4 @@
-"""What latent attention is made of: parts of rows swapped to groups, keys stored without values and read as both."""
+"""Operators of latent attention: regrouping parts of rows, and keys that are stored once and also read as values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_parts_are_swapped_to_groups_and_back(
 def test_equal_groups_begin_where_the_one_before_ends() -> None:
     starts = EqualGroups(3, 8, CPU)
     assert [starts(rows).tolist() for rows in (0, 1, 8)] == [[0, 0, 0, 0], [0, 1, 2, 3], [0, 8, 16, 24]]
-    assert starts(11).tolist() == [0, 11, 22, 33]  # more than were foreseen
+    assert starts(11).tolist() == [0, 11, 22, 33]  # more than the table held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -51,7 +51,7 @@ def test_keys_are_stored_without_values_and_attended_to_as_both(
     (layer,) = allocate([PagedKV(heads=1, head_dim=dim, shared=True)], blocks, 3, 2, dtype, CPU).layers
     slots = torch.zeros(rows, dtype=torch.int64)
     q = table.rope_store(qk, positions, slots, cos_sin, None, None, 1e-6, layer.k, None, blocks)
-    both = torch.cat((qk, qk[:, -dim:]), 1)  # with values, which the other cache does not share
+    both = torch.cat((qk, qk[:, -dim:]), 1)  # keys and values, for the cache that does not share them
     keys, values = torch.zeros_like(layer.k), torch.zeros_like(layer.k)
     expected = table.rope_store(both, positions, slots, cos_sin, None, None, 1e-6, keys, values, blocks)
     assert torch.equal(q, expected) and torch.equal(layer.k, keys) and layer.v is layer.k

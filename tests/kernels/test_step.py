@@ -38,7 +38,7 @@ def build(
 
 
 def live(rows: DraftRows) -> list[tuple[int, int, int, int]]:
-    """(slot, token, position, source) of the rows that are no padding."""
+    """(slot, token, position, source) of the rows that are not padding."""
     columns = (rows.slots_N, rows.tokens_N, rows.positions_N, rows.source_N)
     return [row for row in zip(*(c.tolist() for c in columns), strict=True) if row[2] >= 0]
 
@@ -48,7 +48,7 @@ def test_shifted_context_reads_the_row_of_the_newest_token(ops: StepOps) -> None
     rows = build(ops, context="all", shift=1)
     assert live(rows) == [(3, 16, 5, 0), (3, 77, 6, 1), (1, 21, 0, 4), (1, 22, 1, 5), (1, 23, 2, 6)]
     assert rows.tokens_N[rows.read_RJ[:, 0]].tolist() == [77, 23]
-    assert rows.drawn_KR.tolist() == [[8, -1], [9, -1], [10, -1]]  # the second wants none
+    assert rows.drawn_KR.tolist() == [[8, -1], [9, -1], [10, -1]]  # the second request wants no drafts
     assert rows.positions_KR.tolist() == [[6, -1], [7, -1], [8, -1]]
     assert len(rows.tokens_N) == 7
 
@@ -177,7 +177,7 @@ def test_both_versions_build_the_same_draft_rows(seed: int) -> None:
     assert COMPILED is not None
     one, other = TORCH_STEP.draft_rows(layout, *given), COMPILED.draft_rows(layout, *given)
     for name, a, b in zip(one._fields, one, other, strict=True):
-        if name in ("tokens_N", "source_N"):  # nobody reads those of padding rows
+        if name in ("tokens_N", "source_N"):  # those of padding rows are not read
             a, b = a[one.positions_N >= 0], b[one.positions_N >= 0]
         assert torch.equal(a, b), name
 
@@ -207,7 +207,7 @@ def test_drafts_end_before_an_id_that_stands_for_no_token(ops: StepOps) -> None:
 
 @pytest.mark.parametrize("ops", STEPS)
 def test_a_slot_at_its_limit_stands_still(ops: StepOps) -> None:
-    """The host may ask for rows of a request that has ended on the device; padding rows name such a slot always."""
+    """The host may schedule rows of a request that has ended on the device; padding rows always name such a slot."""
     slots = SlotState(
         torch.arange(40, dtype=torch.int32).view(2, 20),
         torch.tensor([7, 5]),

@@ -34,7 +34,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, str]:
-    """Error text by check. A process of its own, since triton reads the variable once, when it is imported."""
+    """Error text by check. Run in another process, since triton reads the variable only when it is imported."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

@@ -1,7 +1,7 @@
-"""Builds for other processors: in fp32, and in bf16 that is widened, they have one another's bits.
+"""Builds for other processors give equal bits in fp32, and in bf16 that is widened.
 
-`built` is each library that a wheel carries for this kind of machine; those that this processor cannot run are skipped,
-with what it lacks. Shapes: T rows, K inputs, N outputs.
+`built` is each library that a wheel contains for this architecture; those that this processor cannot run are skipped,
+naming what it lacks. Shapes: T rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIANTS = compiling.VARIANTS.get(platform.machine(), ())
 
 
 def of_variant(variant: Variant, folder: Path) -> native.Library:
-    """As a wheel carries it: the wheel's own where we are installed from one."""
+    """A variant's library as in a wheel: the installed wheel's, if draftproof is installed from one."""
     lacks = variant.needs - set(compiling.processor().split())
     if lacks:
         pytest.skip(f"{variant.name} not run: this processor lacks {', '.join(sorted(lacks))}")
@@ -65,7 +65,7 @@ def wide(library: native.Library) -> native.Library:
 def peer(
     built: native.Library, wide: native.Library, library: native.Library, dtype: torch.dtype
 ) -> native.Library:
-    """The library of this processor whose bits those of `built` must be."""
+    """The library of this processor that `built` must equal in every bit."""
     if dtype != torch.bfloat16 or built.bf16_arithmetic == "widened":
         return wide
     if built.bf16_arithmetic != library.bf16_arithmetic:
@@ -161,7 +161,7 @@ def test_fp32_has_the_same_bits_with_the_processors_bf16_instructions(
 
 
 def test_a_build_names_its_bf16_arithmetic(library: native.Library, wide: native.Library) -> None:
-    """Which is what decides its bits: builds of other names differ."""
+    """The arithmetic determines the bits: builds with other names differ."""
     assert wide.bf16_arithmetic == "widened"
     x_TK, weight_NK = certify.cancelling(40, Shape(70, 520, torch.bfloat16, torch.bfloat16, False), seed=5)
     found, expected = (
@@ -171,7 +171,7 @@ def test_a_build_names_its_bf16_arithmetic(library: native.Library, wide: native
 
 
 def test_a_widened_product_is_the_sum_in_order(wide: native.Library, tmp_path: Path) -> None:
-    """By the formula: one fused multiply-add after the other, which fp64 does without rounding."""
+    """The sum is one fused multiply-add after another, which fp64 computes without rounding."""
     x_TK, weight_NK = certify.cancelling(3, Shape(17, 51, torch.bfloat16, torch.bfloat16, False), seed=5)
     sums_TN = torch.zeros(3, 17)
     for k in range(51):
@@ -186,7 +186,7 @@ def test_a_variant_has_the_arithmetic_that_its_name_promises(built: native.Libra
 
 
 def test_the_bits_are_those_of_every_machine(built: native.Library) -> None:
-    """Where multiply-adds are fused; the file was written on one such machine."""
+    """On machines with fused multiply-adds; the file was written on one of these."""
     found, expected = bits.hashes(built), json.loads(bits.FILE.read_text())
     assert found == {name: expected[name] for name in found}
     assert len(found) == len(expected) * (3 if built.bf16_arithmetic == "widened" else 2) // 3

@@ -1,4 +1,4 @@
-"""Checkpoints made from others, for formats of which no trained head is at hand."""
+"""Checkpoints converted from others, for formats without an available trained head. Functions return `folder`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftproof.schema import read_json
 
 
 def with_tables(source: Path, target: Path) -> dict[str, Tensor]:
-    """A head's tensors, and what its file leaves out of its target's: the embedding, the rows that make its logits."""
+    """A head's tensors, completed with the target's embedding and output rows, which its file leaves out."""
     tensors, theirs = load_file(source / "model.safetensors"), Weights.open(target)
     embed_VH = theirs.get("model.embed_tokens.weight")
     head_VH = theirs.get("lm_head.weight") if "lm_head.weight" in theirs else embed_VH
@@ -26,10 +26,10 @@ def with_tables(source: Path, target: Path) -> dict[str, Tensor]:
 
 
 def eagle_from_mtp(source: Path, target: Path, folder: Path) -> Path:
-    """An EAGLE head with norms that computes what an MTP head does, in the speculators format; `folder`.
+    """An EAGLE head with norms, in the speculators format, that computes the same as an MTP head.
 
-    One norms the target's last state itself, the other is given it normed by the target: two diagonal weights, whose
-    quotient goes into the product behind them.
+    One norms the target's last state itself, the other gets it normed by the target: the ratio of the two norms'
+    weights goes into the following product.
     """
     theirs = load_file(source / "model.safetensors")
     mtp = {name.removeprefix("mtp_layers.0."): tensor.float() for name, tensor in theirs.items()}
@@ -50,7 +50,7 @@ def eagle_from_mtp(source: Path, target: Path, folder: Path) -> Path:
 
 
 def speculators_from_original(source: Path, folder: Path) -> Path:
-    """A SafeAILab EAGLE-1 head in the speculators format; `folder`."""
+    """A SafeAILab EAGLE-1 head in the speculators format."""
     weights = open_weights(source)
     tensors = {
         name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): weights.get(name)
@@ -61,7 +61,7 @@ def speculators_from_original(source: Path, folder: Path) -> Path:
 
 
 def peagle_from_eagle3(source: Path, target: Path, folder: Path) -> Path:
-    """An EAGLE-3 head with a mask state: its first draft is EAGLE-3's, the others are anybody's guess; `folder`."""
+    """An EAGLE-3 head with a mask state: its first draft is EAGLE-3's, the others are arbitrary."""
     tensors = with_tables(source, target)
     tensors["mask_hidden"] = _random((1, 1, tensors["fc.weight"].shape[1]), 0.3)
     raw = read_json(source / "config.json") | {"speculators_model_type": "peagle", "mask_token_id": 3}
@@ -71,9 +71,9 @@ def peagle_from_eagle3(source: Path, target: Path, folder: Path) -> Path:
 def flat_from_speculators(
     source: Path, folder: Path, keys: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
 ) -> Path:
-    """A head of the speculators format with a flat config, as others publish them; `folder`.
+    """A head of the speculators format with a flat config, as published by others.
 
-    `keys`, `tensors`: what the flat form says of the head beside its layers, None of a key: it leaves it out.
+    `keys`, `tensors`: of the flat format, beside the layers; a key of None is left out.
     """
     raw = read_json(source / "config.json")
     own = (
@@ -89,8 +89,8 @@ def flat_from_speculators(
 
 
 def eagle3_of_one_state(source: Path, target: Path, folder: Path) -> Path:
-    """A flat EAGLE-3 head that reads the target's last state in place of fused ones, and since it was not trained for
-    that, hardly looks at it; `folder`."""
+    """A flat EAGLE-3 head that reads the target's last state instead of fused ones, with little weight, since it was
+    not trained for that."""
     keys = {"eagle_config": {"use_aux_hidden_state": False}}
     flat_from_speculators(source, folder, keys, with_tables(source, target))
     raw, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
@@ -101,9 +101,9 @@ def eagle3_of_one_state(source: Path, target: Path, folder: Path) -> Path:
 
 
 def compressed_fp8(source: Path, folder: Path, strategy: str, block: tuple[int, int] = (24, 40)) -> Path:
-    """A head or model with its products' weights in fp8, as compressed-tensors stores them; `folder`.
+    """A head or model with its linear weights in fp8, in compressed-tensors' format.
 
-    strategy: "tensor", "channel" or "block": what shares a scale.
+    strategy: "tensor", "channel" or "block", the part of a weight that shares a scale.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -136,7 +136,7 @@ def compressed_fp8(source: Path, folder: Path, strategy: str, block: tuple[int, 
 
 
 def pard_from_model(source: Path, folder: Path) -> Path:
-    """A language model that says it was trained to fill masks: its first draft is a draft model's; `folder`."""
+    """A language model declared to be trained to fill masks: its first draft is a draft model's."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).symlink_to((source / name).resolve())
@@ -145,7 +145,7 @@ def pard_from_model(source: Path, folder: Path) -> Path:
 
 
 def dspark_from_dflash(source: Path, folder: Path, kind: str = "rnn", rank: int = 8) -> Path:
-    """A DFlash head with a small bias, and confidence that is high or low by chance; `folder`."""
+    """A DFlash head with a small bias and random confidence."""
     tensors = load_file(source / "model.safetensors")
     raw = read_json(source / "config.json")
     vocab, hidden = raw["draft_vocab_size"], raw["transformer_layer_config"]["hidden_size"]
@@ -165,7 +165,7 @@ def dspark_from_dflash(source: Path, folder: Path, kind: str = "rnn", rank: int 
 
 
 def dflash2_from_dflash(source: Path, folder: Path, rank: int = 8, group: int = 16) -> Path:
-    """A DFlash head with convolutions that hardly do anything, and a selector with an opinion; `folder`."""
+    """A DFlash head with convolutions of little weight, and a selector that changes its drafts."""
     tensors = load_file(source / "model.safetensors")
     raw = read_json(source / "config.json")
     vocab, hidden = raw["draft_vocab_size"], raw["transformer_layer_config"]["hidden_size"]
@@ -184,7 +184,7 @@ def dflash2_from_dflash(source: Path, folder: Path, rank: int = 8, group: int = 
 
 
 def xpress_from_dflash(source: Path, folder: Path, rank: int = 8, ratio: int = 2) -> Path:
-    """A DFlash head with a refiner of little weight; `folder`."""
+    """A DFlash head with a refiner of little weight."""
     tensors = load_file(source / "model.safetensors")
     raw = read_json(source / "config.json")
     vocab, hidden, size = (

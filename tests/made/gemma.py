@@ -1,7 +1,7 @@
-"""A Gemma 4 target and two assistants for it, made for tests: random models, the assistants' layers the target's own.
+"""A random Gemma 4 target and two assistants for it, which have copies of the target's layers.
 
-So an assistant computes what its target will, but for the key of its own row and the inputs of layers, which
-assistants have not: about half of its first drafts are right, and fewer of the later ones.
+So an assistant computes almost what its target will, without the key of its own row and per-layer inputs: about half
+of its first drafts are right, and fewer of the later ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 HIDDEN, INNER, HEADS, KV_HEADS, SMALL, LARGE, OWN_INPUT, CENTROIDS = 64, 96, 4, 2, 16, 32, 8, 16
 EXPERTS, EXPERT_WIDTH = 8, 24
 KINDS = ["sliding_attention", "full_attention"] * 2
-QUIET = 0.15  # how loud what an assistant lacks is
+QUIET = 0.15  # scale of what an assistant lacks
 
 
 class Maker:
@@ -29,7 +29,7 @@ class Maker:
         self._random = torch.Generator().manual_seed(11)
 
     def add(self, name: str, *shape: int, scale: float = 1.0) -> None:
-        """A matrix keeps the length of vectors, a norm is about `scale`."""
+        """Add a random tensor: a matrix that keeps vectors' norms (times `scale`), or norm weights around `scale`."""
         noise = torch.randn(shape, generator=self._random)
         self.tensors[name] = (
             scale * (1 + 0.1 * noise) if len(shape) == 1 else noise * (scale * shape[-1] ** -0.5)
@@ -53,7 +53,7 @@ class Maker:
         self.tensors[f"{prefix}.layer_scalar"] = torch.tensor([0.9])
 
     def inputs(self, vocab: int) -> None:
-        """The inputs of layers."""
+        """Add the per-layer inputs' tensors."""
         width = OWN_INPUT * len(KINDS)
         self.add("model.embed_tokens_per_layer.weight", vocab, width, scale=width**0.5)
         self.add("model.per_layer_model_projection.weight", width, HIDDEN, scale=HIDDEN**0.5)
@@ -64,7 +64,7 @@ class Maker:
             self.add(f"model.layers.{i}.post_per_layer_input_norm.weight", HIDDEN, scale=QUIET)
 
     def experts(self) -> None:
-        """Those beside each layer's MLP."""
+        """Add the experts that run in parallel with each layer's MLP."""
         for i in range(len(KINDS)):
             prefix = f"model.layers.{i}"
             self.add(f"{prefix}.router.proj.weight", EXPERTS, HIDDEN, scale=HIDDEN**0.5)
@@ -78,10 +78,11 @@ class Maker:
 
 
 def gemma4_pair(tokenizer: Path, folder: Path, *, experts: bool = False) -> tuple[Path, Path, Path]:
-    """(target, assistant, one with centroids) in folders below `folder`; `tokenizer`: the model whose tokenizer it has.
+    """(target, assistant, assistant with centroids) in folders below `folder`; `tokenizer`: folder of the model whose
+    tokenizer they have.
 
-    The target's last two layers share the keys and values of its first two. `experts`: it has some, and no inputs of
-    layers.
+    The target's last two layers share the keys and values of its first two. `experts`: with experts, and without
+    per-layer inputs.
     """
     vocab = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     m = Maker()
@@ -113,7 +114,7 @@ def gemma4_pair(tokenizer: Path, folder: Path, *, experts: bool = False) -> tupl
     raw = {"model_type": "gemma4_assistant", "text_config": {**text, "num_kv_shared_layers": len(KINDS)}}
     raw |= {"backbone_hidden_size": HIDDEN, "num_centroids": CENTROIDS, "centroid_intermediate_top_k": 6}
     plain = _write(folder / "assistant", {**raw, "use_ordered_embeddings": False}, tensors)
-    # tokens of a centroid are those nearest to a direction, as far as there is room
+    # a centroid's tokens are those nearest to a direction, up to its capacity
     table = tensors["model.embed_tokens.weight"]
     order = (table @ some[0]).argsort()
     tensors["masked_embedding.token_ordering"] = order

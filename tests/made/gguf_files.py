@@ -18,7 +18,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-KINDS = ("Q8_0", "F16", "BF16", "Q4_0", "F32", "Q5_0")  # matrices have them in turn
+KINDS = ("Q8_0", "F16", "BF16", "Q4_0", "F32", "Q5_0")  # used by the matrices in turn
 SHAPE = {
     "vocab_size": 0, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": True,
@@ -36,7 +36,7 @@ Tokens = tuple[list[str], list[int], Mapping[str, Any]]  # texts, types, further
 
 
 def byte_level(pre: str) -> Tokens:
-    """The embedded model's vocabulary, and one token that is a user's own."""
+    """The embedded model's vocabulary, and one user-defined token."""
     raw = json.loads((assets.path(assets.TARGET) / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = dict(sorted(raw["model"]["vocab"].items(), key=lambda pair: pair[1]))
     special = {token["id"] for token in raw["added_tokens"]}
@@ -52,7 +52,7 @@ def byte_level(pre: str) -> Tokens:
 
 
 def sentencepiece(texts: Sequence[str], *, gemma: bool) -> Tokens:
-    """A vocabulary with bytes and scores, trained on `texts`; Gemma's has runs of spaces, and no scores that help."""
+    """A vocabulary with bytes and scores, trained on `texts`; Gemma's has runs of spaces, and meaningless scores."""
     trained: Any = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="never" if gemma else "first")
     trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, show_progress=False))
@@ -75,7 +75,7 @@ def sentencepiece(texts: Sequence[str], *, gemma: bool) -> Tokens:
 
 
 def write(path: Path, architecture: str, tokens: Tokens, seed: int = 0, **fields: Any) -> ModelConfig:
-    """Write a file, and return the config of what is in it. fields: further metadata, without the architecture."""
+    """Write a file, and return its model's config. fields: further metadata, without the architecture's prefix."""
     import gguf
 
     config = parse({**SHAPE, **FAMILIES[architecture], "vocab_size": len(tokens[0])})
@@ -140,7 +140,7 @@ def add_tokens(writer: Any, tokens: Tokens) -> None:
 
 
 def tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, str, np.ndarray[Any, Any]]]:
-    """Each tensor's name, kind and numbers: matrices of all kinds that fit, vectors in fp32, as llama.cpp has them."""
+    """(name, kind, numbers) of each tensor: matrices in all kinds that fit, vectors in fp32, like llama.cpp."""
     numbers = np.random.default_rng(seed)
     for i, (name, _, shape) in enumerate(names(config, "model.")):
         drawn = numbers.standard_normal(shape, np.float32) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)

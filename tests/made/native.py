@@ -1,5 +1,5 @@
-"""Targets with prediction modules in their own files, made for tests: random models that say much the same after a
-token wherever it stands, and modules that know what. A quarter to a half of their drafts are right."""
+"""Random targets with prediction modules in their own files. The models' next token depends mostly on the last one, as
+do the modules' drafts, of which a quarter to a half are right."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _MIMO: dict[str, Any] = {
 
 
 class Maker:
-    """Random tensors by name. `branch`: how loud a layer's parts are beside an embedding."""
+    """Random tensors by name. `branch`: scale of a layer's branches relative to an embedding."""
 
     def __init__(self, branch: float) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._random, self._branch = torch.Generator().manual_seed(5), branch
 
     def add(self, name: str, *shape: int, scale: float = 1.0) -> None:
-        """A matrix keeps the length of vectors, a norm is about 1."""
+        """Add a random tensor: a matrix that keeps vectors' norms (times `scale`), or norm weights around 1."""
         noise = torch.randn(shape, generator=self._random)
         if len(shape) == 1:
             self.tensors[name] = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
@@ -96,7 +96,7 @@ class Maker:
         self.mlp(f"{prefix}.mlp", 96)
 
     def fusion(self, name: str, state_first: bool) -> None:
-        """The token as it is, and something of the state."""
+        """Add a module's fusion of (token's embedding, state): it passes the embedding, and a little of the state."""
         self.add(name, HIDDEN, HIDDEN, scale=0.3)
         parts = [torch.eye(HIDDEN), self.tensors[name]]
         self.tensors[name] = torch.cat(parts[::-1] if state_first else parts, dim=1)
@@ -119,7 +119,8 @@ class Maker:
 
 
 def deepseek(tokenizer: Path, folder: Path) -> Path:
-    """Latent attention, experts and two modules; `tokenizer`: the model whose tokenizer it has; `folder`."""
+    """A model with latent attention, experts and two modules, saved in `folder`, which is returned; `tokenizer`: folder
+    of the model whose tokenizer it has."""
     m, layers = Maker(branch=0.25), _SIZES["num_hidden_layers"]
     for i in range(layers + _DEEPSEEK["num_nextn_predict_layers"]):
         m.deepseek_layer(f"model.layers.{i}", dense=i < _DEEPSEEK["first_k_dense_replace"])
@@ -131,7 +132,7 @@ def deepseek(tokenizer: Path, folder: Path) -> Path:
 
 
 def mimo(tokenizer: Path, folder: Path) -> Path:
-    """Ordinary attention with biases and one module; arguments as of `deepseek`."""
+    """A model with ordinary attention with biases and one module; arguments as in `deepseek`."""
     m = Maker(branch=0.25)
     for i in range(_SIZES["num_hidden_layers"]):
         m.mimo_layer(f"model.layers.{i}")

@@ -1,4 +1,4 @@
-"""Files of pictures, and hostile ones."""
+"""Image files, and hostile ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _truncated(tmp: Path) -> Any:
 
 
 def _claiming(width: int, height: int) -> bytes:
-    """A small PNG that claims so many pixels."""
+    """A small PNG that claims width x height pixels."""
     data = bytearray(encoded(Image.new("L", (8, 8)), "PNG"))
     data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
     data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
@@ -47,13 +47,13 @@ def _large(tmp: Path) -> Any:
 
 
 def _icon(tmp: Path) -> Any:
-    """A picture of a format that is decoded while it is opened, whatever size its first line claims."""
+    """An image in a format (ICO) that Pillow decodes while opening, before its size can be checked."""
     inner = _claiming(12000, 12000)
     return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
 
 
 def _paged(tmp: Path) -> Any:
-    """A TIFF of so many pages that whoever counts them, as Pillow does, is at it for minutes."""
+    """A TIFF with so many pages that counting them, as Pillow's `n_frames` does, takes minutes."""
     data = bytearray(encoded(Image.new("RGB", (8, 8)), "TIFF"))
     first = int.from_bytes(data[4:8], "little")
     end = first + 2 + 12 * int.from_bytes(data[first : first + 2], "little")
@@ -65,7 +65,7 @@ def _paged(tmp: Path) -> Any:
 
 
 def _pipe(tmp: Path) -> Any:
-    """What has no end, and no beginning before somebody writes."""
+    """A named pipe: reading it blocks until there is a writer, and may never end."""
     os.mkfifo(tmp / "pipe")
     return tmp / "pipe"
 
@@ -81,7 +81,7 @@ def _animated(tmp: Path) -> Any:
 
 
 def _mistyped(tmp: Path) -> Any:
-    """A TIFF that says where its pixels are in letters, at which Pillow raises a TypeError."""
+    """A TIFF whose pixel offset is text, for which Pillow raises a TypeError."""
     data = encoded(A, "TIFF")
     tag, number, letters = (
         (0x0111).to_bytes(2, "little"),

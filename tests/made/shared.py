@@ -1,6 +1,6 @@
-"""Checkpoints that many tests use: those in the repository, and others made from them when first asked for.
+"""Checkpoints that many tests use: those in the repository, and others made from them on first use.
 
-What is made lies in a temporary folder of this process and is made once.
+Each is made once per process, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prompts() -> list[str]:
 
 @functools.cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
+    """The process's temporary folder, removed when it ends."""
     return tempfile.TemporaryDirectory()
 
 
@@ -96,7 +96,7 @@ def _gemma4() -> tuple[Path, Path, Path]:
 
 
 def gemma4() -> str:
-    """A target whose layers share keys."""
+    """A target with layers that share keys and values."""
     return str(_gemma4()[0])
 
 
@@ -105,7 +105,7 @@ def gemma4_assistant() -> str:
 
 
 def gemma4_centroids() -> str:
-    """An assistant whose tokens are ordered by centroids."""
+    """An assistant whose output tokens are grouped by centroids."""
     return str(_gemma4()[2])
 
 

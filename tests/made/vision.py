@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.made.native import Maker
 
 VOCAB = 96
-IMAGE = 90  # the id that stands for a row of an image
-VIDEO = 91  # of a video
+IMAGE = 90  # token id that stands for a row of an image
+VIDEO = 91  # for a row of a video
 BLANK = 5  # Gemma 4's id for padding
 BREAK, END = 94, 95  # Pixtral's ids after a line of an image, and after the last
 HIDDEN = 64
@@ -45,7 +45,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 
 def qwen2_5_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
-    """transformers' model, saved in `folder` with its image processor. `text`: other sizes."""
+    """transformers' model, saved in `folder` with its image processor. `text`: other sizes of the text config."""
     config = transformers.Qwen2_5_VLConfig(
         text_config={**_TEXT, "rope_parameters": MROPE, **text},
         vision_config={
@@ -73,7 +73,7 @@ _QWEN3_IDS = {
 
 
 def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
-    """As `qwen2_5_vl`: axes take turns, and two layers add features of the encoder's. `text`: other sizes."""
+    """Like `qwen2_5_vl`, with interleaved rotary axes, and encoder features added after two layers (DeepStack)."""
     config = transformers.Qwen3VLConfig(
         text_config={
             **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED},
@@ -87,7 +87,7 @@ def qwen3_vl(folder: Path, seed: int = 7, **text: Any) -> Any:
 
 
 def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
-    """As `qwen3_vl`, with experts. published: files are as its authors write them, else as transformers does."""
+    """Like `qwen3_vl`, with experts. published: files in its authors' layout, else in transformers'."""
     config = transformers.Qwen3VLMoeConfig(
         text_config={
             **{**_TEXT, "head_dim": 16, "rope_parameters": INTERLEAVED, "moe_intermediate_size": 48},
@@ -100,7 +100,7 @@ def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
     raw = json.loads((folder / "config.json").read_text())
     text = raw["text_config"]
     if not published:
-        del text["rope_parameters"]["mrope_interleaved"]  # they are, whatever is said
+        del text["rope_parameters"]["mrope_interleaved"]  # they are interleaved in any case
     else:
         tensors = load_file(folder / "model.safetensors")
         turned = {name: t.mT.contiguous() for name, t in tensors.items() if ".mlp.experts." in name}
@@ -114,7 +114,8 @@ def qwen3_vl_moe(folder: Path, *, published: bool = True) -> Any:
 
 
 def llava(folder: Path, tower: str = "clip_vision_model", strategy: str = "default") -> Any:
-    """As `qwen2_5_vl`: positions in a row, and as many rows for every image. strategy: which of the tower's rows."""
+    """Like `qwen2_5_vl`, with one rotary axis, and equally many rows for every image. strategy: which of the tower's
+    rows are used."""
     config = transformers.LlavaConfig(
         text_config={**_TEXT, "model_type": "llama"},
         vision_config={
@@ -132,7 +133,7 @@ def llava(folder: Path, tower: str = "clip_vision_model", strategy: str = "defau
 
 
 def gemma3(folder: Path) -> Any:
-    """As `llava`: an image's rows see each other, and some layers see a window."""
+    """Like `llava`, with rows of an image that attend to each other, and some sliding-window layers."""
     config = transformers.Gemma3Config(
         text_config={
             **{**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20},
@@ -158,8 +159,8 @@ def gemma3(folder: Path) -> Any:
 
 
 def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
-    """As `gemma3`, with inputs of layers' own and layers that read others' keys and values; images of any size, longer
-    than the window. sees_whole: an image's rows see each other, in layers with windows alone."""
+    """Like `gemma3`, with per-layer inputs and shared keys and values; images have any size, with more rows than the
+    window. sees_whole: an image's rows attend to each other, in sliding-window layers only."""
     config = transformers.Gemma4Config(
         text_config={
             **{**_TEXT, "num_hidden_layers": 5, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
@@ -195,8 +196,8 @@ def gemma4(folder: Path, *, sees_whole: bool = True) -> Any:
 
 
 def gemma4_assistant(folder: Path, num_centroids: int = 0) -> Any:
-    """transformers' assistant of `gemma4`, saved in `folder`. num_centroids: its tokens are ordered by so many, and it
-    looks at those of the best three."""
+    """transformers' assistant for `gemma4`, saved in `folder`. num_centroids: its tokens are grouped by this many, and
+    it computes those of the best three."""
     config = transformers.Gemma4AssistantConfig(
         text_config={
             **{**_TEXT, "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
@@ -209,7 +210,7 @@ def gemma4_assistant(folder: Path, num_centroids: int = 0) -> Any:
         num_centroids=num_centroids or 2048,
         centroid_intermediate_top_k=3,
     )
-    # transformers 5.23 looks for layers that are read even where all of them read another model's
+    # transformers 5.23 looks for the layers whose keys are read, although all of them read another model's
     with mock.patch.object(type(config.text_config), "kv_sharing_modes", ["reuse"] * 2):
         model = transformers.Gemma4AssistantForCausalLM(config)
     if num_centroids:
@@ -234,7 +235,7 @@ _PIXTRAL_PROCESSOR = {
 
 
 def pixtral(folder: Path) -> Any:
-    """As `llava`: images of any size, whose lines end with a token."""
+    """Like `llava`, with images of any size, whose lines of rows end with a token."""
     config = transformers.LlavaConfig(
         text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
         vision_config=_PIXTRAL,
@@ -245,7 +246,7 @@ def pixtral(folder: Path) -> Any:
 
 
 def mistral3(folder: Path, merged: int = 2) -> Any:
-    """As `pixtral`, with so many patches a row in each direction."""
+    """Like `pixtral`; a row covers `merged` patches in each direction."""
     config = transformers.Mistral3Config(
         text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
         vision_config=_PIXTRAL,
@@ -258,7 +259,7 @@ def mistral3(folder: Path, merged: int = 2) -> Any:
 def _saved(
     model: Any, folder: Path, processor: Mapping[str, Any], seed: int = 7, quiet: tuple[str, ...] = ()
 ) -> Any:
-    """The model with weights that keep the length of vectors, so that answers depend on all of it; `quiet`: norms whose
+    """Save the model with weights that keep vectors' norms, so that answers depend on all of it; `quiet`: norms whose
     weights are less than 1."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -278,7 +279,7 @@ def _saved(
 
 
 def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[list[int]]:
-    """The ids of each image's rows, by what transformers' processor says of them."""
+    """The token ids for each image's rows, by transformers' processor."""
     if "image_sizes" in found:
         side = 4 * getattr(model.config, "spatial_merge_size", 1)
         return [
@@ -297,7 +298,7 @@ def rows_of_images(model: Any, found: Mapping[str, Any], count: int) -> list[lis
 
 
 def tokenizer(folder: Path) -> None:
-    """A tokenizer of words w0, w1, ... and a chat template that shows where images stand."""
+    """Save a tokenizer of words w0, w1, ... and a chat template that marks images."""
     folder.mkdir(parents=True, exist_ok=True)
     words = {f"w{i}": i for i in range(VOCAB)}
     for text, i in (("<img>", IMAGE), ("<vid>", VIDEO), ("[IMG_BREAK]", BREAK), ("[IMG_END]", END)):
@@ -317,14 +318,14 @@ def tokenizer(folder: Path) -> None:
 
 
 def text_draft(folder: Path) -> str:
-    """A language model of the same vocabulary that has never heard of images."""
+    """A text-only model with the same vocabulary."""
     config = transformers.Qwen2Config(**{**_TEXT, "num_hidden_layers": 1})
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 
 def _attention(made: Maker, prefix: str, width: int = HIDDEN) -> None:
-    """width: of its input."""
+    """Add attention tensors. width: of the input."""
     for name, rows in (("q", HIDDEN), ("k", HIDDEN // 2), ("v", HIDDEN // 2)):
         made.add(f"{prefix}.self_attn.{name}_proj.weight", rows, width)
     made.add(f"{prefix}.self_attn.o_proj.weight", HIDDEN, HIDDEN)
@@ -350,7 +351,7 @@ def eagle1(folder: Path, rope: Mapping[str, Any]) -> str:
 
 
 def mtp(folder: Path, target: Path) -> str:
-    """A random module of the target's own kind, in files of its own."""
+    """A random MTP module of the target's kind, in its own files."""
     text = json.loads((target / "config.json").read_text())
     text = text.get("text_config", text)
     made = Maker(1.0)
@@ -368,7 +369,7 @@ def mtp(folder: Path, target: Path) -> str:
 
 
 def mtp_in_target(folder: Path, target: Path) -> str:
-    """The target with a random module in its files."""
+    """The target with a random MTP module in its files."""
     shutil.copytree(target, folder)
     raw = json.loads((target / "config.json").read_text())
     raw.get("text_config", raw)["mtp_num_hidden_layers"] = 1

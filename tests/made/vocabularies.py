@@ -1,4 +1,4 @@
-"""The test's draft model with other tokenizers: ids in another order, tokens missing, another BPE, single bytes."""
+"""The tests' draft model with other tokenizers: permuted ids, missing tokens, another BPE, single bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Piece = Sequence[int]  # a token's embedding is the mean of these rows of the so
 
 
 def permuted(source: Path, folder: Path) -> Path:
-    """The network with every token under another id, saved to `folder`."""
+    """The model with permuted token ids, saved to `folder`, which is returned, as by the functions below."""
     raw, size = _tokenizer(source), len(_tokenizer(source)["model"]["vocab"])
     new = list(range(size))
     random.Random(0).shuffle(new)
@@ -26,7 +26,7 @@ def permuted(source: Path, folder: Path) -> Path:
 
 
 def reduced(source: Path, folder: Path, every: int) -> Path:
-    """Without every `every`-th token that a merge makes, and those made of them; the others move up; `folder`."""
+    """The model without every `every`-th merged token, and those merged from them; later ids move down."""
     raw = _tokenizer(source)
     gone, merges = set[str](), list[list[str]]()
     for number, (left, right) in enumerate(raw["model"]["merges"]):
@@ -43,7 +43,7 @@ def reduced(source: Path, folder: Path, every: int) -> Path:
 
 
 def trained(source: Path, folder: Path, texts: Iterable[str], size: int) -> Path:
-    """A BPE of `size` tokens trained on `texts`, with other pieces and no special tokens; `folder`."""
+    """The model with a BPE of `size` tokens trained on `texts`, with other pieces and no special tokens."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[no-untyped-call]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ def trained(source: Path, folder: Path, texts: Iterable[str], size: int) -> Path
 
 
 def lone_bytes(source: Path, folder: Path) -> Path:
-    """One token a byte; `folder`."""
+    """The model with one token per byte."""
     return trained(source, folder, [], 256)
 
 

@@ -1,4 +1,4 @@
-"""Models this small gain nothing from threads, and threads of parallel test runs wait for each other."""
+"""Runs these tests with one thread: small models gain nothing from more, and parallel test runs compete for cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models made with transformers, one of each form that the decoder must match."""
+"""Small random models made with transformers, one for each variant that the decoder must match."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ _DEEPSEEK_MOE = {
 
 @dataclass(frozen=True)
 class ModelCase:
-    """One model: the family's name in transformers, what differs from the small sizes, and how it is saved.
+    """One model: the family's name in transformers, its changes to the small default sizes, and how it is saved.
 
-    `config`: the name of its config class, where that is another.
+    `config`: the name of its config class, if it differs from the family's.
     """
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
-    packed: bool = False  # all experts of a layer in one tensor, as transformers holds them
+    packed: bool = False  # all experts of a layer in one tensor, as in transformers' modules
     config: str = ""
 
 
@@ -246,7 +246,7 @@ def make(case: ModelCase) -> Any:
     generator = torch.Generator().manual_seed(7)
     embed = (
         0.1 if case.family.startswith("Gemma") else 0.3
-    )  # it is scaled up: loud, tied logits say what was read
+    )  # scaled up, so that tied logits depend strongly on the input token
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -284,7 +284,7 @@ def states(model: Any, tokens: list[int]) -> tuple[Tensor, list[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class States:
-    """What `states` gives, in fp64."""
+    """The result of `states`, in fp64."""
 
     logits: Exact
     streams: list[Exact]
@@ -293,7 +293,7 @@ class States:
 
 @torch.no_grad()
 def exact(model: Any, tokens: list[int]) -> States:
-    """`model` in fp64: its weights are fp32 numbers, everything that it computes from them is not."""
+    """The result of `model` in fp64: its weights are fp32 numbers, but all computation is in fp64."""
 
     def run(seed: int | None) -> list[Tensor]:
         double = copy.deepcopy(model).double()

@@ -1,5 +1,5 @@
-"""Every family gives the logits, the greedy text and the inner states that transformers gives in fp64, as far as fp32
-can: see `tests/exact.py`."""
+"""Every family gives transformers' fp64 logits, greedy text and inner states, within fp32's rounding; see
+`tests/exact.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair:
     _known: dict[tuple[int, ...], States] = field(default_factory=dict)
 
     def exact(self, tokens: list[int]) -> States:
-        """What transformers computes in fp64."""
+        """transformers' result in fp64."""
         key = tuple(tokens)
         if key not in self._known:
             self._known[key] = exact(self.theirs, tokens)
@@ -70,7 +70,7 @@ def test_logits_with_compiled_operators(pair: Pair, library: Library) -> None:
 
 
 def test_a_pass_for_a_few_rows_gives_their_bits_and_stores_all(pair: Pair) -> None:
-    """Rows 50, 89 and 130 of two texts are wanted: the last layer leaves out the others."""
+    """Rows 50, 89 and 130 of two texts are wanted: the last layer skips the others."""
     if not pair.ours.leaves_rows:
         pytest.skip("each layer is given an input of its own: no rows are left out")
     pieces, wanted_M = [(2, 0, A), (0, 0, B)], torch.tensor([50, 89, 130])
@@ -110,7 +110,7 @@ def test_logits_in_chunks_and_single_rows_of_mixed_requests(pair: Pair) -> None:
 
 @slow
 def test_greedy_text_of_64_tokens(pair: Pair) -> None:
-    """Each token is the likeliest one in fp64; where two are as likely as fp32 can tell, either."""
+    """Each token is the likeliest one in fp64; if two are equally likely within fp32's rounding, either of them."""
     ids = greedy(pair.ours, B, 64)
     assert len(set(ids)) > 5, "a text that repeats one token shows nothing"
     logits = pair.exact([*B, *ids]).logits

@@ -1,4 +1,4 @@
-"""config.json: what is understood, what is harmless, and what is refused by name."""
+"""config.json: keys that are supported, ignored, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder on its own: law 2, windows, dummy weights, taps out of range, weights that do not fit."""
+"""The decoder on its own: rows' independence (law 2), windows, dummy weights, taps out of range, mismatched weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 def test_logits_in_fp16_are_those_of_fp32_within_its_rounding(compiled: bool) -> None:
-    """Three bits more than bf16's, so an eighth of its distance from fp32, on the model that comes along."""
+    """fp16 has three bits more than bf16, so an eighth of its distance from fp32, on the embedded model."""
     given = native.load() if compiled else None
     if compiled and given is None:
         pytest.skip("no C++ compiler")
@@ -71,7 +71,7 @@ def test_a_window_hides_what_is_older_and_only_that() -> None:
     sliding = dict(RAW, use_sliding_window=True, sliding_window=10, max_window_layers=0)
     decoder = random_decoder(parse(sliding))
     assert [layer.window for layer in decoder.config.layers] == [10, 10, 10]
-    reach = 3 * (10 - 1)  # layers times how far back each looks
+    reach = 3 * (10 - 1)  # layers times how far back each attends
     last = len(TEXT) - 1
 
     def final_row(changed: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_weights_in_memory_serve_like_files(tmp_path: Path) -> None:
 
 
 class Halves:
-    """A product as a GPU may have it: in two parts, that the norm behind it adds up."""
+    """A product as on a GPU: two partial sums, which the following norm adds up."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype) -> None:
         self._weights = [half.float() for half in weight_NK.chunk(2, dim=1)]
@@ -232,4 +232,4 @@ def test_products_in_parts_change_nothing(name: str, tmp_path: Path) -> None:
         return run_rows(decoder, Paged(decoder.kv, dtype=torch.bfloat16), [(0, 0, TEXT[:20])]).hidden_TH
 
     assert torch.equal(hidden(True), hidden(False))
-    assert any(half.num_apart for half in made) != name.startswith("gemma")  # whose norms add nothing
+    assert any(half.num_apart for half in made) != name.startswith("gemma")  # its norms add no parts

@@ -47,7 +47,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of a config.json and nothing else."""
+    """A folder with folders that contain only a config.json."""
     root = tmp_path_factory.mktemp("shapes")
     draft = {**MODEL, "num_hidden_layers": 1, "tie_word_embeddings": True}
     for name, config in {"target": MODEL, "head": HEAD, "flat": FLAT, "draft": draft}.items():

@@ -1,4 +1,4 @@
-"""Encoders of images: an image's embeddings have the same bits whatever else is computed, and however torch is set."""
+"""Image encoders: an image's embeddings have the same bits whatever else is computed, and with any torch settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 def encoding(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dtype: str
 ) -> tuple[ImageEncoder, list[Tensors]]:
-    """(a family's encoder, what it reads of four images)."""
+    """(a family's encoder, its inputs for four images)."""
     folder = tmp_path_factory.mktemp(request.param)
     FAMILIES[request.param](folder)
     pictures = [picture(w, h, seed) for seed, (w, h) in enumerate([(64, 24), (30, 50), (90, 90), (20, 21)])]
@@ -48,7 +48,7 @@ def encoding(
 
 
 def _unaligned(tensor: Tensor) -> Tensor:
-    """A copy at an address that is a multiple of nothing but the size of a number."""
+    """A copy whose address is aligned to the element size only."""
     size = tensor.element_size()
     room = np.zeros(tensor.numel() * size + 128, dtype=np.uint8)
     first = -room.ctypes.data % 64 + size
@@ -61,7 +61,7 @@ def _unaligned(tensor: Tensor) -> Tensor:
 
 
 def _beside_others(encoder: ImageEncoder, given: Tensors) -> Tensor:
-    """While three threads multiply, with as many threads each as there are."""
+    """Embeddings computed while three threads multiply matrices, each with all of torch's threads."""
     stop = threading.Event()
 
     def work() -> None:
@@ -118,7 +118,7 @@ def test_an_images_embeddings_have_the_same_bits_in_every_way(
 
 
 def test_the_data_would_show_a_difference(encoding: tuple[ImageEncoder, list[Tensors]], dtype: str) -> None:
-    """Wrong twins: without its own settings an encoder follows the caller's; bits of a sum follow its order."""
+    """Wrong twins: without its own settings an encoder follows the caller's; a sum's bits depend on its order."""
     if dtype != "float32":
         pytest.skip("autocast has nothing to change")
     encoder, images = encoding
@@ -128,11 +128,11 @@ def test_the_data_would_show_a_difference(encoding: tuple[ImageEncoder, list[Ten
         found = encoder._module.get_image_features(**given).pooler_output
     embeds = found if isinstance(found, Tensor) else torch.cat([x.view(-1, x.shape[-1]) for x in found])
     rows = embeds.reshape(len(expected), -1).to(expected.dtype)
-    assert not torch.equal(rows, expected[:, : rows.shape[1]])  # behind which lies what is added after layers
+    assert not torch.equal(rows, expected[:, : rows.shape[1]])  # the later columns are added after layers
 
 
 class Counting:
-    """An encoder that notes at how many threads it was called; `follows`: its bits follow that number."""
+    """An encoder that records the number of threads of its calls; `follows`: its bits depend on that number."""
 
     def __init__(self, follows: bool) -> None:
         self.counts: list[int] = []
@@ -149,7 +149,7 @@ class Counting:
 def test_the_first_image_shows_whether_bits_follow_threads(tmp_path: Path, count: int) -> None:
     given = {"pixel_values": torch.rand(4, 8)}
     with threads(count):
-        for _ in range(2):  # whoever was refused is asked again
+        for _ in range(2):  # a refusal is not stored
             encoder = Counting(follows=True)
             certified = CertifiedEncoder(encoder, "one", cache_dir=tmp_path)
             for _ in range(2):
@@ -192,7 +192,7 @@ def test_a_certificate_is_of_an_encoder_and_its_dtype(tmp_path: Path) -> None:
 
 
 def test_progress_of_encoding_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each picture once, those found too, and those that the prefix cache made unneeded at the end."""
+    """Each image counts once: also cached ones, and, at the end, those that the prefix cache made unnecessary."""
     from draftproof.frontend import llm as module
 
     bars: list[tuple[str, int, list[int]]] = []

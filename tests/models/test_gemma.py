@@ -1,4 +1,4 @@
-"""Gemma 3 and 4: what their configs say of each layer, older and nested files, and what is refused by name."""
+"""Gemma 3 and 4: layers read from their configs, older and nested files, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_model_that_borrows_every_key_is_no_target() -> None:
 
 
 def test_a_text_model_among_others_is_read_as_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its config nested, its tensors under another name beside a tower's, keys and values that nobody reads."""
+    """Its config is nested, its tensors have another prefix beside a tower's, and some keys and values are unused."""
     save(MODEL_CASES["gemma4-shares-keys-wide-mlp"], tmp_path)
     plain = load_decoder(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: what transformers' reader makes of a file, the converted folder holds, too."""
+"""GGUF files as checkpoints: the converted folder equals the result of transformers' reader."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CASES = {
     "qwen3": ("qwen3", gguf_files.byte_level("qwen2")),
     "gemma3": ("gemma3", gguf_files.sentencepiece(PROMPTS, gemma=True)),
 }
-# Keys that say the same in both configs. transformers leaves out, or sets, others: names, its version, defaults.
+# Keys that must be equal in both configs. Others transformers leaves out or sets: names, its version, defaults.
 KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
@@ -59,13 +59,13 @@ KEYS = (
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place of its own for what is converted; what is compiled and certified stays where it is."""
+    """A separate cache for converted files; compiled code and certificates stay in the usual cache."""
     monkeypatch.setattr(convert, "native", SimpleNamespace(default_cache_dir=lambda: tmp_path / "cache"))
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A file that can be read."""
+    """A valid file."""
     path = tmp_path / "small.gguf"
     gguf_files.write(path, "llama", CASES["llama"][1])
     return path
@@ -365,9 +365,7 @@ def test_a_real_file_answers_as_transformers_does(model: str, tmp_path: Path) ->
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     ours = Tokenizer(resolve(path))
     for text in TEXTS:
-        if (
-            model == "smollm2"
-        ):  # transformers' reader cuts no digits apart, and this is one to the published tokenizer
+        if model == "smollm2":  # transformers' reader does not split digits, as the published tokenizer does
             text = text.replace("\u00bd", "")
         assert ours.encode(text) == tokenizer.encode(text), text
     question = "Write a short poem about the number 42, and na\u00efve caf\u00e9s."
@@ -388,7 +386,7 @@ def test_a_real_file_answers_as_transformers_does(model: str, tmp_path: Path) ->
 
 
 def greedy_answer(where: dict[str, str], ids: list[int], num_tokens: int) -> list[int]:
-    """What transformers says after `ids`, computing in fp32 with weights rounded to bf16."""
+    """transformers' greedy continuation of `ids`, computed in fp32 with weights rounded to bf16."""
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -1,4 +1,4 @@
-"""Layers as data: a kind of mixer or feed-forward part is one file and one row."""
+"""Layers as data: a kind of mixer or feed-forward part is one file and one row of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding and reading model files: what is missing, cut short or wrong is said once, with the file's name."""
+"""Finding and reading model files: a missing, truncated or wrong file is reported once, with its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: one small vector a token in the cache, a row's bits its own, and configs that make no sense."""
+"""Latent attention: one small vector per token in the cache, rows' independence, and refused configs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_scores_of_a_stretched_embedding_are_louder() -> None:
 def test_a_pass_reads_the_cached_vectors_once_and_every_weight_as_it_is_kept() -> None:
     config = parse(RAW)
     queries, cached, output = 64 * 32 + 32 * 4 * 24, 64 * 32, 4 * 12 * 64
-    products = 4 * (32 * 24 + 12 * 32)  # each head's: into the cached space, and out of it
+    products = 4 * (32 * 24 + 12 * 32)  # each head's products into and out of the cached space
     mixer = config.layers[0].mixer
     assert mixer.num_weights(64, 64) == queries + cached + products + output
     empty, full = (cost.attention(config, 2, 1, context) for context in (0, 1000))

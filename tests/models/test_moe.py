@@ -99,7 +99,7 @@ def test_a_row_has_the_same_bits_in_any_pass(
 
 @pytest.mark.parametrize("raw", RAWS.values(), ids=RAWS)
 def test_experts_differ_between_rows_and_all_are_used(raw: dict[str, Any]) -> None:
-    """Else the test above shows little."""
+    """Otherwise the test above would show little."""
     config = parse(raw)
     decoder = load_decoder(RandomWeights(3), config)
     layer: Any = decoder._layers[2]
@@ -148,7 +148,7 @@ def test_a_pass_with_experts_can_be_recorded(library: native.Library, tmp_path: 
 
 @pytest.mark.parametrize("raw", [MIXTRAL, QWEN3, GLM4], ids=["mixtral", "qwen3_moe", "glm4_moe"])
 def test_an_engine_gives_the_same_with_and_without_a_drafter(raw: dict[str, Any], tmp_path: Path) -> None:
-    """Gemma 4's experts are among the conformance tests: with random weights it says one word."""
+    """Gemma 4's experts are in the conformance tests instead: with random weights it repeats one token."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
     prompts: Any = [[1, 2, 3, 4] * 5, [7, 8, 9], [5] * 20, TEXT[:33]]
     params = [SamplingParams(temperature=t, seed=4, max_tokens=24, logprobs=2) for t in (0, 0.8, 0, 0.4)]
@@ -341,5 +341,5 @@ def test_published_configs_are_understood_and_have_the_published_sizes(name: str
     assert many.bytes / 2 + embedding == pytest.approx(total, rel=0.01)
     counted = (
         -embedding if raw["model_type"] == "glm4_moe" else embedding
-    )  # GLM counts neither embedding nor head
+    )  # GLM's published figure excludes embedding and head
     assert one.flops / 2 + counted == pytest.approx(active, rel=0.03)

@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Recorder:
-    """Notes the operator and the shape of each call as `target_cases` names them."""
+    """Records the operator and shape of each call, named as in `target_cases`."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()

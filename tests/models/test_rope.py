@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers  # its models are imported when they are named: no collection waits for them
+import transformers  # imports its models lazily, so test collection stays fast
 
 from draftproof.models.rope import cos_sin_table, inverse_frequencies, parse_rope
 

@@ -33,7 +33,7 @@ def raw_of(name: str) -> dict[str, Any]:
 
 
 def full(**values: Any) -> dict[str, Any]:
-    """Gemma's rotary settings with other ones in the layers that see everything."""
+    """Gemma's rotary settings, with changes for the full-attention layers."""
     old = raw_of(GEMMA)["rope_parameters"]
     return {"rope_parameters": {**old, "full_attention": {**old["full_attention"], **values}}}
 
@@ -177,7 +177,7 @@ def check_generation_default(tmp_path: Path, key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mimo"}))  # mimo's class is not in transformers
 def test_every_key_that_transformers_writes_is_known(kind: str, tmp_path: Path) -> None:
-    """As saved, with the keys of a config that was loaded, and all of them, those with a default value too."""
+    """Known are the keys as saved, those of a loaded config, and all keys including defaults."""
     theirs = CONFIG_MAPPING[kind](**({"head_dim": 128} if kind == "glm4_moe" else {}))
     theirs.architectures = list(FAMILIES[kind].architectures[:1])
     theirs.save_pretrained(tmp_path)
@@ -197,7 +197,7 @@ DTYPES = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.f
 
 
 def copied(name: str, to: Path, **tensors: torch.Tensor) -> Path:
-    """A copy with other tensors."""
+    """A copy of a checkpoint with some tensors replaced."""
     shutil.copytree(ORACLE / name, to)
     (to / "oracle_io.safetensors").unlink(missing_ok=True)
     old = load_file(to / "model.safetensors")

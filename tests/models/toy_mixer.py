@@ -1,4 +1,4 @@
-"""A mixer of its own: what a row sees is the mean of the values in its window, whatever the query.
+"""A custom mixer: a row's output is the mean of the values in its window, whatever the query.
 
 Shapes: T rows, H hidden size, X width of the input.
 """
@@ -85,7 +85,7 @@ class Mean:
 
     def __call__(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:
         value_TD = self._value(x_TX)
-        alike_TD = torch.zeros_like(value_TD)  # queries and keys that all fit each other equally well
+        alike_TD = torch.zeros_like(value_TD)  # zero queries and keys, so all scores are equal
         return self._out(attn(self._index, self._concat((alike_TD, alike_TD, value_TD)), self._spec))
 
     def partial_sums(self, x_TX: Tensor, attn: PagedAttention) -> Tensor:

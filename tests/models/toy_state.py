@@ -1,4 +1,4 @@
-"""A layer that keeps a state of each slot: attention which also adds up the rows that became permanent.
+"""A layer with a state per slot: attention that also sums the inputs of permanent rows.
 
 Shapes: T rows, S slots, R requests, X width of the input, H hidden size.
 """
@@ -31,11 +31,11 @@ class SumSpec:
 
 
 class SumState:
-    """For each slot the sum of what its permanent rows brought, in fp64.
+    """For each slot the sum of its permanent rows' inputs, in fp64.
 
-    For tests: `texts`, for each request that had a slot, the tokens of its permanent rows and, in the end, their sum,
-    from the last place on where rows follow each other;
-    `num_cut`: commits in which a request's rows did not all live, `most`: the most rows of one commit that lived.
+    For tests: `texts`: for each request that had a slot, (tokens of its permanent rows, their final sum), from the last
+    gap in its rows on; `num_cut`: number of commits in which some of a request's rows were rejected; `most`: most
+    accepted rows of a request in one commit.
     """
 
     def __init__(self, num_slots: int, size: int, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class SumState:
         self._text_of[slot], self._end_of[slot] = [], 0
 
     def close(self, slot: int) -> None:
-        """Note what became of the request in a slot, which begins anew."""
+        """Record the result of the request in a slot, and reset the slot."""
         if self._text_of.get(slot):
             self.texts.append((self._text_of.pop(slot), self.sum_SX[slot].tolist()))
         self.sum_SX[slot] = 0
@@ -65,7 +65,7 @@ class SumState:
         tokens = rows.tokens_T.tolist()
         for r, (slot, live) in enumerate(zip(rows.slots_R.tolist(), rows.live_R.tolist(), strict=True)):
             if live and slot in self._text_of:
-                if int(rows.first_R[r]) != self._end_of[slot]:  # what is between was never shown
+                if int(rows.first_R[r]) != self._end_of[slot]:  # the rows between were never committed
                     self._text_of[slot] = []
                     self.sum_SX[slot] = 0
                 self._end_of[slot] = int(rows.first_R[r]) + live
@@ -87,7 +87,7 @@ class SummingConfig(AttentionConfig):
 
 
 class Summing(Attention):
-    """Attention, which hands the first numbers of each row's input to its state."""
+    """Attention that passes the first numbers of each row's input to its state."""
 
     __slots__ = ("state",)
 
@@ -112,7 +112,7 @@ class Summing(Attention):
 
 
 def read(given: Given) -> list[MixerConfig]:
-    """Each layer's, as attention reads it."""
+    """Configs of all layers: attention's, as `SummingConfig`."""
     fields = AttentionConfig.__dataclass_fields__
     plain = attention.read(given)
     return [SummingConfig(**{name: getattr(mixer, name) for name in fields}) for mixer in plain]

@@ -20,19 +20,19 @@ from draftproof.server.run import Server, make_server
 from draftproof.server.service import Service
 from draftproof.server.settings import ServerConfig
 
-LONG = 120  # seconds after which something that should have happened never will
+LONG = 120  # seconds after which a test gives up waiting
 EAGLE3 = {"model": str(assets.path("tiny-eagle3")), "num_speculative_tokens": 4}
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
 
 
 def drafting(**settings: Any) -> LLM:
-    """An engine with a drafter, and room for few requests at once."""
+    """An engine with a drafter, and few slots and blocks."""
     return LLM(**{"speculative_config": EAGLE3, "num_kv_blocks": 40, **ENGINE, **settings})
 
 
 @dataclass
 class Running:
-    """A server that runs: its address, and the loop and thread that it runs in."""
+    """A running server: its address, and the loop and thread that it runs in."""
 
     url: str
     service: Service
@@ -41,7 +41,7 @@ class Running:
     thread: threading.Thread
 
     def stop(self) -> None:
-        """As a signal does; return once it has ended."""
+        """Stop the server as a signal does; return once it has ended."""
         self.server.should_exit = self.service.is_draining = True
         self.thread.join(LONG)
         assert not self.thread.is_alive(), "the server is stuck"
@@ -58,11 +58,11 @@ class Running:
         return httpx.Client(base_url=self.url, timeout=LONG)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work`, done in the server's loop."""
+        """The result of `work`, run in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(LONG)
 
     def check_nothing_left(self) -> None:
-        """Nobody holds a block, a slot or a place once all requests are over."""
+        """Assert that all blocks, slots and admissions are free once all requests are over."""
         self.run(self.service.llm.drained())
         llm, scheduler = self.service.llm.llm, self.service.llm.llm.engine.scheduler
         scheduler.pages.check_integrity()
@@ -73,7 +73,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(llm: LLM, **settings: Any) -> Iterator[Running]:
-    """A server over `llm`, which it ends."""
+    """A server over `llm`, which is shut down at the end."""
     service = Service(AsyncLLM(llm), ServerConfig(port=0, **settings))
     address: queue.SimpleQueue[tuple[str, asyncio.AbstractEventLoop]] = queue.SimpleQueue()
     server = make_server(service, lambda url: address.put((url, asyncio.get_running_loop())))
@@ -89,7 +89,7 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
 
 @contextlib.asynccontextmanager
 async def local(llm: LLM, **settings: Any) -> Any:
-    """(client, service): the application without a port, whose answers come whole; the engine is ended."""
+    """(client, service) of the application without a port; responses arrive whole. Shuts the engine down at the end."""
     service = Service(AsyncLLM(llm), ServerConfig(**settings))
     transport = httpx.ASGITransport(create_app(service))
     try:

@@ -1,4 +1,4 @@
-"""A model that writes what a test tells it to, in an engine and a server that are real."""
+"""A model that writes what a test tells it to, in a real engine and server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.engine.deltas import TokenDelta
 from draftproof.engine.interface import RequestSpec
 
 TURN = "<|im_start|>"
-# Hermes's form: tools in front, calls as JSON between markers.
+# Hermes's format: tools first, calls as JSON between markers.
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
 {% for t in tools %}{{ t['function'] | tojson }}
@@ -27,7 +27,7 @@ TEMPLATE = """\
 
 
 def model(folder: Path, template: str = TEMPLATE) -> Path:
-    """The embedded model with another chat template."""
+    """The embedded model with the given chat template."""
     source = assets.path(assets.TARGET)
     for name in os.listdir(source):
         if name != "chat_template.jinja":
@@ -37,7 +37,7 @@ def model(folder: Path, template: str = TEMPLATE) -> Path:
 
 
 def scripted(folder: Path, says: Callable[[str], str], template: str = TEMPLATE, **settings: Any) -> LLM:
-    """An engine whose model answers a prompt with what `says` makes of its text, a few tokens a step."""
+    """An engine whose model answers a prompt's text with `says(text)`, a few tokens per step."""
     llm = LLM(
         str(model(folder, template)), dtype="float32", num_kv_blocks=300, **{"max_model_len": 256, **settings}
     )
@@ -49,11 +49,11 @@ def scripted(folder: Path, says: Callable[[str], str], template: str = TEMPLATE,
 
 
 class ScriptedCore(EngineCore):
-    """The engine's core, without its passes."""
+    """The engine's core, with scripted tokens in place of the model's passes."""
 
     says: Callable[[str], str]
     tokenizer: Any
-    scripts: dict[str, tuple[list[int], int]]  # tokens to come, and how many may
+    scripts: dict[str, tuple[list[int], int]]  # request id -> (remaining tokens, how many of them may come)
 
     @property
     def has_work(self) -> bool:

@@ -53,7 +53,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-# What the model answers to a last message that begins so.
+# Start of the last message -> the model's answer.
 SAYS = {
     "Hi": "Hello!",
     "think": "<think>\nHm, well.\n</think>\n\nYes.",
@@ -76,7 +76,7 @@ def says(prompt: str) -> str:
 
 
 def next_turn(prompt: str, last: str) -> str:
-    """The agent's: by turns a search for a word, and an edit of the file that was found."""
+    """The agent's next turn: alternately a search for a word, and an edit of the file that was found."""
     number, is_edit = divmod(prompt.count(f"{TURN}tool\n"), 2)
     if number == NUM_FILES:
         return "Done."
@@ -161,7 +161,7 @@ ALLOWED: Any = [{"type": "function", "name": "edit"}]
 
 
 def test_tools_that_are_allowed(server: Running) -> None:
-    """The model is told of those alone, and of no others' calls."""
+    """The prompt lists the allowed tools only, and calls of others are not parsed."""
     client = server.client()
     named = [{"type": "function", "function": {"name": "edit"}}]
     chat: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
@@ -186,7 +186,7 @@ def test_tools_that_are_allowed(server: Running) -> None:
 
 
 def test_tokens_of_reasoning_are_counted(server: Running, claude: Any) -> None:
-    """Those up to the marker of its end, in the usage of all three, streamed or whole."""
+    """Tokens up to the closing marker are counted in the usage of all three APIs, streamed or whole."""
     client = server.client()
     chats, told = client.chat.completions, {"model": MODEL, "messages": asking("think")}
     llm = server.service.llm.llm
@@ -241,7 +241,7 @@ def test_reasoning_of_a_chat(server: Running) -> None:
 
 
 def test_what_was_called_goes_back_into_the_template(server: Running) -> None:
-    """Arguments as an object, the reasoning in its place."""
+    """Arguments are passed as an object, reasoning under the template's key."""
     function = {"name": "search", "arguments": '{"text": "x"}'}
     calls = [{"id": "123456789", "type": "function", "function": function}]
     messages = [
@@ -265,7 +265,7 @@ def test_what_was_called_goes_back_into_the_template(server: Running) -> None:
 
 
 def test_tools_of_a_model_whose_template_has_none(tmp_path: Path) -> None:
-    """They are told, called and answered in plain text, in the system's message and in turns of the user."""
+    """Tools are described and called in plain text, in the system message; results are user messages."""
     plain = TEMPLATE[TEMPLATE.index("{% for m in messages %}") :].partition("{% for c in")[0]
     told = f"{plain}<|im_end|>\n{{% endfor %}}<|im_start|>assistant\n"
     assert "tool" not in told
@@ -296,7 +296,7 @@ def test_tools_of_a_model_whose_template_has_none(tmp_path: Path) -> None:
     assert all(json.dumps(function) in first for function in FUNCTIONS)
     written = call("search", text="x")
     assert f"assistant\n{written}<|im_end|>\n<|im_start|>user\n<tool_response>\nhere\n</tool_response>" in (
-        second.replace("\n\n", "\n")  # which join parts of a text
+        second.replace("\n\n", "\n")  # newlines between joined parts of a text
     )
     assert third.startswith("<|im_start|>system\nBe kind.<|im_end|>"), "nobody offers tools there"
     with pytest.raises(
@@ -319,7 +319,7 @@ def test_responses(server: Running) -> None:
     assert more.usage is not None and more.usage.input_tokens > answer.usage.input_tokens
     responses.delete(answer.id)
     kept = responses.create(model=MODEL, input="Hi", store=False)
-    with server.http() as http:  # what is a number to JSON, and none to us
+    with server.http() as http:  # numbers that a double or 64 bits cannot hold
         vast = b'{"input": "Hi", "metadata": {"a": 1e400, "b": 1180591620717411303424}}'
         told = http.post("/v1/responses", content=vast, headers={"Content-Type": "application/json"}).json()
         assert told["metadata"] == {"a": None, "b": 1 << 70}
@@ -341,7 +341,7 @@ def test_responses_are_kept_within_a_bound(server: Running) -> None:
 
 @pytest.mark.parametrize("text", ["Hi", "think", "both", "search", "code", "long"])
 def test_events_of_a_response(server: Running, text: str) -> None:
-    """What the client makes of them is what their last one says, and what is kept; and its deltas add up to it."""
+    """The client's result equals the response in the last event, the stored one, and the sum of the deltas."""
     client = server.client()
     tools = [*RESPONSE_TOOLS, CODE]
     told: dict[str, str] = {}
@@ -352,7 +352,7 @@ def test_events_of_a_response(server: Running, text: str) -> None:
             kinds.append(event.type)
             if event.type.endswith(".delta"):
                 told[event.item_id] = told.get(event.item_id, "") + event.delta
-    final = event.response  # the client's own `get_final_response` knows none but completed ones
+    final = event.response  # the client's own `get_final_response` accepts completed ones only
     assert numbers == list(range(len(numbers)))
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == ("response.incomplete" if text == "long" else "response.completed")
@@ -443,7 +443,7 @@ def test_messages(claude: Any) -> None:
 
 @pytest.mark.parametrize("text", ["Hi", "think", "both", "search", "long"])
 def test_events_of_a_message(claude: Any, text: str) -> None:
-    """What the client makes of them is the whole answer, but for ids."""
+    """The client's result from the events equals the whole answer, except for ids."""
     told: Any = {
         "model": MODEL,
         "max_tokens": 90,
@@ -586,7 +586,7 @@ def by_messages(server: Running, act: Callable[[str, Any], str]) -> tuple[int, s
 
 @pytest.mark.parametrize("loop", [by_chats, by_responses, by_messages])
 def test_an_agent_edits_files(server: Running, tmp_path: Path, loop: Any) -> None:
-    """In twenty turns, each of which needs what the one before it found."""
+    """An agent's twenty turns, each of which needs the result of the one before."""
     for number in range(NUM_FILES):
         (tmp_path / f"file{number}.txt").write_text(f"This is old{number}.\n")
 

@@ -1,4 +1,4 @@
-"""What clients get: `LLM`'s answers, streamed or whole, in OpenAI's form."""
+"""Clients get `LLM`'s answers, streamed or whole, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server() -> Iterator[Running]:
 
 
 def split(case: dict[str, Any]) -> dict[str, Any]:
-    """A case as the client takes it: fields that are not OpenAI's go into `extra_body`."""
+    """A case as the client's arguments: fields that are not OpenAI's go into `extra_body`."""
     extra = {name: value for name, value in case.items() if name not in (*OPENAIS, "logit_bias", "logprobs")}
     return {name: value for name, value in case.items() if name not in extra} | {"extra_body": extra}
 
@@ -218,7 +218,7 @@ def vars_of(one: Logprob) -> dict[str, Any]:
 
 
 def test_choices_wait_for_the_scores_of_their_prompt() -> None:
-    """The first choice brings them; of several replicas another's may be sooner."""
+    """The first choice brings the scores; with several replicas another choice's tokens may come earlier."""
     ids, scores = [5, 6, 7], {"tokens": ["a", "b", "c"], "text_offset": [0, 1, 2]}
     looked: list[int] = []
     stream = SimpleNamespace(prompt_token_ids=ids, number=3)
@@ -311,7 +311,7 @@ def test_a_model_that_was_not_named_is_not_served_as_a_path(model: str | None) -
 
 
 def test_sixteen_streams_of_which_some_leave(server: Running, plain: LLM) -> None:
-    """Those that stay get what they would get alone; those that leave leave nothing."""
+    """The streams that stay get what they would get alone; those that leave hold no resources."""
     texts = [f"{TEXT} {i}" for i in range(16)]
     expected = [asked(plain, text, temperature=0, max_tokens=24).outputs[0].text for text in texts]
 

@@ -1,4 +1,4 @@
-"""Whoever says nothing, or keeps the server busy with a chat template, keeps nobody else out."""
+"""Silent connections and slow chat templates do not keep other clients out."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_chat_template_has_so_much_time(
 def test_a_chat_template_is_kept_in_its_sandbox(
     server: Running, monkeypatch: pytest.MonkeyPatch, template: str, why: str
 ) -> None:
-    """And what it does wrong is no fault of the server's."""
+    """A template that fails is answered with a 400, not a 500."""
     monkeypatch.setattr(server.service.llm.llm.tokenizer._hugging_face(), "chat_template", template)
     monkeypatch.setattr(server.service, "config", replace(server.service.config, chat_template_timeout=LONG))
     status, answer = ask(server, CHAT, messages=MESSAGES)
@@ -127,7 +127,7 @@ def test_the_process_may_open_as_many_files(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_events_are_framed_as_the_client_reads_them(server: Running, version: str) -> None:
-    """A client of HTTP/1.0 knows no chunks; one of HTTP/1.1 gets an event in each."""
+    """HTTP/1.0 has no chunked bodies; with HTTP/1.1 each event is a chunk."""
     body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": True}).encode()
     head = f"POST {TEXT} HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     with connect(server) as connection:
@@ -148,7 +148,7 @@ def test_events_are_framed_as_the_client_reads_them(server: Running, version: st
 
 
 def test_what_is_loaded_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full collection goes through all that torch and a model are made of, for some tenths of a second."""
+    """A full garbage collection would scan all objects of torch and a model, for some tenths of a second."""
     counts: list[int] = []
 
     def count(server: run.Server) -> None:

@@ -1,4 +1,5 @@
-"""Fields and settings that change what is asked of the engine, or who may ask: as `LLM` has them."""
+"""Fields and settings that change what the engine computes act as in `LLM`, and those that say who may use the
+server."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_what_a_chat_template_is_told(
 
 
 def test_choices_share_their_prompts_pages(server: Running) -> None:
-    """Three with 200 tokens of prompt each would not have room at once."""
+    """Three prompts of 200 tokens each would not fit at once without sharing."""
     ids = list(range(100, 300))
     body = {"prompt": ids, "n": 3, "max_tokens": 4, "seed": 1, "ignore_eos": True}
     with server.http() as client:

@@ -1,4 +1,4 @@
-"""What requests may ask for that changes their speed alone, and what /metrics tells of it."""
+"""Fields of requests that change their speed only, and their effect on /metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> Iterator[Running]:
 
 
 def drafted(server: Running) -> dict[str, float]:
-    """Tokens that each drafter of the chain has proposed so far."""
+    """Number of tokens that each drafter of the chain has proposed so far."""
     with server.http() as http:
         text = http.get("/metrics").text
     found = re.findall(r'drafter_num_draft_tokens_total\{drafter="(.*?)".*\} (\S+)', text)
@@ -82,7 +82,7 @@ def test_an_engine_without_drafter_has_none_to_choose() -> None:
 
 
 def test_the_least_priority_is_admitted_first() -> None:
-    """One place; three requests wait for it."""
+    """There is one slot; three requests wait for it."""
 
     async def main() -> list[str]:
         llm = AsyncLLM(LLM(max_num_seqs=1, **ENGINE))
@@ -105,7 +105,7 @@ def test_the_least_priority_is_admitted_first() -> None:
 
 
 def test_time_in_the_queue_is_told() -> None:
-    """The second of two waits for as long as the first takes."""
+    """The second of two requests waits for as long as the first runs."""
     with running(LLM(max_num_seqs=1, **ENGINE)) as server:
         llm = server.service.llm
 
@@ -147,7 +147,7 @@ def test_the_times_of_a_step_add_up(server: Running) -> None:
 
 
 def test_the_dashboard_shows_what_there_is(server: Running) -> None:
-    """Every metric that it names is exported, under either prefix; it can be read as JSON."""
+    """The dashboard is valid JSON, and every metric that it names is exported, under either prefix."""
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = set(re.findall(r"\$\{prefix\}(\w+)", " ".join(asked)))

@@ -1,4 +1,4 @@
-"""Images in chats, responses and messages: one conversation to the engine, in the words of each API."""
+"""Images in chats, Responses and Messages: the same conversation in each API's format gives the same prompt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def uri(data: str) -> str:
 
 
 def of_chats(*parts: str) -> Any:
-    """Words, and images by their data."""
+    """A chat's content of texts and of images as data URIs."""
     return [
         {"type": "text", "text": part}
         if part == WORDS

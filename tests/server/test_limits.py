@@ -1,4 +1,4 @@
-"""What a server refuses, in OpenAI's form, and what it survives."""
+"""What a server refuses, with OpenAI's error objects, and what it survives."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_broken_bodies_are_refused(
 
 
 def test_tools_without_a_parser_are_refused() -> None:
-    """A server that is told to read no calls."""
+    """The server is configured without a tool parser."""
     with running(drafting(), tool_call_parser="none") as server, server.http() as http:
         tools = [{"type": "function", "function": {"name": "f"}}]
         response = http.post(CHAT, json={"messages": MESSAGES, "tools": tools})
@@ -197,7 +197,7 @@ def test_a_nul_is_a_character_as_any_other(server: Running) -> None:
 
 
 def test_other_content_types_are_refused(server: Running) -> None:
-    """A web page may send these to any address without being asked."""
+    """A web page may send these types to any origin without a CORS preflight."""
     with server.http() as http:
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
             response = http.post(TEXT, content=b'{"prompt": "x"}', headers={"Content-Type": kind})
@@ -221,7 +221,7 @@ def test_a_body_of_100_megabytes_is_refused_unread(server: Running, is_told: boo
     try:
         connection.request("POST", TEXT, body(), headers, encode_chunked=not is_told)
     except (BrokenPipeError, ConnectionResetError):
-        assert num_sent < 100  # it hung up on us
+        assert num_sent < 100  # the server closed the connection
     response = connection.getresponse()
     assert response.status == 413
     assert "max_body_bytes=1048576" in json.loads(response.read())["error"]["message"]
@@ -249,7 +249,7 @@ def test_a_connection_on_which_no_request_comes_is_closed(server: Running, start
 
 @pytest.mark.parametrize("num_bytes", [40_000, 400_000])
 def test_a_head_that_is_too_long_is_told_how_long_it_may_be(server: Running, num_bytes: int) -> None:
-    """However much of it comes at once."""
+    """The limit is named whether the headers come in one piece or several."""
     with server.http() as http:
         assert http.get("/version", headers={"X-Long": "x" * 20_000}).status_code == 200
         response = http.get("/version", headers={"X-Long": "x" * num_bytes})
@@ -267,7 +267,7 @@ BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, 
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_of_a_million_wrong_entries_one_is_told(kind: type[Body]) -> None:
-    """To tell of all of them takes a thousand times the memory that the body did."""
+    """Reporting all of them would take a thousand times the body's memory."""
     many = 1000
     for name in kind.model_fields:
         names = [f"{number}" for number in range(many)]
@@ -280,7 +280,7 @@ def test_of_a_million_wrong_entries_one_is_told(kind: type[Body]) -> None:
 
 
 def test_a_fault_in_an_answer_is_not_the_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 400 would have clients mend what is right. And a connection that is closed is told so before."""
+    """It is a 500: a 400 would have clients change a correct request. The response announces the closed connection."""
 
     def fail(*given: Any) -> Any:
         raise ValueError("a bug of ours")
@@ -353,7 +353,7 @@ def test_keys_are_asked_for_everywhere_but_at_the_doors_of_balancers(monkeypatch
 
 
 def test_orders_ask_for_a_key() -> None:
-    """Without one nobody may give them."""
+    """Without a key the control routes do not exist."""
 
     async def main() -> None:
         async with local(drafting(), api_key=("second",)) as (client, service):
@@ -374,7 +374,7 @@ def test_orders_ask_for_a_key() -> None:
 def test_the_schema_names_everything_it_refers_to(server: Running) -> None:
     with server.http() as http:
         schema = http.get("/openapi.json").json()
-        assert http.post("/pause", json={}).status_code == 404  # there is no key
+        assert http.post("/pause", json={}).status_code == 404  # the server has no key
     refers = set(re.findall(r'"#/([^"]+)"', json.dumps(schema)))
     assert "components/schemas/Speculation" in refers
     for reference in refers:
@@ -386,7 +386,7 @@ def test_the_schema_names_everything_it_refers_to(server: Running) -> None:
 
 
 async def begun(service: Any, number: int) -> None:
-    """Return once so many requests are open."""
+    """Return once `number` requests are open."""
     while service.llm.num_open < number:
         await asyncio.sleep(0.001)
 
@@ -487,7 +487,7 @@ def test_a_fault_of_the_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_is_not_computed_for(server: Running, stream: bool) -> None:
-    """No step is made, so nothing but the hanging up can end the request."""
+    """No step is made, so only the disconnection can end the request."""
     service = server.service
     server.run(service.llm.pause())
     before = service.llm.llm.stats.num_generated_tokens
@@ -514,7 +514,7 @@ def test_idle_streams_get_comments() -> None:
 
 
 def test_stopping_lets_requests_end() -> None:
-    """Whoever has begun gets an answer; the server's thread ends."""
+    """Requests that have begun are answered; then the server's thread ends."""
     with running(drafting()) as server:
         answers: list[int] = []
         server.run(server.service.llm.pause())

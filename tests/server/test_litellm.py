@@ -1,4 +1,4 @@
-"""LiteLLM as a client: what many programs reach a server through."""
+"""LiteLLM as a client, through which many programs use a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it fetches prices from the network
     return pytest.importorskip("litellm", reason="litellm is not installed: pip install litellm")
 
 

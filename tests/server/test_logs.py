@@ -1,4 +1,4 @@
-"""What a server writes into its log."""
+"""The server's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at `/`: what is served without a browser, and what a browser shows (skipped where there is no Chromium)."""
+"""The page at `/`: its files without a browser, and its behaviour in one (skipped without Chromium)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MILLISECONDS = 1000 * LONG
 
 
 def test_files_are_open_and_under_a_strict_policy() -> None:
-    """The page has to come before a key can be typed into it; nothing else does."""
+    """The page's files need no key, since users type it into the page; all other routes do."""
     folder = Path(page_files.__file__).parent
 
     async def main() -> None:
@@ -74,7 +74,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
     for name, text in texts.items():
         assert set(OUTSIDE.findall(text)) <= {"http://www.w3.org"}, (
             name
-        )  # a name space, which nobody asks for
+        )  # a name space, which is never fetched
     scripts = "".join(text for name, text in texts.items() if name.endswith(".js"))
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert unsafe not in scripts
@@ -107,7 +107,7 @@ def test_models_say_what_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def streamed(server: Running, route: str, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of an answer that shows its drafts."""
+    """The chunks of an answer with `include_drafts`."""
     body |= {"stream": True, "stream_options": {"include_usage": True, "include_drafts": True}}
     with server.http() as http:
         lines = http.post(route, json=body).text.split("\n\n")
@@ -128,7 +128,7 @@ def plain() -> Iterator[LLM]:
 
 
 def test_chunks_say_what_was_drafted(server: Running, plain: LLM) -> None:
-    """Pieces are the text, those of accepted drafts are the tokens that were accepted, counts are the usage's."""
+    """Pieces add up to the text, accepted pieces to the accepted drafts' text, and counts to the usage's."""
     chunks = streamed(
         server, "/v1/completions", prompt=PROMPT, max_tokens=60, temperature=0, return_token_ids=True
     )
@@ -180,8 +180,8 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """The page in a tab of its own, and what a user does there. Nothing may be asked of another server, and nothing
-    be said in the console but what a test expects."""
+    """The page in its own tab, and a user's actions. It may send no request to another server, and log nothing to the
+    console but what a test expects."""
 
     def __init__(self, browser: Any, url: str, **settings: Any) -> None:
         self.complaints: list[str] = []
@@ -197,7 +197,7 @@ class Page:
             self.complaints.append(f"asks {asked}")
 
     def see(self, selector: str, text: str | re.Pattern[str], *, number: int = 0) -> None:
-        """Wait until an element shows a text."""
+        """Wait until an element shows `text`."""
         from playwright.sync_api import expect
 
         expect(self.tab.locator(selector).nth(number)).to_contain_text(text, timeout=MILLISECONDS)
@@ -208,7 +208,7 @@ class Page:
         self.tab.press("#text", "Enter")
 
     def wait(self) -> None:
-        """Until nothing is being answered."""
+        """Wait until no answer is being streamed."""
         self.tab.locator("#send").wait_for(state="visible")
 
     def text(self, selector: str, number: int = 0) -> str:
@@ -231,7 +231,7 @@ class Page:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Page]]:
-    """Opens the page; tabs are closed at the end, and have nothing to complain of."""
+    """A function that opens the page; at the end tabs are closed, and asserted to have no errors."""
     tabs: list[Page] = []
 
     def opened(url: str, **settings: Any) -> Page:
@@ -249,7 +249,7 @@ def marked(output: RequestOutput, choices: list[dict[str, Any]]) -> str:
 
 @pytest.mark.slow
 def test_types_and_streams(opened: Callable[..., Page], server: Running, plain: LLM) -> None:
-    """The text is that of plain decoding, what was drafted is marked, and figures are those of the rounds."""
+    """The text equals plain decoding's, drafted pieces are marked, and the figures are those of the rounds."""
     page = opened(server.url)
     asked = {"temperature": 0, "max_tokens": 80}
     (output,) = plain.chat(MESSAGES, SamplingParams(**asked), use_tqdm=False)
@@ -274,7 +274,7 @@ def test_types_and_streams(opened: Callable[..., Page], server: Running, plain: 
         assert width == f"{int(100 * accepted / drafted + 0.5) if drafted else 0}%"
     for figure in ("#speed-up", "#speed", "#plain-speed"):
         assert re.fullmatch(r"\d+(\.\d+)?×?", page.text(figure)), figure
-    page.send("And 3?")  # it knows what was said
+    page.send("And 3?")  # the conversation continues
     page.see(".facts", "seed", number=1)
     talk = [*MESSAGES, {"role": "assistant", "content": output.outputs[0].text}]
     (output,) = plain.chat(
@@ -301,7 +301,7 @@ def test_completions_go_on_where_the_text_ends(
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["button", "key"])
 def test_stops(opened: Callable[..., Page], server: Running, by: str) -> None:
-    """The stream is closed, so that the server gives everything back, and the page takes the next question."""
+    """The stream is closed, so the server frees its resources, and the page takes the next question."""
     page = opened(server.url)
 
     def endless(route: Any) -> None:
@@ -314,7 +314,7 @@ def test_stops(opened: Callable[..., Page], server: Running, by: str) -> None:
     if by == "button":
         page.tab.dispatch_event(
             "#stop", "click"
-        )  # at once: a click waits until the text that grows stands still
+        )  # dispatched directly: `click` waits until the growing text is stable
     else:
         page.tab.press("#text", "Escape")
     page.see(".facts", "stopped")
@@ -346,7 +346,7 @@ def test_compares(opened: Callable[..., Page], server: Running) -> None:
 
 @pytest.mark.slow
 def test_a_difference_is_found(opened: Callable[..., Page], server: Running) -> None:
-    """One id of the second answer is another, though its text is the same."""
+    """The second answer differs in one token id, though its text is the same."""
     page = opened(server.url)
 
     def change(route: Any) -> None:
@@ -408,7 +408,7 @@ def test_asks_for_the_key(opened: Callable[..., Page]) -> None:
 def test_says_what_went_wrong(
     opened: Callable[..., Page], server: Running, status: int | None, headers: dict[str, str], told: str
 ) -> None:
-    """And gives the question back, so that it can be sent again."""
+    """The page shows the error and restores the question, so that it can be sent again."""
     page = opened(server.url)
     refused = RefusalError(status or 0, "it is too late")
     page.tab.route(
@@ -446,7 +446,7 @@ def test_an_answer_that_breaks_off_is_left_standing(opened: Callable[..., Page],
 
 @pytest.mark.slow
 def test_texts_are_only_ever_text(opened: Callable[..., Page], tmp_path: Path) -> None:
-    """Neither what is asked nor what the model says, nor thinks, is read as HTML."""
+    """Questions, answers and reasoning are never parsed as HTML."""
     with running(scripted(tmp_path, lambda _: f"<think>{HTML} hm</think>{HTML}")) as server:
         page = opened(server.url)
         page.send(HTML)

@@ -1,4 +1,4 @@
-"""What models write, read as calls, reasoning and text: the same however it is cut."""
+"""Parsing models' output into calls, reasoning and text gives the same result however the text is split."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def syntax(tools: str, reasoning: str = NONE) -> Syntax:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces of one kind that follow each other as one."""
+    """Pieces, with consecutive ones of the same kind joined."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -159,7 +159,7 @@ def test_calls_are_read_however_they_are_cut(
 @pytest.mark.parametrize("family", TOOLS)
 @given(data=st.data())
 def test_nothing_that_a_model_writes_is_too_much(family: str, data: st.DataObject) -> None:
-    """Markers and pieces of calls in any order, cut anywhere: read to the end, and as if in one piece."""
+    """Markers and parts of calls in any order, split anywhere, are read to the end, as if given in one piece."""
     bits = [
         *TOOLS[family][1],
         '{"name": "now", ',
@@ -192,7 +192,7 @@ BEGUN = {
 @pytest.mark.parametrize("family", TOOLS)
 @pytest.mark.parametrize("bit", ["[", '{"a":', "{a:["])
 def test_arguments_may_be_as_deep_as_a_model_writes(family: str, bit: str) -> None:
-    """And be cut off anywhere; how deep Python's own reader goes is no matter."""
+    """Arguments may also be cut off anywhere; the limit of Python's JSON reader does not matter."""
     closed = "</arg_value>" if family == "glm" else ""
     parser = Parser(syntax(family), {"search": {}})
     pieces = read(parser, [BEGUN[family], *[bit * 100] * 100, closed])
@@ -230,11 +230,11 @@ FORMS = [(family, form) for family, (_, _, forms) in TOOLS.items() for form in f
 @pytest.mark.parametrize("is_single", [False, True])
 @pytest.mark.parametrize("are_tokens", [False, True])
 def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: bool, are_tokens: bool) -> None:
-    """The calls of a form are what its grammar takes, and what the family's reader makes calls of."""
+    """Calls written in a form are accepted by its grammar, and parsed by the family's reader."""
     llguidance, tokenizer = pytest.importorskip("llguidance"), llguidances_tokenizer()
     search = {**SCHEMAS["search"], "required": ["text", "most"], "description": "a text ::= not GBNF"}
     schemas = {"search": search, "now": None}  # None: any object
-    # the last markers of a family as special tokens: of spelled texts they are those that end them
+    # the family's last markers as special tokens; in families that spell arguments these end strings
     specials = [1, 3, 4]
     ids = dict(zip(reversed(TOOLS[family][1]), specials, strict=False)) if are_tokens else {}
     rule = StructuredOutputsParams(grammar=call_grammar(form, schemas, ids.get, is_single=is_single))
@@ -264,7 +264,7 @@ def test_what_a_grammar_asks_for_is_read(family: str, form: Form, is_single: boo
 
 @pytest.mark.parametrize(("family", "form"), [one for one in FORMS if one[1].spell])
 def test_arguments_that_are_spelled_out_follow_their_schema(family: str, form: Form) -> None:
-    """Whatever a model says that likes all tokens alike: the reader makes of it what the schema describes."""
+    """Random output of a uniform model under the grammar is parsed to arguments that match the schema."""
     jsonschema = pytest.importorskip("jsonschema")
     pytest.importorskip("llguidance")
     tokenizer = Tokenizer(assets.path(assets.TARGET))
@@ -291,7 +291,7 @@ def test_arguments_that_are_spelled_out_follow_their_schema(family: str, form: F
     assert num_ended > 20
 
 
-# A list of lists of itself, a text by a pattern within a choice, and keys that need quotes.
+# A recursive list, a string with a pattern within anyOf, and keys that need quotes.
 MORE: list[dict[str, Any]] = [
     {
         "type": "object",

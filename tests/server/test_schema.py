@@ -1,4 +1,4 @@
-"""Schemathesis at /openapi.json, with data that the schemas allow and data that they do not, at every route."""
+"""Schemathesis with /openapi.json: every route gets data that its schema allows and data that it forbids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.running import drafting, running
 KEY = "key"
 MOST_SECONDS = 60
 CHECKS = "not_a_server_error,status_code_conformance"
-# Each case starts at the same seed; what takes longer than the time that there is, is left out.
+# Every run has the same seed; cases beyond the time limit are left out.
 SETTINGS = {
     "--phases": "coverage,fuzzing",
     "--max-examples": "12",
@@ -24,7 +24,7 @@ SETTINGS = {
     "--mode": "all",
     "--checks": CHECKS,
     "--header": f"Authorization: Bearer {KEY}",
-    "--exclude-path": "/pause",  # nobody would be answered any more
+    "--exclude-path": "/pause",  # it would stop all answers
     "--generation-database": "none",
     "--suppress-health-check": "all",
 }

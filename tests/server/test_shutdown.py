@@ -1,4 +1,4 @@
-"""A server that is told to stop: everybody is answered, within a limit, whatever he or the engine does."""
+"""A server that is shutting down answers all requests within a time limit, whatever clients or the engine do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Hangs:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less to wait for."""
+    """Shorter time limits."""
     monkeypatch.setattr(run, "GRACE", 0.2)
     monkeypatch.setattr(run, "STEP_GRACE", 0.2)
     monkeypatch.setattr(service, "STEP_GRACE", 0.2)
@@ -49,7 +49,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
-    """What somebody waits for; it comes at the end."""
+    """An event that a test's code waits for; set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
@@ -65,7 +65,7 @@ def asked(server: Running, body: dict[str, Any], route: str = TEXT) -> http.clie
 
 
 def opened(server: Running, start: bytes = b"", size: int | None = None) -> socket.socket:
-    """A connection on which `start` was sent; `size`: bytes that the system keeps for its client."""
+    """A connection on which `start` was sent; `size`: its receive buffer in bytes."""
     connection = socket.socket()
     if size is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
@@ -77,7 +77,7 @@ def opened(server: Running, start: bytes = b"", size: int | None = None) -> sock
 
 
 def raw(body: dict[str, Any], missing: int = 0) -> bytes:
-    """A request of which the last bytes do not come."""
+    """A request without its last `missing` bytes."""
     content = json.dumps(body).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[: len(content) - missing]
@@ -89,7 +89,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 def unread_stream(server: Running) -> socket.socket:
-    """A stream that its client never reads, and that waits for him."""
+    """A stream that its client never reads, once the server's write buffer is full."""
     for listening in server.server.servers[0].sockets:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     body = {"prompt": "x", "stream": True, "logprobs": 20, "max_tokens": 250, "ignore_eos": True}
@@ -99,7 +99,7 @@ def unread_stream(server: Running) -> socket.socket:
 
 
 def test_whoever_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And holds nobody's place: nothing else ends a stream whose client neither reads nor leaves."""
+    """Its place is freed: nothing else ends a stream whose client neither reads nor disconnects."""
     with running(drafting(), client_timeout=0.1) as server:
         with unread_stream(server):
             server.run(until(lambda: server.service.admission.num_outputs == 0))
@@ -108,7 +108,7 @@ def test_whoever_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_whoever_reads_slowly_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as he takes something between two looks."""
+    """A client is kept as long as it reads something between two checks."""
     with running(drafting(), client_timeout=10 * LONG) as server, unread_stream(server) as connection:
         (one,) = server.server.server_state.connections
         watch = {one: (0.0, one.transport.get_write_buffer_size() + 1)}
@@ -157,7 +157,7 @@ def test_a_body_that_has_not_come_is_answered(hurried: None) -> None:
 def test_whoever_waits_to_be_encoded_is_answered_at_once(
     held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the thread that encodes is in the midst of a prompt, and others wait behind it."""
+    """The tokenizing thread is busy with a prompt, and others are queued for it."""
     with running(drafting(), shutdown_timeout=10 * LONG) as server:
         llm = server.service.llm
         entered = threading.Event()
@@ -192,7 +192,7 @@ def test_whoever_waits_for_a_grammar_is_answered_at_once(
 def test_a_step_that_does_not_end_is_left_alone(
     hurried: None, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two are being computed, one more waits for a place."""
+    """Two requests are being computed, one more waits for a slot."""
     entered = threading.Event()
 
     def hang(self: Requests) -> None:
@@ -212,7 +212,7 @@ def test_a_step_that_does_not_end_is_left_alone(
 
 
 def test_an_answer_that_is_there_is_written_though_it_is_long_work(hurried: None) -> None:
-    """Log-probabilities are rendered by the thread that encodes, which ends before."""
+    """Log-probabilities are rendered by the tokenizing thread, which has ended by then."""
     with running(drafting()) as server:
         server.run(server.service.llm.pause())
         connection = asked(server, {"prompt": "x", "max_tokens": 4, "logprobs": 2, "ignore_eos": True})
@@ -265,7 +265,7 @@ def test_the_process_ends_though_its_drafter_does_not(
 
 
 def connection_taken(server: Server) -> bool:
-    """Whether a server still takes connections."""
+    """Whether a server still accepts connections."""
     try:
         socket.create_connection(server.address, LONG).close()
     except ConnectionError:

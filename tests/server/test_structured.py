@@ -1,4 +1,4 @@
-"""Answers of a form that the request gives, over HTTP, by real clients."""
+"""Structured output over HTTP, with real clients."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_field_on_both_routes(
 
 
 def test_a_grammar_that_takes_long_holds_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its time limit, in a thread of its own: others' prompts are encoded and answered meanwhile."""
+    """It compiles in its own thread, with a time limit: other prompts are tokenized and answered meanwhile."""
     release, compile_now = threading.Event(), GrammarCompiler.compile
 
     def slow(self: GrammarCompiler, rule: StructuredOutputsParams) -> Any:
@@ -146,7 +146,7 @@ MESSAGE_TOOLS: Any = [{"name": name, "input_schema": schema} for name, schema in
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose chat template has calls, in Hermes's form."""
+    """A server whose chat template has calls in Hermes's format."""
     chain = {"method": "chain", "drafters": [{"method": "ff"}, EAGLE3]}
     path = str(scripted.model(tmp_path_factory.mktemp("caller")))
     with running(drafting(model=path, speculative_config=chain), served_model_name=("tiny",)) as started:
@@ -154,7 +154,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def check_call(name: str, arguments: Any) -> None:
-    """By its tool's schema."""
+    """Assert that the arguments match the tool's schema."""
     if name == "roll":
         assert arguments in ({"sides": 6}, {"sides": 20})
     else:
@@ -164,7 +164,7 @@ def check_call(name: str, arguments: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_chat_calls_what_it_must(caller: Running, seed: int) -> None:
-    """Streamed or whole, with drafts or without."""
+    """The calls are the same streamed or whole, with drafts or without."""
     chats = caller.client().chat.completions
     told: Any = {"model": "tiny", "messages": MESSAGES, "tools": CHAT_TOOLS, "seed": seed, "max_tokens": 120}
     named: Any = {"type": "function", "function": {"name": "roll"}}
@@ -254,7 +254,7 @@ def test_calls_that_must_come_are_of_a_bounded_size(caller: Running) -> None:
 
 @pytest.mark.parametrize("is_token", [True, False])
 def test_a_form_holds_for_what_follows_the_reasoning(tmp_path: Path, is_token: bool) -> None:
-    """Where the prompt ends inside of it; the marker of its end must be a token, which a bias makes the model say."""
+    """The prompt ends inside the reasoning; its closing marker must be one token, which a bias makes the model emit."""
     folder = scripted.model(tmp_path, scripted.TEMPLATE.replace("assistant\n{%", "assistant\n<think>{%"))
     file = folder / "tokenizer.json"
     told = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Whether the library that trains heads is installed: tests of it are skipped where it is not, and say so."""
+"""Whether the library that trains heads is installed: without it its tests are skipped, with a message."""
 
 from __future__ import annotations
 

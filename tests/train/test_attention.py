@@ -1,4 +1,4 @@
-"""Attention text by text is attention over the whole row with the mask of EAGLE-3's training.
+"""Attention computed text by text equals attention over the whole row with the mask of EAGLE-3's training.
 
 Shapes: T row, P passes, H heads, K key heads, D head size.
 """
@@ -15,9 +15,9 @@ HEADS, KEY_HEADS, SIZE = 6, 2, 8
 
 
 def mask_of(lengths: list[int], num_rows: int, num_passes: int) -> Tensor:
-    """Tokens before of the same text in the first pass, the token itself in each later one: [T, P x T]."""
+    """The mask [T, P x T]: earlier tokens of the same text in the first pass, the token itself in each later pass."""
     texts = [n for n, length in enumerate(lengths) for _ in range(length)]
-    text_T = torch.tensor((texts + list(range(-num_rows, 0)))[:num_rows])  # rows left over stand alone
+    text_T = torch.tensor((texts + list(range(-num_rows, 0)))[:num_rows])  # unused rows see only themselves
     first_TT = (text_T[:, None] == text_T[None]).tril()
     return torch.cat([first_TT] + [torch.eye(num_rows, dtype=torch.bool)] * (num_passes - 1), 1)
 
@@ -27,7 +27,7 @@ def mask_of(lengths: list[int], num_rows: int, num_passes: int) -> Tensor:
 def test_texts_side_by_side_are_the_row_under_its_mask(
     lengths: list[int], num_rows: int, num_passes: int
 ) -> None:
-    """A row that is full, one with rows left over, and one that cuts a text and has no room for another."""
+    """A full row, one with unused positions, and one that cuts a text and has no room for another."""
     torch.manual_seed(0)
     query = torch.randn(1, HEADS, num_rows, SIZE, requires_grad=True)
     key = torch.randn(1, KEY_HEADS, num_passes * num_rows, SIZE, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The check of a head: its table says what the engine counted, and a changed output ends it."""
+"""The check of a head: its table shows the engine's counts, and a changed output ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`draftproof train`: what it says before it starts, what it writes, and what it needs."""
+"""`draftproof train`: its messages before it starts, its output files, and its requirements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FEW = [
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    """Flags that name prompts to train on and prompts held out."""
+    """Flags that name files of training prompts and of held-out prompts."""
     prompts, held_out = tmp_path / "prompts.jsonl", tmp_path / "held_out.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"def f{i}(x):"}) for i in range(4)))
     lines = [{"prompt": "import os", "domain": "code"}, {"prompt": "Once", "domain": "prose"}]

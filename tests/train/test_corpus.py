@@ -1,4 +1,4 @@
-"""Prompts to train on: the same ones for a seed, of every domain, none held out that was trained on."""
+"""Training prompts: determined by the seed, from every domain, and disjoint from the held-out ones."""
 
 from __future__ import annotations
 

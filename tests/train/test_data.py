@@ -1,4 +1,4 @@
-"""Answers are the engine's own; a data folder is finished where it was left, and has one target and its prompts."""
+"""Answers are the engine's; a data folder is resumed where it stopped, and belongs to one target and its prompts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_folder_that_was_left_is_finished(
 def test_several_processes_write_a_folder_together(
     tmp_path: Path, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each its part; what is complete can be read before all of it is."""
+    """Each process writes its part; complete parts can be read before all are."""
     monkeypatch.setattr(data, "SHARD", 2)
     alone = data.open_folder(tmp_path / "alone", TARGET, TAPS, PROMPTS, CONFIG)
     wanted = written(alone, engine)

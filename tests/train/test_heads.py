@@ -1,5 +1,5 @@
-"""Heads trained by `speculators` on the engine's states: read by our engine, the same bits after a break, refused for
-another target. Skipped where that library is not installed."""
+"""Heads trained by `speculators` on the engine's states: read by our engine, equal bits after an interruption, refused
+for another target. Skipped without that library."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def trained(training: run.Training, show: Any = quiet) -> dict[str, torch.Tensor
 def test_a_killed_training_goes_on_to_the_same_head(
     method: str, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the checkpoint of step 4, while that of step 6 is being written."""
+    """It is killed after the checkpoint of step 4, while that of step 6 is being written."""
     whole = trained(make_training(tmp_path / "whole", data_folder, method))
 
     class KilledError(BaseException):
@@ -94,7 +94,7 @@ def test_a_killed_training_goes_on_to_the_same_head(
     resumed = trained(broken, lambda step, *_: steps.append(step))
     assert steps == [6]
     logged = [json.loads(line)["step"] for line in (broken.folder / loop.LOG).read_text().splitlines()]
-    assert logged == [2, 4, 6, 6]  # the last one again
+    assert logged == [2, 4, 6, 6]  # step 6 is repeated
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -103,7 +103,7 @@ def test_a_killed_training_goes_on_to_the_same_head(
 def test_a_trained_head_drafts_better_and_changes_nothing(
     method: str, data_folder: Path, tmp_path: Path
 ) -> None:
-    """Than one that was trained for a step alone, on the texts that it was trained on."""
+    """Better than one trained for a single step, on the texts that it was trained on."""
     training = make_training(tmp_path, data_folder, method)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -128,7 +128,7 @@ def test_a_trained_head_drafts_better_and_changes_nothing(
 
 
 def test_a_head_of_another_target_is_refused(data_folder: Path, tmp_path: Path) -> None:
-    """By the engine that should draft with it, and by a training that would go on with it."""
+    """The engine refuses to draft with it, and training refuses to continue it."""
     training = make_training(tmp_path / "head", data_folder, "eagle3")
     trained(training)
     other = tmp_path / "other"

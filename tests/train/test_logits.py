@@ -1,7 +1,7 @@
-"""A head in training computes what our drafter computes with it: the same logits, held against the same of the target.
+"""A head in training computes the same logits as our drafter with it, and compares them with the same target rows.
 
-Both are given the same text and the same states; the passes of ours are those of `tests/drafters`, which other
-implementations are compared with, too. Shapes: T tokens, D draft vocabulary, N draft rows.
+Both get the same text and states; our passes are those of `tests/drafters`, which are also compared with other
+implementations. Shapes: T tokens, D draft vocabulary, N draft rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ pytestmark = needs_library
 TAPS = (2, 4, 6, 8)
 NUM_DRAFTS = 3
 TOKENS = [(37 * i * i + 11) % 8000 + 5 for i in range(40)]
-BEFORE = [500, 501, 502, 503]  # a text in the same row: too short for a loss, and nothing to the other
+BEFORE = [500, 501, 502, 503]  # another text in the row: too short for a loss, and masked
 SCORED = range(NUM_DRAFTS + 1, len(TOKENS))  # the first tokens of a text have no loss
 
 
 class Compared:
-    """A head that learnt nothing, read by our engine, and what the library computed with it on the text."""
+    """An untrained head, read by our engine, and the library's results with it on the text."""
 
     def __init__(self, method: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         directory = assets.path(assets.TARGET)
@@ -74,7 +74,7 @@ class Compared:
 
 
 def disturb(head: TrainedHead) -> None:
-    """Weights that tell one norm from another, in numbers that bf16 has."""
+    """Give norms distinct weights, which bf16 represents exactly."""
     torch.manual_seed(5)
     for parameter in head.parameters.values():
         if parameter.dim() == 1:
@@ -83,7 +83,7 @@ def disturb(head: TrainedHead) -> None:
 
 
 def recorded(module: Any) -> list[Tensor]:
-    """Outputs of the module from now on."""
+    """A list that collects the module's outputs from now on."""
     found: list[Tensor] = []
     if module is not None:
         module.register_forward_hook(lambda _, given, out: found.append(out[0]))
@@ -134,7 +134,7 @@ def peagle(made: Compared) -> float:
 
 
 def mtp(made: Compared) -> float:
-    """Row i of step s drafts token i + s + 2, and is held against that of the text."""
+    """Row i of step s drafts token i + s + 2, and is compared with the text's."""
     (tap,) = made.pair.taps()
     num_rows, loss = len(TOKENS) - NUM_DRAFTS - 1, 0.0
     for step, (hidden, _) in enumerate(module_steps(made.pair, tap, NUM_DRAFTS, num_rows)):
@@ -157,7 +157,7 @@ def dflash(made: Compared) -> float:
     close(logits_ND, made.logits[0][: len(logits_ND)])
     places_N = (anchors[:, None] + torch.arange(NUM_DRAFTS + 1)).flatten()
     close(made.targets[0][: len(places_N)], made.wanted_TD[places_N - 1])
-    return made.loss  # its weights are the library's own
+    return made.loss  # weighted by the library
 
 
 METHODS: dict[str, Callable[[Compared], float]] = {

@@ -1,4 +1,4 @@
-"""States that the engine hands out are those that transformers computes."""
+"""States recorded by the engine equal transformers'."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Certificates of encoders: on this machine an image's embeddings have the same bits at another number of threads.
 
-The first image is the check's data, so whoever asks for none waits for nothing: it is encoded twice, and used if both
-agree. After that the disk knows.
+The first image is the check's data, so users without images need not wait: it is encoded twice, and used if both
+results agree. The certificate is then stored on disk.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from draftproof.runtime.threads import threads
 
 
 class CertifiedEncoder:
-    """An encoder whose embeddings are used only where its bits are shown not to depend on the number of threads."""
+    """An encoder whose embeddings are used only once their bits are shown not to depend on the number of threads."""
 
     def __init__(self, inner: Encoder, name: str, *, cache_dir: Path | None = None) -> None:
-        """name: what the certificate holds for, beside the machine: see `name_of`."""
+        """name: what the certificate holds for, beside the machine; see `name_of`."""
         self.inner = inner
         self._name = name
         self._is_certified = False
         self._folder = cache_dir or native.default_cache_dir()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """RuntimeError where bits differ."""
+        """The embeddings of one item. RuntimeError if bits differ in the first call's check."""
         found = self.inner(tensors)
         if not self._is_certified:
             self._certify(tensors, found)
@@ -57,7 +57,7 @@ class CertifiedEncoder:
 
 
 def name_of(vision: Vision, dtype: torch.dtype) -> str:
-    """The encoder's own part of a certificate's key: its sizes, and the code that computes it."""
+    """The encoder's part of a certificate's key: its config, and the versions of the code that computes it."""
     import transformers
 
     code = Path(image_encoder.__file__).read_bytes()

@@ -1,9 +1,9 @@
-"""What a prompt holds beside tokens, on the device's side of the wall: items' inputs, and the embeddings made of them.
+"""Non-text items of prompts (images, given embeddings), in the engine: their inputs, and the embeddings made of them.
 
-An item is known by its content, the hash of all that its embeddings are made of. Its embeddings are made when a step
-first needs a row of them, each item alone, so that their bits do not depend on the batch, and are kept while there is
-room.
-Shapes: N rows of an item, H hidden size, S slots, W positions of a window, E embeddings of a step.
+An item is identified by its content, the hash of everything that its embeddings depend on. They are computed when a
+step first needs one of their rows, each item alone, so that their bits do not depend on the batch, and are cached.
+Shapes: N rows of an item, H hidden size, X: H and what is added to layers (`attention.given`), S slots, W positions of
+a window, E embeddings of a step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from draftproof.attention.turns import Turns, Window
 from draftproof.drafters.base import OwnEmbeddings
 from draftproof.engine.interface import Item, ScheduledRequest
 
-EMBEDS = "embeds"  # the kind of an item that is its embeddings
+EMBEDS = "embeds"  # the kind of an item whose input is its embeddings
 Encoder = Callable[[Mapping[str, Tensor]], Tensor]  # an item's tensors -> its embeddings [N, H], or [N, X]
 
 
 class Places(NamedTuple):
-    """Where an item's rows stand, int64 [3, N] from the place of its first row on, and by how much text moves on."""
+    """Rotary positions of an item's rows on each axis, int64 [3, N], relative to its first row; `advance`: by how much
+    the positions of the text after it are increased."""
 
     axes_3N: np.ndarray[Any, np.dtype[np.int64]]
     advance: int
@@ -39,9 +40,9 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ItemInput:
-    """An item as its encoder reads it: tensors by the encoder's own names. `places`: of its rows on the axes of a
-    family that has several, from the item's own on; `carries`: which of its rows carry embeddings, None: all, a
-    function of the tensors. `content`: the hash of all that."""
+    """An item as its encoder reads it: tensors by the encoder's names. `places`: for a family with several rotary axes;
+    `carries`: which of its rows have embeddings, a function of the tensors; None: all. `content`: the hash of it
+    all."""
 
     kind: str
     tensors: Mapping[str, Tensor]
@@ -52,11 +53,11 @@ class ItemInput:
 
     @property
     def num_carried(self) -> int:
-        """How many embeddings are made of it."""
+        """Number of its embeddings."""
         return self.num_rows if self.carries is None else int(self.carries.sum())
 
     def numbers(self, rows: range) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Which of the item's embeddings these of its rows carry, -1: none."""
+        """Index of the embedding of each of these rows, -1: none."""
         if self.carries is None:
             return np.asarray(rows, dtype=np.int64)
         numbers = np.where(self.carries, np.cumsum(self.carries) - 1, -1)
@@ -71,7 +72,7 @@ class ItemInput:
         places: Places | None = None,
         carries: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
     ) -> ItemInput:
-        """An input of tensors on the host, which must not change any more."""
+        """An input of host tensors, which must not be modified later: their content is hashed here."""
         digest = hashlib.sha256(repr((kind, num_rows)).encode())
         for name, tensor in sorted(tensors.items()):
             digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
@@ -82,11 +83,11 @@ class ItemInput:
 
 
 class ItemStore:
-    """Inputs of items that somebody still holds, and the embeddings that were made last.
+    """Weak references to items' inputs, and an LRU cache of embeddings.
 
-    `encoders`: by kind of item. Embeddings beyond `max_bytes` are forgotten, least recently used first, and made again
-    when they are needed again; the last ones stay whatever their size. `num_encoded`: how many were made. `watchers`
-    hear of every content whose embeddings are at hand.
+    `encoders`: by kind of item. Embeddings beyond `max_bytes` are evicted, least recently used first, and computed
+    again when needed; the last item's stay whatever their size. `num_encoded`: items encoded so far. `watchers` are
+    called with an item's content whenever its embeddings are requested.
     """
 
     def __init__(
@@ -107,22 +108,21 @@ class ItemStore:
         self._device = device
         self._dtype = dtype
         self._inputs: WeakValueDictionary[bytes, ItemInput] = WeakValueDictionary()
-        self._lock = threading.Lock()  # whose `setdefault` is several steps
+        self._lock = threading.Lock()  # `setdefault` of a WeakValueDictionary is not atomic
         self._embeddings: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def hold(self, given: ItemInput) -> ItemInput:
-        """The input by which an item of this content is known; it stays known while somebody refers to it. Any thread
-        may call this."""
+        """The one stored input with this content; stored while the caller keeps a reference to it. Thread-safe."""
         with self._lock:
             return self._inputs.setdefault(given.content, given)
 
     def input(self, content: bytes) -> ItemInput:
-        """The input of an item that whoever asked for it still holds."""
+        """The stored input with this content; its holder must still keep it."""
         return self._inputs[content]
 
     def rows(self, given: ItemInput) -> Tensor:
-        """The embeddings of an item, on the device and in the model's dtype: [N, X], or [N, H] of a kind to which
-        nothing is added."""
+        """The embeddings of an item, on the device and in the model's dtype: [N, X], or [N, H] for a kind without
+        additions to layers."""
         found = self._embeddings.get(given.content)
         if found is not None:
             self._embeddings.move_to_end(given.content)
@@ -149,12 +149,12 @@ class ItemStore:
         return made
 
     def nothing(self, num_rows: int) -> Tensor:
-        """Embeddings of rows that cannot be made here."""
+        """Zeros [num_rows, H], for a kind of item that this store has no encoder for."""
         return torch.zeros((num_rows, self.hidden_size), device=self._device, dtype=self._dtype)
 
 
 class SlotItems:
-    """The items of the requests that have slots: what a step asks for the embeddings of its rows."""
+    """The items of the requests in slots; supplies the embeddings for a step's rows."""
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class SlotItems:
         own: Mapping[OwnEmbeddings, ItemStore] | None = None,
         windows_only: bool = False,
     ) -> None:
-        """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may look beyond a step's rows;
-        turns: of a target with several axes; own: by `DraftSpec.embeds`, where drafters keep theirs; windows_only: as
-        in `WholeRows`."""
+        """reads_ahead: as in `DraftSpec`; num_drafts: positions that a draft pass may reach beyond a step's rows;
+        turns: for a target with several rotary axes; own: stores of drafters with their own embeddings, by
+        `DraftSpec.embeds`; windows_only: as in `WholeRows`."""
         self.turns = turns
         self._own = own or {}
         self._windows_only = windows_only
@@ -178,13 +178,13 @@ class SlotItems:
         self._store = store
         self._num_slots = num_slots
         self._device = device
-        self._before = max(0, reads_ahead - 1)  # rows that a drafter computes again
+        self._before = max(0, reads_ahead - 1)  # rows before a step's that a drafter recomputes
         self._after = max(1, reads_ahead)
         self._placed: dict[int, list[tuple[Item, ItemInput]]] = {}
         self._axes: dict[int, _Axes] = {}
 
     def admit(self, slot: int, items: Sequence[Item]) -> None:
-        """A request with items takes a slot; their inputs stay known while it has it."""
+        """Assign a slot to a request with items; their inputs stay stored until `release`."""
         self._placed[slot] = placed = [(item, self._store.input(item.content)) for item in items]
         if self.turns is not None:
             self._axes[slot] = axes = _axes_of(placed)
@@ -196,8 +196,8 @@ class SlotItems:
             self.turns.shift_S[slot] = 0
 
     def begin(self, scheduled: Sequence[ScheduledRequest]) -> StepItems | None:
-        """What a step is beside a function of the slots' memory, None: nothing; sets the window of positions that its
-        rows turn by."""
+        """The items' inputs to a step, None if it has none; also sets `turns.window`, the rotary positions of its
+        rows."""
         if self.turns is not None:
             self.turns.window = None
         if not self._placed:
@@ -212,7 +212,7 @@ class SlotItems:
         return StepItems(given, whole)
 
     def _whole(self, scheduled: Sequence[ScheduledRequest]) -> WholeRows | None:
-        """Rows of items that see each other."""
+        """The step's rows of items whose rows attend to each other in both directions; None if there are none."""
         positions = np.concatenate([np.arange(s.start, s.start + s.num_rows) for s in scheduled])
         more = np.zeros_like(positions)
         first = 0
@@ -228,7 +228,8 @@ class SlotItems:
         return WholeRows(torch.from_numpy(more).to(self._device), more, positions, self._windows_only)
 
     def _window(self, scheduled: Sequence[ScheduledRequest]) -> Window:
-        """Positions from so far before the rows that a pass in flight may still add them, and drafts beyond them."""
+        """Rotary positions of a step's rows, with a margin before them for rows of a pass in flight, and after them for
+        drafts."""
         shift_S = np.zeros(self._num_slots, dtype=np.int64)
         pieces = []
         num_entries = 0
@@ -243,7 +244,7 @@ class SlotItems:
         return Window(axes, shift)
 
     def given(self, scheduled: Sequence[ScheduledRequest]) -> GivenRows | None:
-        """The embeddings that rows of a step carry, and its drafter's rows; None where there are none."""
+        """The embeddings for the rows of a step and of its drafter; None if there are none."""
         spans = [(s.slot, s.start - self._before, s.start + s.num_rows + self._after) for s in scheduled]
         spans = [
             span for span in spans if any(_overlap(span, item) for item, _ in self._placed.get(span[0], ()))
@@ -261,7 +262,7 @@ class SlotItems:
                 there = _overlap(span, item)
                 if not there:
                     continue
-                if item.is_whole:  # and all of it is computed in this step, or none
+                if item.is_whole:  # then a step computes all of its rows or none
                     rows_of_step = (slot, first + self._before, end - self._after)
                     seeing = np.asarray(_overlap(rows_of_step, item), dtype=np.int64)
                     more_SW[slot, seeing - first] = item.end - 1 - seeing
@@ -284,14 +285,15 @@ class SlotItems:
 
 @dataclass(frozen=True, slots=True)
 class StepItems:
-    """What a step's rows carry in place of tokens, and which of them see beyond their position."""
+    """Embeddings that replace tokens in a step's rows (`given`), and rows that attend beyond their position
+    (`whole`)."""
 
     given: GivenRows | None
     whole: WholeRows | None
 
 
 class _Piece(NamedTuple):
-    """Rows of an item."""
+    """A range of an item's embeddings."""
 
     source: ItemInput
     first: int
@@ -299,7 +301,7 @@ class _Piece(NamedTuple):
 
 
 def _rows_of(store: ItemStore, pieces: Sequence[_Piece], index_SW: Tensor, first_S: Tensor) -> GivenRows:
-    """The pieces, one behind the other, as a store has them."""
+    """The pieces' embeddings from one store, concatenated."""
     found = [
         store.rows(source)[first:end] if source.kind in store.encoders else store.nothing(end - first)
         for source, first, end in pieces
@@ -321,19 +323,20 @@ def _own_rows(
     first_S: Tensor,
     more_SW: Tensor,
 ) -> GivenRows:
-    """The pieces as a drafter has them, whose rows may see each other where the target's do."""
+    """The pieces' embeddings from a drafter's store; its rows may attend to each other as the target's do."""
     found = _rows_of(store, pieces, index_SW, first_S)
     return replace(found, more_SW=more_SW, windows_only=own.windows_only) if own.is_whole else found
 
 
 class _Axes(NamedTuple):
-    """A prompt's positions up to the end of its last item, and what is added to a place behind it."""
+    """A prompt's rotary positions up to the end of its last item, int64 [3, P]; `shift` is added to the index of a
+    later token to get its position."""
 
     axes_3P: np.ndarray[Any, np.dtype[np.int64]]
     shift: int
 
     def at(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Those of the places from `first` up to `end`; below 0 there are none, and any will do."""
+        """Rotary positions of tokens `first` to `end` (exclusive); for negative indices the values are unused."""
         known = self.axes_3P.shape[1]
         inner = self.axes_3P[:, max(0, first) : max(0, end)]
         parts = [_text(first, min(end, 0)), inner, _text(max(first, known), end) + self.shift]
@@ -345,7 +348,7 @@ def _text(first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
-    """Text stands on all axes alike, one further with every token; an item's rows as the item says."""
+    """Rotary positions of a prompt: text advances by one per token on all axes, items' rows follow their `Places`."""
     pieces = []
     place = shift = 0
     for item, source in placed:
@@ -357,11 +360,11 @@ def _axes_of(placed: Sequence[tuple[Item, ItemInput]]) -> _Axes:
 
 
 def num_ahead(items: Sequence[Item], inputs: Sequence[ItemInput]) -> int:
-    """By how much text behind the items stands further than its place; 0 where it does not."""
+    """By how much the positions of text after the items exceed its token indices; 0 if they do not."""
     return max(0, _axes_of(list(zip(items, inputs, strict=True))).shift) if items else 0
 
 
 def _overlap(span: tuple[int, int, int], item: Item) -> range:
-    """Positions of a span (slot, first, end) that are an item's."""
+    """Positions of a span (slot, first, end) that belong to an item."""
     _, first, end = span
     return range(max(first, item.start), min(end, item.start + item.num_rows))

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine in a thread of its own, for the tasks of an event loop. What the server stands on."""
+"""`AsyncLLM`: an engine in its own thread, for the tasks of an event loop. The server is built on it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from draftproof.frontend.output_processor import Request
 from draftproof.types import Delta, RequestHints, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
-MOST_FETCHED = 16  # images of a request that others hold: each may be of 64 MiB
-LOOK = 0.01  # seconds between two looks at whether the engine's thread has ended
+MOST_FETCHED = 16  # remote images per request; each may have 64 MiB
+LOOK = 0.01  # seconds between two checks whether the engine's thread has ended
 T = TypeVar("T")
 
 
 class ClosedError(RuntimeError):
-    """What is asked of an engine that takes no more requests."""
+    """Raised by calls to an engine that takes no more requests."""
 
 
 class AnswerStream:
-    """The deltas of one request, as they come, for one task; its end closes it.
+    """The deltas of one request as they come, for one task. It closes itself when the request ends.
 
-    `started`, `first` and `last`: when it was asked for, and when its first and latest tokens came, in seconds of
+    `started`, `first` and `last`: when the request was made, and when its first and latest tokens came, in seconds of
     `time.perf_counter`.
     """
 
@@ -46,7 +46,7 @@ class AnswerStream:
         self.prompt_token_ids = request.given.prompt_token_ids
         self.params = request.given.params
         self.loop = loop
-        self.over = asyncio.Event()  # nothing will come any more
+        self.over = asyncio.Event()  # set once no more deltas will come
         self.started = self.first = self.last = time.perf_counter()
         self.request = request
         self._leave = leave
@@ -65,7 +65,7 @@ class AnswerStream:
         return self._waiting.popleft()
 
     async def with_pauses(self, interval: float) -> AsyncIterator[Delta | None]:
-        """Deltas, and None whenever so many seconds have passed without one."""
+        """Deltas, and None whenever `interval` seconds have passed without one."""
         alarm = _Alarm(self, interval)
         try:
             while True:
@@ -81,11 +81,11 @@ class AnswerStream:
             alarm.cancel()
 
     def wake(self) -> None:
-        """Have whoever waits look, though there may be nothing."""
+        """Wake the waiting task, although there may be no delta."""
         self._news.set()
 
     def deliver(self, deltas: Sequence[Delta], *, is_over: bool) -> None:
-        """Called in the loop's thread."""
+        """Append deltas. Called in the loop's thread."""
         self.last = time.perf_counter()
         if self.first == self.started:
             self.first = self.last
@@ -95,7 +95,7 @@ class AnswerStream:
         self._news.set()
 
     def abandon(self) -> None:
-        """End it for whoever reads, as if aborted: no step will bring more. Called in the loop's thread."""
+        """End the stream as if aborted, since no step will bring more. Called in the loop's thread."""
         if not self.over.is_set():
             left = [c.index for c in self.request.choices if c.finish_reason is None]
             self.deliver(
@@ -103,8 +103,7 @@ class AnswerStream:
             )
 
     def close(self) -> None:
-        """Take no more: a request that still runs is aborted, and its memory is free after the step that is being
-        made. Closing twice is closing once."""
+        """Abort the request if it still runs; its memory is freed after the current step. Idempotent."""
         if not self.over.is_set():
             self._waiting.clear()
             self.over.set()
@@ -113,7 +112,7 @@ class AnswerStream:
 
 
 class _Alarm:
-    """Wakes a stream whenever nothing has come for `interval` seconds: one timer, however much comes."""
+    """Wakes a stream whenever no delta has come for `interval` seconds, with one timer per stream, not per delta."""
 
     def __init__(self, stream: AnswerStream, interval: float) -> None:
         self._stream = stream
@@ -122,7 +121,7 @@ class _Alarm:
         self._timer = stream.loop.call_later(interval, self._look)
 
     def _look(self) -> None:
-        if self._stream.over.is_set():  # and whoever iterated has not come back
+        if self._stream.over.is_set():  # although the iterator was not closed
             return
         now = time.perf_counter()
         rest = max(self._stream.last, self._rung) + self._interval - now
@@ -136,11 +135,11 @@ class _Alarm:
 
 
 class AsyncLLM:
-    """An `LLM` whose steps are made by a thread of its own, so that requests of many tasks are one batch.
+    """An `LLM` whose steps run in a thread of its own, so that requests of many tasks are batched.
 
-    It takes the `LLM` over: nobody else may ask it for anything from then on but what it was made with, its statistics
-    and its tokenizer. Calls wait for nothing but the engine; encoding is done by one more thread. Answers are those
-    that `LLM` gives to the same prompt, parameters and seed. `ClosedError`, a RuntimeError, once no more are taken.
+    It takes the `LLM` over: other code may from then on read only its settings, statistics and tokenizer. Tasks never
+    block the event loop; another thread tokenizes prompts. Answers are those that `LLM` gives to the same prompt,
+    parameters and seed. Calls raise `ClosedError`, a RuntimeError, once no more requests are taken.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -148,13 +147,13 @@ class AsyncLLM:
         self._requests = llm.requests
         self._streams: dict[str, AnswerStream] = {}
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # between the last look at `_actions` and whoever adds one
+        self._gate = threading.Lock()  # guards `_is_ended`: no action is queued after the last ones were run
         self._is_closing = self._is_stopped = self._is_ended = False
-        self._deadline = math.inf  # when requests that run are ended, once it is shutting down
+        self._deadline = math.inf  # when a shutdown aborts the running requests
         self._encoder = ThreadPoolExecutor(1, "draftproof-encoder")
         self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
         self._fetcher = ThreadPoolExecutor(8, "draftproof-fetcher")
-        self._prepared: set[asyncio.Future[Any]] = set()  # what helpers are at
+        self._prepared: set[asyncio.Future[Any]] = set()  # work given to helper threads
         self._thread = threading.Thread(target=self._run, name="draftproof-engine", daemon=True)
         self._thread.start()
 
@@ -177,14 +176,14 @@ class AsyncLLM:
     async def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, hints: RequestHints = NO_HINTS
     ) -> PreparedRequest:
-        """The prompt's ids, checked with the parameters (None: the model's own); nothing runs yet. Raises ValueError
-        for what cannot be served."""
+        """Tokenize the prompt and check it with the parameters (None: the model's own); nothing runs yet. ValueError if
+        it cannot be served."""
         self._check_open()
         params = params or self.llm.default_sampling_params()
         return await self.encode(partial(self._requests.prepare, prompt, params, hints))
 
     def begin(self, given: PreparedRequest, request_id: str | None = None) -> AnswerStream:
-        """Queue what `prepare` gave, for the task that calls; it closes the stream when it wants no more.
+        """Queue what `prepare` returned, for the calling task; a task that wants no more deltas closes the stream.
 
         Raises ValueError for a `request_id` that is running.
         """
@@ -201,9 +200,9 @@ class AsyncLLM:
         return stream
 
     async def compile(self, params: SamplingParams, seconds: float) -> None:
-        """Have what `params.structured_outputs` asks for compiled, by a thread of its own, so that `prepare` finds it
-        done and nobody else's prompts wait for it. ValueError where it cannot be, and where it takes longer;
-        ClosedError as in `encode`."""
+        """Compile the grammar of `params.structured_outputs` in another thread, so that `prepare` finds it compiled and
+        other prompts need not wait. ValueError if it cannot be compiled or takes longer than `seconds`; ClosedError as
+        in `encode`."""
         if params.structured_outputs is None:
             return
         work = partial(self._requests.inputs.grammar, params)
@@ -215,13 +214,13 @@ class AsyncLLM:
             ) from None
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done by the thread that encodes prompts. ClosedError once no more requests are taken,
-        at once for work that waits or is being done then."""
+        """The result of `work`, run in the thread that tokenizes prompts. ClosedError once no more requests are taken,
+        even if the work is queued or running then."""
         return await self._help(self._encoder, work)
 
     async def fetch(self, prompt: Prompt) -> Prompt:
-        """The prompt with the bytes of images and frames that others hold, which may take long: threads of their own
-        wait for them. ValueError for what cannot be had, ClosedError as in `encode`."""
+        """The prompt with its remote images and frames fetched. As that may take long, it has its own threads.
+        ValueError for what cannot be fetched, ClosedError as in `encode`."""
         reader = self._requests.inputs.images
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if reader is None or not data:
@@ -244,13 +243,13 @@ class AsyncLLM:
         return await self._help(self._fetcher, partial(reader.fetched, given)) if is_elsewhere else given
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """The result of `work`, part of an answer, done by the thread that encodes prompts while there is one."""
+        """The result of `work`, which makes part of an answer; runs in the tokenizing thread while that exists."""
         if self._is_closing:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def output(self, stream: AnswerStream) -> RequestOutput:
-        """All that a finished request has come to, with its metrics."""
+        """The output of a finished request, with its metrics."""
         return self._requests.output(stream.request)
 
     def abort(self, request_id: str) -> None:
@@ -258,24 +257,24 @@ class AsyncLLM:
         self._soon_if_open(partial(self._requests.abort, request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what prompts that start alike have in common; what runs is computed again, to the same bits."""
+        """Clear the prefix cache; running requests are recomputed, to the same bits."""
 
         await self._in_engine(self._requests.reset_prefix_cache)
 
     async def pause(self) -> None:
-        """Make no steps until `resume`; requests are taken and wait."""
+        """Make no steps until `resume`; requests are accepted and wait."""
         await self._in_engine(partial(self.llm.engine.set_paused, True))
 
     async def resume(self) -> None:
         await self._in_engine(partial(self.llm.engine.set_paused, False))
 
     async def shutdown(self, patience: float = 0.0, grace: float | None = None) -> None:
-        """Take no more requests, give those that run `patience` seconds, end the rest with finish_reason "abort", and
-        give the memory back.
+        """Take no more requests, let running ones go on for `patience` seconds, end the rest with finish_reason
+        "abort", and free the memory.
 
-        The step that is being made then has `grace` seconds to end (None: as long as it takes). Where it does not, the
-        rest is answered all the same, the memory stays, and `is_alive`. Shutting down twice is doing it once: the
-        sooner end counts.
+        The current step then has `grace` seconds to end (None: as long as it takes). If it does not, the remaining
+        requests are answered all the same, the memory is not freed, and `is_alive` stays True. Of several calls the
+        earliest deadline counts.
         """
         self._is_closing = True
         for helpers in (self._encoder, self._compiler, self._fetcher):
@@ -303,16 +302,16 @@ class AsyncLLM:
         return self._thread.is_alive()
 
     async def drained(self) -> None:
-        """Wait until no request is open. For the loop whose tasks ask."""
+        """Wait until no request is open. Call it in the event loop of the requesting tasks."""
         while self._streams and not self._is_ended:
             for stream in list(self._streams.values()):
                 await stream.over.wait()
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                await self._in_engine(lambda: None)  # after it has forgotten those that were left
+            with contextlib.suppress(RuntimeError):  # the engine has ended meanwhile
+                await self._in_engine(lambda: None)  # runs after the queued `_forget` of closed streams
 
     @property
     def num_open(self) -> int:
-        """Requests that were taken and have not been answered."""
+        """Number of requests that are accepted and not yet answered."""
         return len(self._streams)
 
     @property
@@ -323,7 +322,7 @@ class AsyncLLM:
         return "the engine is shutting down" if self._is_closing or self._is_ended else None
 
     async def _help(self, helpers: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """The result of `work`, done by one of these threads. ClosedError as in `encode`."""
+        """The result of `work`, run by one of the `helpers`. ClosedError as in `encode`."""
         self._check_open()
         future = asyncio.get_running_loop().run_in_executor(helpers, work)
         self._prepared.add(future)
@@ -342,7 +341,7 @@ class AsyncLLM:
             raise ClosedError(f"AsyncLLM: {self.error}")
 
     def _soon(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do it before its next step. ClosedError where there will be none."""
+        """Run `action` in the engine's thread before its next step. ClosedError if there will be none."""
         with self._gate:
             if self._is_ended:
                 raise ClosedError(f"AsyncLLM: {self.error}")
@@ -356,11 +355,11 @@ class AsyncLLM:
         self.llm.engine.wake()
 
     async def _in_engine(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done between two steps."""
+        """The result of `work`, run in the engine's thread between two steps."""
         future: Future[T] = Future()
 
         def act() -> None:
-            if not future.set_running_or_notify_cancel():  # whoever asked has gone
+            if not future.set_running_or_notify_cancel():  # the caller was cancelled
                 return
             try:
                 future.set_result(work())
@@ -389,24 +388,24 @@ class AsyncLLM:
             self._end(None)
 
     def _act(self) -> None:
-        """What was asked for since the last step; where there is nothing to compute, wait to be asked."""
+        """Run the actions queued since the last step; if the engine has nothing to compute, wait for one."""
         if not self.llm.engine.is_due:
             self._actions.get()()
         while not self._actions.empty():
             self._actions.get()()
 
     def _begin(self, stream: AnswerStream, arrival: int) -> None:
-        if stream.over.is_set():  # left before it began
+        if stream.over.is_set():  # closed before it began
             self._forget(stream)
             return
         try:
             self._requests.start(stream.request, arrival)
-        except Exception as error:  # one request's, and no step was made
+        except Exception as error:  # concerns this request only, since no step was made
             log.exception("a request could not be started")
             self._requests.fail(stream.request, f"{type(error).__name__}: {error}")
 
     def _forget(self, stream: AnswerStream) -> None:
-        """Unless it is over, and its id another's by now."""
+        """Close the stream's request, unless it is over and its id belongs to another one by now."""
         if self._streams.get(stream.request_id) is stream:
             self._requests.close(stream.request_id)
             del self._streams[stream.request_id]
@@ -415,7 +414,7 @@ class AsyncLLM:
         self._is_stopped = True
 
     def _hand_out(self) -> None:
-        """Give each loop the news of its streams, all of a step at once."""
+        """Pass each event loop the new deltas of its streams, in one call per step."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[AnswerStream, list[Delta], bool]]] = {}
         for request in list(self._requests.running.values()):
             if not request.pending:
@@ -427,17 +426,17 @@ class AsyncLLM:
         for loop, batch in news.items():
             try:
                 loop.call_soon_threadsafe(_deliver, batch)
-            except RuntimeError:  # the loop is closed: nobody will read this
+            except RuntimeError:  # the loop is closed: there are no readers any more
                 for stream, _, _ in batch:
                     self._forget(stream)
 
     def _end(self, error: str | None) -> None:
-        """Answer everybody, with what there is or with `error`, and end the engine."""
+        """End all requests, aborted or failed with `error`, and close the engine."""
         with self._gate:
             self._is_ended = True
             if error is not None:
                 self.llm.engine.error = error
-        while not self._actions.empty():  # nothing is added any more
+        while not self._actions.empty():  # `_gate` lets nothing be added any more
             _try(self._actions.get())
         for request in list(self._requests.running.values()):
             if error is None:
@@ -445,13 +444,13 @@ class AsyncLLM:
             else:
                 _try(partial(self._requests.fail, request, error))
         _try(self._hand_out)
-        for stream in list(self._streams.values()):  # what could not be told anything
+        for stream in list(self._streams.values()):  # those that have not ended yet
             _try(partial(stream.loop.call_soon_threadsafe, stream.abandon))
         _try(self.llm.close)
 
 
 def _try(action: Callable[[], object]) -> None:
-    """Do it, whatever state a fault has left things in: others are still to be answered."""
+    """Run `action` and only log its exception: after a failure all requests must still be answered."""
     try:
         action()
     except BaseException:
@@ -466,7 +465,7 @@ def _deliver(batch: Sequence[tuple[AnswerStream, list[Delta], bool]]) -> None:
 async def together(
     streams: Sequence[AnswerStream], interval: float
 ) -> AsyncIterator[tuple[int, Delta | None]]:
-    """Deltas of several streams as they come, with their numbers; None: a stream has had none for so many seconds."""
+    """(stream's index, delta) of several streams as they come; delta None: that stream had none for `interval` s."""
     if len(streams) == 1:
         async for delta in streams[0].with_pauses(interval):
             yield 0, delta
@@ -493,7 +492,7 @@ async def together(
 
 
 def _num_remote(given: Any) -> int:
-    """How many images in lists of lists are still to be fetched."""
+    """Number of images in nested lists that are yet to be fetched."""
     if isinstance(given, (list, tuple)):
         return sum(map(_num_remote, given))
     return int(isinstance(given, Remote))

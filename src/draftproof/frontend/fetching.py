@@ -1,8 +1,8 @@
-"""Images that messages name by http(s) URLs, where the user allows it: what is fetched, from whom, and how much.
+"""Fetches images that messages name by http(s) URLs, from the domains that the user allows, within limits.
 
-Every name is resolved once a request, each address must be a public one, and the connection goes to the address that
-was looked at, so a name that changes its mind (DNS rebinding) reaches nothing else; a redirect is a new request under
-the same rules. Proxies and credentials in the environment are not used.
+Each request resolves its name once, all addresses must be public, and the connection goes to the checked address, so
+DNS rebinding cannot reach another one; a redirect is a new request under the same rules. Proxies and credentials in
+the environment are not used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from draftproof.schema import shown
 
-ANY = "*"  # a domain: all of them
+ANY = "*"  # allows all domains
 MOST_REDIRECTS = 3
-MOST_SECONDS = 10.0  # for an image, redirects and all
+MOST_SECONDS = 10.0  # per image, redirects included
 PIECE = 1 << 16
 PORTS = {"http": 80, "https": 443}
 Resolve = Callable[[str, int], list[str]]  # name, port -> addresses
@@ -34,7 +34,7 @@ Connect = Callable[[str, int, float], socket.socket]  # address, port, seconds
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An image that is still to be fetched. `where`: what errors call it."""
+    """An image that is yet to be fetched. `where`: its name in errors."""
 
     url: str
     where: str
@@ -42,7 +42,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An URL in parts, of which `host` is lower case and has no dot at its end."""
+    """The parts of a URL; `host` is lower case, without a trailing dot."""
 
     scheme: str
     host: str
@@ -51,7 +51,7 @@ class _Place:
 
     @property
     def name(self) -> str:
-        """The value of the header "Host"."""
+        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -65,7 +65,7 @@ def _connected(address: str, port: int, seconds: float) -> socket.socket:
 
 
 class Fetcher:
-    """Fetches from these domains alone, `ANY` among them: from all. Any thread may call it."""
+    """Fetches from the allowed domains only; if `ANY` is among them, from all. Thread-safe."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class Fetcher:
         return ssl.create_default_context()
 
     def check(self, url: str, where: str) -> Remote:
-        """The image that an URL names. ValueError where it may not be fetched, as far as the URL tells."""
+        """The image that a URL names, not fetched yet. ValueError if the URL itself is not allowed."""
         self._place(url, where)
         return Remote(url, where)
 
     def fetch(self, remote: Remote) -> bytes:
-        """Its bytes. ValueError names what is wrong and whom to ask."""
+        """The image's bytes. ValueError names what is wrong and who can fix it."""
         deadline = time.monotonic() + self._most_seconds
         url, where = remote.url, remote.where
         place = self._place(url, where)
@@ -140,7 +140,7 @@ class Fetcher:
         )
 
     def _answer(self, place: _Place, where: str, deadline: float) -> bytes | str:
-        """The content, or where a redirect leads."""
+        """The content (bytes), or the target of a redirect (str)."""
         address = self._address(place, where, deadline)
         connected = self._connect(address, place.port, self._left(deadline))
         if place.scheme == "https":
@@ -188,7 +188,7 @@ class Fetcher:
         return bytes(content)
 
     def _address(self, place: _Place, where: str, deadline: float) -> str:
-        """The address that the connection goes to; ValueError where the name has one that is not public."""
+        """The address to connect to. ValueError if any address of the name is not public."""
         found: Future[list[str]] = Future()
 
         def resolve() -> None:
@@ -229,10 +229,10 @@ class Fetcher:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one that anybody in the world reaches, and so is any that it wraps."""
+    """Whether an address is globally reachable, and so is any IPv4 address embedded in it."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None or found in _TRANSLATED:  # other words for an address of four bytes
+        if found.ipv4_mapped is not None or found in _TRANSLATED:  # an embedded IPv4 address
             return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)))
         wrapped = [found.sixtofour, *(found.teredo or ())]
         if any(each is not None and not is_public(str(each)) for each in wrapped):
@@ -242,9 +242,9 @@ def is_public(address: str) -> bool:
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
 
 
-_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")  # NAT64: what names of such networks resolve to
-# Addresses that Python takes for global, not every version the same of them, and that are not: of protocols (clouds
-# answer at some), of Azure's hosts, of documentation, of sites, and of a network's own NAT64.
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")  # NAT64: names resolve to these in such networks
+# Addresses that some version of Python calls global although they are not: protocol assignments (clouds answer at
+# some), Azure's host, documentation, site-local, and local NAT64.
 _INNER = tuple(
     map(
         ipaddress.ip_network,
@@ -254,7 +254,7 @@ _INNER = tuple(
 
 
 def _led_to(url: str, target: str, where: str) -> str:
-    """Where a redirect from an URL leads. ValueError where that is no URL."""
+    """The URL that a redirect leads to. ValueError if it is not a URL."""
     try:
         return urllib.parse.urljoin(url, target)
     except ValueError as error:
@@ -264,6 +264,6 @@ def _led_to(url: str, target: str, where: str) -> str:
 
 
 def _shut(connected: socket.socket) -> None:
-    """End whatever waits for it."""
+    """Shut the socket down, which ends any read or write that waits on it."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
-"""Images of prompts: from what a caller gives to what the model's encoder reads, and the rows of the prompt for them.
+"""Images of prompts: from a caller's image to the encoder's input tensors, and the prompt's placeholder rows for them.
 
-Whatever is wrong with an image ends as one ValueError that says which image of the prompt it is.
+Anything wrong with an image is raised as a ValueError that says which image of the prompt it is.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from draftproof.schema import shown
 
 IMAGE = "image"  # the kind of item, and the key of multi_modal_data
 VIDEO = "video"  # a key of multi_modal_data
-MOST_PIXELS = 1 << 26  # of an image as it is stored: a file of a few bytes may claim any number
-MOST_BYTES = 1 << 26  # of a file, whoever holds it
-MOST_FRAMES = 768  # of a video
-MOST_ASPECT = 200  # of its longer side to its shorter one
-# Pillow's, of files: others run programs (EPS), decode before anybody can look at their size (ICO), or are no pictures
-# of today
+MOST_PIXELS = 1 << 26  # per image, checked before decoding: a file of a few bytes may claim any number
+MOST_BYTES = 1 << 26  # per file, local or remote
+MOST_FRAMES = 768  # per video
+MOST_ASPECT = 200  # longer side / shorter side
+# File formats, by Pillow's names. Others run programs (EPS), decode before their size can be checked (ICO), or are
+# obsolete
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA")
-MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, of 8 bits and fewer a channel
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's, with <= 8 bits per channel
 
 
 Parts = Sequence[
     ItemInput | list[int]
-]  # what stands in a prompt for an image or a video: items, ids between them
+]  # what replaces a placeholder of an image or a video: items, with token ids between them
 
 
 class ImageReader:
-    """Makes items of images. Holds nothing that changes but the processor, which is loaded when it is first needed."""
+    """Makes items of images. Its only mutable state is the processor, which is loaded when it is first needed."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class ImageReader:
         allowed: Path | None = None,
         fetcher: Fetcher | None = None,
     ) -> None:
-        """allowed: the folder that messages may name files of; fetcher: of what they may name elsewhere; None: they may
-        not."""
+        """allowed: folder whose files messages may name; fetcher: for URLs that messages may name. None: neither is
+        permitted."""
         self.vision = vision
         self.store = store
         self._max_model_len = max_model_len
@@ -76,8 +76,8 @@ class ImageReader:
             ) from error
 
     def read(self, images: Any) -> list[ItemInput]:
-        """The inputs of the images of a prompt, one or several. ValueError names the first that cannot be read, or that
-        no prompt has room for: what an encoder reads may be a thousand times as long as a file."""
+        """The inputs of a prompt's images, one or several. ValueError names the first that cannot be read or does not
+        fit. That is checked image by image, since an input may be a thousand times as large as its file."""
         found, num_rows = list[ItemInput](), 0
         for number, image in enumerate(images if isinstance(images, (list, tuple)) else [images]):
             found.append(self._read(image, f"image {number}"))
@@ -86,7 +86,7 @@ class ImageReader:
         return found
 
     def check_room(self, num_rows: int, where: str) -> None:
-        """ValueError where a prompt has no room for so many rows, the last of which are those of `where`."""
+        """ValueError if a prompt has no room for `num_rows` rows; `where`: the image that was added last."""
         if num_rows >= self._max_model_len:
             raise ValueError(
                 f"{where}: with it there are {num_rows} rows of images or frames, which leave no room for an answer in "
@@ -113,8 +113,8 @@ class ImageReader:
         videos: Sequence[Parts] = (),
         tokenizer: Tokenizer | None = None,
     ) -> tuple[list[int], tuple[Item, ...], tuple[ItemInput, ...]]:
-        """(the prompt with as many ids for each image as it has rows, where it had one, and for videos alike; the items
-        and their inputs). ValueError where there are not as many places as images."""
+        """(the prompt, with each placeholder of an image or video repeated for its rows; the items; their inputs).
+        ValueError if the numbers of placeholders and images differ."""
         breaks = self._breaks(tokenizer) if images else ()
         given: dict[int, Sequence[Parts]] = {self.vision.placeholder: [(image,) for image in images]}
         if self.vision.video_placeholder >= 0:
@@ -133,7 +133,7 @@ class ImageReader:
             parts = next(left[token]) if token in left else ([token],)
             if token in left and isinstance(parts[0], list) and isinstance(parts[-1], list):
                 around = (placed[-1:], tokens[number + 1 : number + 2])
-                if around == (parts[0][-1:], parts[-1]):  # it has marks of its own
+                if around == (parts[0][-1:], parts[-1]):  # the prompt has the marks already
                     placed.pop()
                     parts = parts[:-1]
             for part in parts:
@@ -146,7 +146,7 @@ class ImageReader:
         return placed, tuple(items), tuple(inputs)
 
     def _breaks(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        """Ids of the tokens that end an image's lines."""
+        """Ids of the tokens that end an image's lines: (after each line but the last, after the last)."""
         breaks = self.vision.family.breaks
         found = tuple(None if tokenizer is None else tokenizer.token_id(text) for text in breaks)
         if None in found:
@@ -157,7 +157,7 @@ class ImageReader:
         return tuple(i for i in found if i is not None)
 
     def marked(self, text: str, tokenizer: Tokenizer) -> str:
-        """A text in which what stands for an image has the marks and the place of its rows around it."""
+        """`text`, in which each image's mark is expanded to the family's marks around a placeholder."""
         marks = self.vision.marks
         if not marks or -1 in marks:
             return text
@@ -166,7 +166,7 @@ class ImageReader:
         return text if first + place in text else text.replace(plain, full)
 
     def of_url(self, url: str, where: str) -> Any:
-        """What a message's part names: data, or a file in the allowed folder. ValueError for anything else."""
+        """What a message's URL names: bytes, a file in the allowed folder, or a `Remote`. ValueError for others."""
         if url.startswith("data:"):
             return _data(url, where)
         with _errors_of(where):
@@ -188,13 +188,13 @@ class ImageReader:
         return path
 
     def picture(self, image: Any, where: str) -> Any:
-        """A Pillow image of three channels. ValueError for what is none."""
-        found = self.fetched(image)  # whose errors say where it was named
+        """A Pillow image in RGB. ValueError for anything that is not an image."""
+        found = self.fetched(image)  # its errors name the URL's place themselves
         with _errors_of(where):
             return _picture(found, where)
 
     def fetched(self, image: Any) -> Any:
-        """An image, its bytes where it was to be fetched."""
+        """`image`, or its fetched bytes if it is a `Remote`."""
         if not isinstance(image, Remote):
             return image
         assert self._fetcher is not None, "it made this"
@@ -202,7 +202,7 @@ class ImageReader:
 
 
 def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]:
-    """What stands for an image in a prompt: an id a row, and those that end its lines."""
+    """An image's token ids in a prompt: a placeholder per row, and the tokens that end its lines."""
     if image.carries is None:
         return [placeholder] * image.num_rows
     after, end = breaks
@@ -210,8 +210,8 @@ def _ids(image: ItemInput, placeholder: int, breaks: Sequence[int]) -> list[int]
 
 
 def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any], dict[str, list[Any]]]:
-    """(messages in which a part that is an image is {"type": "image"}, the images in order), and videos alike, by kind.
-    ValueError for an image that no text-only model can see."""
+    """(messages, in which image parts are reduced to {"type": "image"} and video parts likewise; the images and videos
+    in order, by kind). `reader`: None for a text-only model; then any image is a ValueError."""
     plain = list[Any]()
     found: dict[str, list[Any]] = {}
     for i, message in enumerate(messages):
@@ -236,7 +236,7 @@ def split_messages(messages: Any, reader: ImageReader | None) -> tuple[list[Any]
     return plain, found
 
 
-# types of parts of a message that no text is made of, and what they are
+# types of message parts -> kind of item
 _PARTS: Mapping[str, str] = {
     **dict.fromkeys(("image", "image_url", "input_image", "image_pil"), IMAGE),
     **dict.fromkeys(("video", "video_url"), VIDEO),
@@ -250,7 +250,7 @@ def is_image(part: Any) -> bool:
 
 
 def _given(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
-    """What stands in a part of a message: an URL, or an object of the caller's."""
+    """The image or video of a message's part: resolved if it is a URL, else the caller's object."""
     given = part.get(str(part["type"]))
     if part["type"] == "input_image":
         given = part.get("image_url")
@@ -266,14 +266,14 @@ def _given(part: Mapping[str, Any], reader: ImageReader, where: str) -> Any:
 
 
 def _named(given: Any, reader: ImageReader, where: str) -> Any:
-    """What a text names, frames of a video among them; anything else as it is."""
+    """Resolve URLs, also in lists of frames; other objects are returned as they are."""
     if isinstance(given, (list, tuple)):
         return type(given)(_named(each, reader, where) for each in given)
     return reader.of_url(given, where) if isinstance(given, str) else given
 
 
 def _frames_of_url(url: str, where: str) -> list[bytes]:
-    """The files of a video's frames, which are all that an URL may hold of one."""
+    """The files of a video's frames. A URL may hold a video only as frames: video files are not decoded."""
     header, _, body = url.partition(",")
     if header != "data:video/jpeg;base64":
         raise ValueError(
@@ -288,7 +288,7 @@ def _frames_of_url(url: str, where: str) -> list[bytes]:
 def _data(url: str, where: str) -> bytes:
     """The bytes of a data URI."""
     header, _, body = url.partition(",")
-    if len(body) > (MOST_BYTES + 2) // 3 * 4:  # four characters for three bytes
+    if len(body) > (MOST_BYTES + 2) // 3 * 4:  # base64 has four characters per three bytes
         raise ValueError(
             f"{where}: is a data URI of more than {MOST_BYTES} bytes, {len(body)} characters; give a smaller image"
         )
@@ -302,17 +302,17 @@ def _data(url: str, where: str) -> bytes:
 
 @contextlib.contextmanager
 def _errors_of(where: str) -> Iterator[None]:
-    """Whatever is wrong with an image ends as a ValueError that begins with `where`."""
+    """Turn any exception into a ValueError that begins with `where`."""
     try:
         yield
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
-    except Exception as error:  # decoders of what strangers wrote raise anything, TypeError included
+    except Exception as error:  # on hostile input decoders raise anything, even TypeError
         raise ValueError(f"{where}: cannot be read: {_first_line(error)}; give another file") from error
 
 
 def _picture(image: Any, where: str) -> Any:
-    """A Pillow image of three channels."""
+    """A Pillow image in RGB, from any supported kind of object."""
     from PIL import Image, ImageOps
 
     if isinstance(image, Tensor):
@@ -338,8 +338,7 @@ def _picture(image: Any, where: str) -> Any:
         raise ValueError(
             f"{where}: has {width} x {height} pixels: one side is more than {MOST_ASPECT} times the other; cut it"
         )
-    # A photo (MPO) may hold smaller ones of itself. Nobody counts frames: in some formats that takes their number
-    # squared.
+    # A photo (MPO) may contain thumbnails of itself. `n_frames` is not used: in some formats it takes quadratic time.
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise ValueError(f"{where}: is animated, or has several pages; give one of them")
     if image.mode not in MODES:
@@ -349,7 +348,7 @@ def _picture(image: Any, where: str) -> Any:
 
 
 def _content(path: Path, where: str) -> bytes:
-    """The bytes of a file, and of nothing that may have no end."""
+    """The bytes of a regular file; devices and pipes, which may be endless, are refused."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{where}: {shown(str(path))}: is no file; give one")
     with path.open("rb") as file:
@@ -360,7 +359,7 @@ def _content(path: Path, where: str) -> bytes:
 
 
 def _opened(data: bytes, where: str) -> Any:
-    """A file of one of the formats that are read."""
+    """The Pillow image of a file in one of `FORMATS`."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()

@@ -1,8 +1,8 @@
-"""Events of the prefix cache over ZMQ, in vLLM's form, for routers that send a request where its prefix is.
+"""Events of the prefix cache over ZMQ, in vLLM's format, for routers that send a request to where its prefix is cached.
 
-A message has three parts: topic, sequence number (8 bytes, big endian), and a batch: an array [time, events, number of
-the replica] of maps that name their "type", as vLLM has sent them since its pull request 42892. A DEALER or REQ that
-sends a sequence number to the replay socket gets the batches from there on that are kept, and then the number -1.
+A message has three parts: topic, sequence number (8 bytes, big endian), and a batch: an array [time, events, replica
+number], in which events are maps with a "type", as in vLLM since its pull request 42892. A DEALER or REQ that sends a
+sequence number to the replay socket gets the stored batches from that number on, and then the number -1.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 LAST = -1  # the sequence number that ends a replay
 MEDIUM = "GPU"  # vLLM's word for the cache that an engine computes from
 KIND = "full_attention"
-LINGER = 1000  # milliseconds that what was published has to leave in
-LOOK = 100  # milliseconds between two looks at the replay socket
+LINGER = 1000  # milliseconds to send published batches when closing
+LOOK = 100  # milliseconds between two polls of the replay socket
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -38,7 +38,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """What happened to blocks."""
+    """Base of the events of cache blocks."""
 
 
 class BlockStored(KVCacheEvent):
@@ -70,12 +70,12 @@ class KVEventBatch(EventBatch):
 
 
 class Publisher:
-    """Sends batches and keeps the last for whoever missed some, in a thread of its own. What comes while
-    `max_queue_size` batches wait is dropped, and everybody is told to forget all that was said before: an engine waits
-    for no subscriber."""
+    """Sends batches and stores the last ones for replay, in its own thread. The engine never waits for subscribers:
+    while `max_queue_size` batches wait, further ones are dropped, and an `AllBlocksCleared` tells subscribers to
+    discard what they know."""
 
     def __init__(self, config: KVEventsConfig, replica: int = 0) -> None:
-        """replica: what ports and batches are numbered by. ValueError where an endpoint cannot be had."""
+        """replica: number for ports and batches. ValueError if an endpoint cannot be bound."""
         self._replica = replica
         self._numbers = itertools.count()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -92,7 +92,7 @@ class Publisher:
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
                 self._replay.setsockopt(zmq.LINGER, LINGER)
-                self._replay.set_hwm(config.buffer_steps + 1)  # else parts of an answer are thrown away
+                self._replay.set_hwm(config.buffer_steps + 1)  # else parts of a replay would be dropped
                 where = numbered(config.replay_endpoint, replica)
                 _attach(self._replay, "replay_endpoint", where, may_connect=False)
         except ValueError:
@@ -102,7 +102,7 @@ class Publisher:
         self._thread.start()
 
     def publish(self, events: Sequence[cache.CacheEvent], block_size: int) -> None:
-        """Queue a batch of what happened, if anything did. Never waits."""
+        """Queue a batch of the events, if there are any. Never waits."""
         if not events:
             return
         told: list[Any] = [_told(event, block_size) for event in events]
@@ -110,13 +110,13 @@ class Publisher:
             self._queue.put_nowait(self._encode(told))
         except queue.Full:
             log.error("kv_events_config: max_queue_size batches wait; subscribers are told to begin anew")
-            with contextlib.suppress(queue.Empty):  # the thread takes some, too
+            with contextlib.suppress(queue.Empty):  # the sending thread takes batches, too
                 while True:
                     self._queue.get_nowait()
             self._queue.put_nowait(self._encode([AllBlocksCleared()]))
 
     def close(self) -> None:
-        """Send what waits, and end. Closing twice is closing once."""
+        """Send queued batches, and end. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -137,7 +137,7 @@ class Publisher:
             self._context.destroy(linger=LINGER)
 
     def _send(self) -> bool:
-        """Send a batch, or look for one for a moment; False at the end."""
+        """Send a batch, waiting briefly if there is none; False at the end."""
         try:
             batch = self._queue.get(timeout=LOOK / 1000 if self._replay is not None else None)
         except queue.Empty:
@@ -150,7 +150,7 @@ class Publisher:
         return True
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send a subscriber what it asks for."""
+        """Answer a subscriber's request for a replay."""
         asked = replay.recv_multipart()
         if len(asked) != 3 or len(asked[2]) != 8:
             log.warning("kv_events_config: a replay was asked for in another form: %d parts", len(asked))
@@ -179,7 +179,7 @@ def numbered(endpoint: str, replica: int) -> str:
 
 
 def _attach(end: zmq.Socket[bytes], name: str, endpoint: str, *, may_connect: bool) -> None:
-    """Bind, or as vLLM does connect to an address that names another machine's."""
+    """Bind; like vLLM, connect instead if the endpoint names another host and `may_connect`."""
     binds = (
         not may_connect or endpoint.startswith(("ipc://", "inproc://")) or "*" in endpoint or "::" in endpoint
     )

@@ -1,4 +1,4 @@
-"""The layers of Gemma 3 and Gemma 4 text models, read from their configs: each has its own shape.
+"""The layers of Gemma 3 and Gemma 4 text models, read from their configs; layers differ in shape.
 
 A config that nests its text model (`text_config` beside a vision or audio tower) is read as that text model alone.
 """
@@ -85,11 +85,11 @@ _NUMBERS: Mapping[str, float | None] = {
     "rope_local_base_freq": 0,
 }
 _FLAGS = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
-# A nested config's keys that hold for its text model too.
+# A nested config's keys that also apply to its text model.
 _OUTER_KEYS = schema.words(
     "eos_token_id bos_token_id dtype torch_dtype tie_word_embeddings quantization_config"
 )
-# A nested config's other keys, which describe towers whose tokens a text has none of.
+# A nested config's other keys, which describe towers that a text does not use.
 TOWER_KEYS = schema.words(
     """vision_config audio_config mm_tokens_per_image vision_soft_tokens_per_image boi_token_id eoi_token_id
     image_token_id video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index boi_token_index
@@ -101,8 +101,7 @@ NESTED_KEYS = _OUTER_KEYS | TOWER_KEYS | schema.words("model_type text_config ca
 def read_gemma(
     raw: Mapping[str, Any], family: Family, where: str, extra: Collection[str], *, generation: int
 ) -> tuple[dict[str, Any], Body]:
-    """(the keys that all models share, with Gemma's defaults; the layers). ValueError for what is not supported, by
-    name."""
+    """(the keys that all models share, with Gemma's defaults; the layers). ValueError names what is not supported."""
     if "text_config" in raw:
         check_keys(raw, where, NESTED_KEYS | set(extra))
         outer = {key: value for key, value in raw.items() if key in _OUTER_KEYS and value is not None}
@@ -130,7 +129,7 @@ class _Gemma(NamedTuple):
 
 
 def _check(raw: Mapping[str, Any], where: str) -> None:
-    """ValueError for a value of the wrong type or out of range; those that `config.parse` reads it checks again."""
+    """ValueError for a value of the wrong type or out of range. `config.parse` checks the keys that it reads again."""
     for key in _COUNTS:
         if key in raw:
             schema.whole(raw, key, where, low=_COUNTS[key])
@@ -214,7 +213,7 @@ def _width_factor(raw: Mapping[str, Any], shared: bool) -> int:
 
 
 def _mixer(gemma: _Gemma, index: int, head_dim: int, kv_heads: int, num_own: int) -> MixerConfig:
-    """Attention; past the first `num_own` layers over what the last one of its kind among those has stored."""
+    """Attention. Layers after the first `num_own` use the cache of the last of those with their kind."""
     given, generation, kinds = gemma
     raw, where, kind = given.raw, given.where, kinds[index]
     rope = _rope(_rope_of(raw, generation, kind, where), head_dim, raw["max_position_embeddings"], where)
@@ -249,7 +248,7 @@ def _mixer(gemma: _Gemma, index: int, head_dim: int, kv_heads: int, num_own: int
 
 
 def _ffn(given: Given, generation: int, width: int) -> FfnConfig:
-    """An MLP; in Gemma 4 perhaps with experts beside it."""
+    """An MLP, in Gemma 4 optionally with experts in parallel."""
     raw, where = given.raw, given.where
     dense = DenseConfig(width=width, gelu=True)
     if generation == 3 or not schema.flag(raw, "enable_moe_block", where):
@@ -272,7 +271,7 @@ def _k_is_v(raw: Mapping[str, Any], kind: str, where: str) -> bool:
 
 
 def _sizes(gemma: _Gemma, index: int) -> tuple[int, int]:
-    """(head size, heads of keys) of a layer: Gemma 4's full layers have sizes of their own."""
+    """(head size, number of KV heads) of a layer: Gemma 4's full layers have sizes of their own."""
     given, generation, kinds = gemma
     raw, where, kind = given.raw, given.where, kinds[index]
     head_dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
@@ -287,7 +286,7 @@ def _sizes(gemma: _Gemma, index: int) -> tuple[int, int]:
 
 
 def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> dict[str, int] | None:
-    """The sizes that `per_layer_config` gives a layer; None where it gives none."""
+    """The sizes that `per_layer_config` gives a layer; None if it gives none."""
     sizes = schema.section(raw, "per_layer_config", where)
     here = f"{where}: per_layer_config"
     if sizes.get(str(index)) is None:
@@ -299,7 +298,7 @@ def _own_sizes(raw: Mapping[str, Any], index: int, where: str) -> dict[str, int]
 
 
 def _lender(kinds: tuple[str, ...], index: int, num_own: int, where: str) -> int:
-    """Index of the cache that a layer past the first `num_own` reads: that of the last of those of its kind."""
+    """Index of the cache that a layer after the first `num_own` reads: that of the last of those with its kind."""
     if num_own <= 0:  # an assistant: its target lends one cache of each kind
         return [kind for kind in KINDS if kind in kinds].index(kinds[index])
     lenders = [i for i in range(num_own) if kinds[i] == kinds[index]]
@@ -318,7 +317,7 @@ def _rope_of(raw: Mapping[str, Any], generation: int, kind: str, where: str) -> 
         schema.section(given, key, f"{where}: rope_parameters")
     found = {**_ROPE[generation][kind], **(given.get(kind) or {})}
     if generation == 3 and not given:
-        # the older layout: one base for each kind, and scaling for full layers alone
+        # the older layout: one base per kind, and scaling for full layers only
         key = "rope_theta" if kind == "full_attention" else "rope_local_base_freq"
         found["rope_theta"] = raw.get(key, found["rope_theta"])
         if kind == "full_attention":
@@ -329,8 +328,8 @@ def _rope_of(raw: Mapping[str, Any], generation: int, kind: str, where: str) -> 
 
 
 def _rope(given: Mapping[str, Any], head_dim: int, max_positions: int, where: str) -> RopeConfig:
-    """The rotary embedding of one kind of layer. Type "proportional": the leading part of the pairs rotates, at the
-    frequencies that it has in a whole head."""
+    """The rotary embedding of one kind of layer. Type "proportional": only a leading part of the pairs rotates, at the
+    frequencies that it would have if all did."""
     if given.get("rope_type") != "proportional":
         return parse_rope({"rope_parameters": given}, head_dim, max_positions, where)
     here = f"{where}: rotary embedding"

@@ -1,7 +1,7 @@
-"""Encoders of images, which are those that transformers has. They run one image at a time, on one thread of a CPU, so
-that an image's embeddings depend on nothing else.
+"""Image encoders: transformers' modules. They run one image at a time, on one thread of a CPU, so that an image's
+embeddings depend on nothing else.
 
-Shapes: N rows of an image, X an embedding and what is added behind it (`attention.given`).
+Shapes: N rows of an image, X size of an embedding and of what is added to layers (`attention.given`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from draftproof.runtime.threads import own_precision, threads
 
 
 class ImageEncoder:
-    """transformers' encoder of a model's images, with what takes its output to the language model's width."""
+    """transformers' image encoder of a model, with its projection to the language model's width."""
 
     def __init__(
         self, vision: Vision, weights: WeightSource, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """ValueError where the files lack one of its tensors, or hold one of another shape."""
+        """ValueError if the files lack one of its tensors, or have one of another shape."""
         self._module = _module(vision, dtype)
         self._inputs = vision.family.inputs
         self._device = device
@@ -41,9 +41,9 @@ class ImageEncoder:
         return sum(tensor.nbytes for tensor in self._module.parameters())
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """The embeddings of one image, and behind each what else its row is given, [N, X], whatever else is computed
-        beside it and however torch is set."""
-        # libraries choose by how memory is aligned; arrays of others lie anywhere
+        """The embeddings of one image, each followed by what is added to layers at its row, [N, X]; independent of
+        torch's settings and of other work."""
+        # copied, since libraries choose kernels by alignment, and other libraries' arrays have any
         given = {name: tensors[name].to(self._device, copy=True) for name in self._inputs}
         with torch.inference_mode(), threads(1), own_precision():
             found = self._module.get_image_features(**given)
@@ -52,12 +52,12 @@ class ImageEncoder:
 
 
 def _flat(found: Tensor | Sequence[Tensor]) -> Tensor:
-    """The rows of one image, which some encoders give in several pieces."""
+    """The rows of one image as one tensor; some encoders return several pieces."""
     pieces = [found] if isinstance(found, Tensor) else found
     return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
 
 
-# What the smallest language model says of itself in its config.
+# Config values of the smallest possible language model.
 _STUMP: Settings = {
     **{"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "intermediate_size": 8},
     **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
@@ -66,7 +66,7 @@ _STUMP: Settings = {
 
 
 def _module(vision: Vision, dtype: torch.dtype) -> Any:
-    """The model without its language model, of which a stump is made and dropped."""
+    """The model without its language model: that is built with minimal sizes and dropped."""
     from transformers import AutoConfig, AutoModel
 
     raw = {k: v for k, v in vision.config.items() if k not in ("quantization_config", "torch_dtype", "dtype")}
@@ -85,12 +85,12 @@ def _module(vision: Vision, dtype: torch.dtype) -> Any:
 
 
 def _stored_buffers(module: Any) -> dict[str, Tensor]:
-    """Buffers that checkpoints hold."""
+    """Buffers that checkpoints store."""
     state = module.state_dict()
     return {name: buffer for name, buffer in module.named_buffers() if name in state}
 
 
 def _name_in(weights: WeightSource, name: str, prefixes: Sequence[tuple[str, str]]) -> str:
-    """What files call a tensor of the module."""
+    """The name of a module's tensor in the files."""
     names = (theirs + name.removeprefix(own) for own, theirs in prefixes if name.startswith(own))
     return next((each for each in names if each in weights), name)

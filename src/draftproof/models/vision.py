@@ -1,4 +1,4 @@
-"""The part of a model that reads images, as its config and its family's row say."""
+"""The vision part of a model, read from its config by its family's row in `models/vision_families.py`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from draftproof.attention.given import Added
 from draftproof.models.vision_families import FAMILIES, Grid, Settings, Tensors, VisionFamily
 from draftproof.models.weights import Weights, WeightSource
 
-# Keys of a config or of its encoder's part that say what a processor makes of an image, and how many rows it has.
+# Keys of a config or of its vision_config on which the processor's tensors and the number of rows depend.
 _PROCESSED_BY = (
     *("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels", "image_size"),
     *("pooling_kernel_size", "mm_tokens_per_image", "vision_feature_select_strategy"),
 )
-# What families' rows say of that: a dense model's and that of one with experts say the same.
+# Fields of `VisionFamily` on which they depend; equal for a family's dense and mixture-of-experts models.
 _READ_BY = ("inputs", "num_rows", "line", "breaks", "options", "places", "video")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """The part of a model that reads images, as data. `config`: the file's content; `placeholder`: the id that stands
-    for a row of an image; `directory`: where its processor's settings are; `marks`: see `VisionFamily`, -1 where the
-    config names none."""
+    """The vision part of a model, as data. `config`: content of config.json; `placeholder`: token id that stands for a
+    row of an image; `directory`: holds the processor's settings; `marks`: see `VisionFamily`, -1 if the config has
+    none."""
 
     family: VisionFamily
     config: Mapping[str, Any]
@@ -37,12 +37,12 @@ class Vision:
 
     @property
     def is_whole(self) -> bool:
-        """Whether an image's rows see each other."""
+        """Whether an image's rows attend to each other in both directions."""
         return self.family.is_whole(self.config)
 
     @property
     def processor(self) -> Settings:
-        """What the files say of the processor; nothing where they do not."""
+        """The processor's settings in the files; empty if there are none."""
         for name in ("preprocessor_config.json", "processor_config.json"):
             path = self.directory / name
             if path.is_file():
@@ -52,13 +52,13 @@ class Vision:
 
     @property
     def video_placeholder(self) -> int:
-        """The id that stands for a row of a video; -1: it sees none."""
+        """The token id that stands for a row of a video; -1: videos are not supported."""
         video = self.family.video
         return -1 if video is None else schema.whole(self.config, video.placeholder, "config.json", 0)
 
     @property
     def placeholders(self) -> tuple[int, int]:
-        """Ids that stand for no token."""
+        """Token ids that stand for rows of items."""
         return self.placeholder, self.video_placeholder
 
     def num_rows(self, tensors: Tensors) -> int:
@@ -66,12 +66,13 @@ class Vision:
 
     @property
     def most_whole_rows(self) -> int:
-        """Rows by which a pass may be longer than it is allowed to be, since an image's rows are computed together."""
+        """Rows by which a pass may exceed its limit, because the rows of a whole image are computed in one pass."""
         most = self.family.most_rows
         return 0 if most is None or not self.is_whole else most(self.config, self.processor)
 
     def carries(self, tensors: Tensors) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-        """Which of an image's places carry its rows, where lines of them end with a token; None: all."""
+        """For families whose lines of rows end with a token: which of an image's positions have an embedding, bool [N];
+        None: all."""
         if self.family.line is None:
             return None
         length = self.family.line(self.config, tensors)
@@ -79,16 +80,16 @@ class Vision:
 
     @property
     def options(self) -> Settings:
-        """What the processor is told beside its own settings."""
+        """Arguments for the processor beside its own settings."""
         return {} if self.family.options is None else self.family.options(self.config)
 
     @property
     def added(self) -> Added:
-        """What goes into the stream after the first layers at an image's rows."""
+        """What is added to the residual stream after the first layers at an image's rows."""
         return self.family.added(self.config)
 
     def reads_as(self, other: Vision) -> bool:
-        """Whether its encoder takes the tensors that the other's processor gives, and makes as many rows of them."""
+        """Whether its encoder takes the tensors of the other's processor, and makes as many rows of them."""
         read = [[getattr(v.family, name) for name in _READ_BY] for v in (self, other)]
         sizes = [
             [part.get(key) for part in (v.config, v.config["vision_config"]) for key in _PROCESSED_BY]
@@ -102,14 +103,14 @@ class Vision:
 
 
 def family_of(raw: Mapping[str, Any]) -> VisionFamily | None:
-    """The row for a config, by its type and perhaps its encoder's; None for a model of text."""
+    """The row for a config, by its model_type and, if that is ambiguous, its encoder's; None for a text model."""
     kind, encoder = raw.get("model_type"), raw.get("vision_config")
     own = f"{kind}/{encoder.get('model_type')}" if isinstance(encoder, Mapping) else ""
     return FAMILIES.get(own) or FAMILIES.get(str(kind))
 
 
 def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
-    """The part of a config that concerns images; None for a model that reads none."""
+    """The vision part of a config; None for a text model."""
     family = family_of(raw)
     if family is None or (not family.text and raw.get("vision_config") is None):
         return None
@@ -132,14 +133,14 @@ def read(raw: Mapping[str, Any], where: str, directory: Path) -> Vision | None:
 
 
 def is_stored(weights: WeightSource) -> bool:
-    """Whether the files hold an encoder of images; random weights are whatever is asked for."""
+    """Whether the files contain an image encoder; random weights always do."""
     return not isinstance(weights, Weights) or any(
         "vision_tower." in name or "visual." in name for name in weights.names()
     )
 
 
 def text_part(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The config of the language model in a config that reads images; any other as it is."""
+    """The language model's config in that of a vision model; any other config unchanged."""
     family = family_of(raw)
     if family is None or not family.text:
         return raw

@@ -1,7 +1,7 @@
-"""Families whose prompts hold images: a table with one row a family.
+"""Model families that read images: a table with one row per family.
 
-What is the families' own is where an encoder's output enters: which ids stand for an image's rows, how many there are,
-and where they stand for the rotary embedding. `models/vision.py` reads a row for a config.
+A row says how an encoder's output enters the language model: which token ids stand for an image's rows, how many rows
+there are, and their positions for the rotary embedding. `models/vision.py` applies a row to a config.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from draftproof import schema
 from draftproof.attention.given import NOTHING_ADDED, Added
 
 Grid = np.ndarray[Any, np.dtype[np.int64]]
-Tensors = Mapping[str, Tensor]  # one image's, as its processor names them
-Settings = Mapping[str, Any]  # a processor's, or a config's
+Tensors = Mapping[str, Tensor]  # one image's tensors, by the processor's names
+Settings = Mapping[str, Any]  # of a processor, or a config
 
 
 def _never(config: Settings) -> bool:
@@ -31,11 +31,11 @@ def _always(config: Settings) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoFamily:
-    """How a family sees a video: frames in groups, of which each is encoded as an image is. `placeholder`: the config
-    key of the id that stands for their rows. `marks`: keys of ids around each group, which follow its time in words;
-    none: the rows of all groups are one run, apart on the axis of time by `vision_config`'s `pace`, or else
-    `default_pace`, a second. `frame_size`: (frames, height, width, factor, frames of a group, fewest and most pixels)
-    -> height and width that frames are scaled to; `pixels`: those bounds where no file has them."""
+    """How a family reads a video: groups of frames, each encoded like an image. `placeholder`: config key of the token
+    id for their rows. `marks`: config keys of the ids before and after each group, whose time stands before them as
+    text; empty: the rows of all groups are contiguous, and the time axis advances per second by `vision_config`'s
+    `pace`, or else `default_pace`. `frame_size`: (frames, height, width, factor, frames per group, (fewest, most)
+    pixels) -> (height, width) that frames are scaled to; `pixels`: these bounds if no file has them."""
 
     placeholder: str = "video_token_id"
     marks: tuple[str, ...] = ()
@@ -47,21 +47,24 @@ class VideoFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """One row. `text`: the family of its language model where the config does not name one, empty where that family's
-    reader takes nested configs; `flat`: a config may hold that one's keys beside the others. `placeholders`: config
-    keys of the id that stands for a row of an image, the first found counts. `keys`: those of a config that are not its
-    language model's. `inputs`: the processor's tensors that its encoder takes. `towers`: types of encoders that are
-    understood, none: whatever is there. `is_whole`: whether an image's rows see each other, by the config;
-    `windows_only`: in layers with windows alone. `marks`: config keys of the ids that stand before and after an
-    image's rows; `marked`: what stands for an image in a text, and what is written in its place, of {first}, {place}
-    and {last}. `num_rows`: an image's, by the config and its tensors; `most_rows`: of any image, by the config and the
-    processor's settings, where an image is whole. `line`: rows of a line of an image, and `breaks`: texts of the tokens
-    that stand after each line but the last, and after that; none: rows follow each other. `options`: what its processor
-    is told, by the config. `places`: where its rows stand on the axes of its rotary embedding, and by how much text
-    moves on; None: in a row, as text does. `added`: what goes into the stream after the first layers at its rows.
-    `video`: None where it sees none. `unmade`: config keys of other encoders. `prefixes`: what names of the module's
-    tensors begin with, and what files may have in its place. `text_defaults`: by the language model's type, values of
-    keys that files leave out.
+    """One row of the table. Functions take the config, unless their arguments are named.
+
+    The config. `text`: family of the language model if the config names none, empty if that family's reader takes
+    nested configs; `flat`: the language model's keys may be at the top level. `keys`: config keys that are not the
+    language model's. `text_defaults`: language model's type -> values of keys that files leave out. `towers`: supported
+    types of encoders, empty: any. `unmade`: config keys of other encoders, which are not built. `prefixes`: (prefix of
+    the module's tensor names, prefix that files may have instead).
+
+    The prompt. `placeholders`: config keys of the token id for a row of an image; the first one found counts. `marks`:
+    config keys of the ids before and after an image's rows; `marked`: an image's mark in a text, and its expansion,
+    made of {first}, {place} and {last}. `line`: (config, tensors) -> rows per line of an image, and `breaks`: texts of
+    the tokens after each line but the last, and after the last; None: no line breaks.
+
+    The image. `inputs`: the processor's tensors that the encoder takes; `options`: further arguments of the processor.
+    `num_rows`: (config, tensors) -> number of rows; `most_rows`: (config, processor's settings) -> most rows of any
+    image, for whole images. `is_whole`: whether an image's rows attend to each other; `windows_only`: only in layers
+    with sliding windows. `places`: (config, tensors) -> (positions on the rotary axes, advance of the text); None: as
+    text. `added`: what is added to the residual stream after the first layers. `video`: None if not supported.
     """
 
     model_type: str
@@ -90,7 +93,7 @@ class VisionFamily:
 
     @property
     def text_keys(self) -> frozenset[str]:
-        """Keys of a nested config that hold for its language model too."""
+        """Keys of a nested config that also apply to its language model."""
         return schema.words(
             "eos_token_id bos_token_id dtype torch_dtype tie_word_embeddings quantization_config"
         )
@@ -102,7 +105,7 @@ def _rows_of_grid(config: Mapping[str, Any], tensors: Tensors) -> int:
 
 
 def _places_of_grid(config: Mapping[str, Any], tensors: Tensors) -> tuple[Grid, int]:
-    """Rows in order of time, height and width; text goes on past the longer side."""
+    """Rows are in order of time, height and width; text continues after the longer side."""
     merge = int(config["vision_config"].get("spatial_merge_size", 2))
     time, height, width = (int(x) for x in tensors["image_grid_thw"].view(-1))
     sides = height // merge, width // merge
@@ -110,15 +113,15 @@ def _places_of_grid(config: Mapping[str, Any], tensors: Tensors) -> tuple[Grid, 
 
 
 def _deepstack(config: Mapping[str, Any]) -> Added:
-    """States of so many of the encoder's layers. Taps see the stream with them, as in vLLM; transformers'
-    `output_hidden_states` is without what the layer's own output is given."""
+    """Adds states of several encoder layers, one per decoder layer. Taps see the residual stream with them, as in vLLM;
+    transformers' `output_hidden_states` lacks what is added after the same layer."""
     return Added(num_layers=len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24))))
 
 
 def _size_of_frame(
     num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
 ) -> tuple[int, int]:
-    """The bounds are of a frame, as those of an image are."""
+    """The size of a frame by bounds per frame, like an image's."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     found: tuple[int, int] = smart_resize(height, width, factor, *pixels)
@@ -128,7 +131,7 @@ def _size_of_frame(
 def _size_in_video(
     num: int, height: int, width: int, factor: int, group: int, pixels: tuple[int, int]
 ) -> tuple[int, int]:
-    """The bounds are of all frames together."""
+    """The size of a frame by bounds of all frames together."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     found: tuple[int, int] = smart_resize(max(num, group), height, width, group, factor, *pixels)
@@ -136,8 +139,8 @@ def _size_in_video(
 
 
 def _rows_of_square(config: Mapping[str, Any], tensors: Tensors) -> int:
-    """A row a patch, behind CLIP's own row, which is about the whole image; the first of these is left out unless the
-    config says otherwise."""
+    """A row per patch, in CLIP after one for the whole image; the first row is left out unless the config says
+    "full"."""
     patch = int(config["vision_config"].get("patch_size", 14))
     height, width = tensors["pixel_values"].shape[-2:]
     is_whole = config.get("vision_feature_select_strategy", "default") == "full"
@@ -150,7 +153,7 @@ def _rows_as_told(config: Settings, _: Settings) -> int:
 
 
 def _rows_of_patches(config: Settings, tensors: Tensors) -> int:
-    """A row a square of patches; a patch that only fills up has no position."""
+    """A row per square of patches; patches that are padding have no position and no row."""
     side = int(config["vision_config"].get("pooling_kernel_size", 3))
     return int((tensors["image_position_ids"] >= 0).all(-1).sum()) // side**2
 
@@ -160,7 +163,7 @@ def _most_soft_tokens(config: Settings, processor: Settings) -> int:
 
 
 def _side_of_row(config: Settings) -> int:
-    """Pixels of a side of what a row shows."""
+    """Side, in pixels, of the square that a row shows."""
     return int(config["vision_config"].get("patch_size", 16)) * int(config.get("spatial_merge_size", 1))
 
 
@@ -194,7 +197,7 @@ _LLAVA_KEYS = schema.words(
     """vision_config image_token_id image_token_index image_seq_length multimodal_projector_bias projector_hidden_act
     vision_feature_layer vision_feature_select_strategy ignore_index pad_token_id vocab_size"""
 )
-# An image of any size, as lines of rows.
+# Images of any size, as lines of rows.
 _PIXTRAL = VisionFamily(
     model_type="llava/pixtral",
     architectures=("LlavaForConditionalGeneration",),

@@ -1,4 +1,4 @@
-"""Routes of agents: OpenAI's Responses and Anthropic's Messages, each a chat in other words."""
+"""Routes for agents: OpenAI's Responses and Anthropic's Messages, both translated to a chat request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_SUCH: dict[int | str, dict[str, Any]] = {status: {"description": "refused"} f
 
 
 def add_agent_routes(app: FastAPI, service: Service) -> None:
-    """Both APIs; responses are kept as long as the application lives."""
+    """Add both APIs; stored responses live as long as the application."""
     store = ResponseStore(service.config)
     post(app, "/v1/responses", ResponsesBody, partial(_respond, service, store))
     post(app, "/v1/messages", MessagesBody, partial(_message, service))
@@ -61,7 +61,7 @@ async def _message(service: Service, request: Request) -> Response:
 async def _answer(
     service: Service, request: Request, job: Job, writer: Writer, headers: dict[str, str]
 ) -> Response:
-    """The answer that `writer` makes of a job, streamed or whole."""
+    """A job's answer as `writer` formats it, streamed or whole."""
     if job.body.stream:
         return EventResponse(conversation.events(service, job, writer), partial(service.end, job), headers)
     return await answered(service, request, job, conversation.whole(service, job, writer), headers)

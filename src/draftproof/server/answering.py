@@ -1,4 +1,4 @@
-"""What routes have in common: a body that is read within limits, and an answer that its client may leave."""
+"""Code shared by the routes: reading a body within limits, and answering until the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from draftproof.server.service import Job, Service
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
-LONG_BODY = 1 << 16  # bytes from which on parsing would hold other answers up
+LONG_BODY = 1 << 16  # bytes; parsing a longer body in the event loop would delay other answers
 SCHEMAS = "#/components/schemas/"
-UNREAD = "X-Unread-Fields"  # header: fields of a body that nobody read
-GONE = 499  # status of an answer whose client has gone: for logs, nobody reads it
+UNREAD = "X-Unread-Fields"  # header: a body's unknown fields, which were ignored
+GONE = 499  # status after the client has disconnected; only logs show it
 
 
 class Answer(JSONResponse):
-    """What is not an event of a stream, written as that is."""
+    """A JSON response, serialised like the events of a stream."""
 
     def render(self, content: Any) -> bytes:
         return as_json(content)
 
 
 def post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], Awaitable[Response]]) -> None:
-    """A route whose body we read ourselves, within limits; its schema is told to /openapi.json."""
+    """Add a route that reads its own body, within limits; FastAPI is given the body's schema for /openapi.json."""
 
     async def post(request: Request) -> Response:
         return await route(request)
@@ -53,7 +53,7 @@ def post(app: FastAPI, path: str, kind: type[Body], route: Callable[[Request], A
 
 
 async def read(service: Service, request: Request, kind: type[B]) -> B:
-    """The body, checked; a long one by another thread than the one that hands answers out."""
+    """The validated body; a long one is parsed in another thread than the event loop's."""
     raw = await read_body(request, service.config, service.admission)
     if len(raw) < LONG_BODY:
         return _parsed(kind, raw)
@@ -61,7 +61,7 @@ async def read(service: Service, request: Request, kind: type[B]) -> B:
 
 
 def _parsed(kind: type[B], raw: bytes) -> B:
-    """A body as it was sent, without the numbers that JSON has not, which no answer could repeat."""
+    """Parse and validate a body. NaN and infinities, which JSON lacks and no answer could echo, are refused."""
     try:
         given = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -77,8 +77,8 @@ def unread(body: Body) -> dict[str, str]:
 async def answered(
     service: Service, request: Request, job: Job, work: Awaitable[Any], headers: dict[str, str]
 ) -> Response:
-    """The answer that `work` makes of a job, which is ended. From here on nothing that goes wrong is the request's
-    fault, so a ValueError is none of those that are answered with a 400."""
+    """Await `work`, a job's answer, then end the job. An error here is not the request's fault, so a ValueError becomes
+    a RuntimeError: it must not be answered with a 400."""
     try:
         answer = await unless_gone(request, work)
         return Response(status_code=GONE) if answer is None else Answer(answer, headers=headers)
@@ -89,7 +89,7 @@ async def answered(
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, which is cancelled, and None, as soon as the client has gone."""
+    """The result of `work`; if the client disconnects first, `work` is cancelled and the result is None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""The JSON objects of answers: whole ones and chunks, log-probabilities, usage, what speculation did."""
+"""The JSON objects of answers: whole ones and chunks, log-probabilities, usage, speculation metrics."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TokenLogprobs = Sequence[Mapping[int, Logprob]]
 
 
 def as_json(content: object) -> bytes:
-    """In UTF-8; what a request has of numbers that JSON's readers make infinite (1e400) is null."""
+    """JSON in UTF-8. Infinities become null: a request may hold 1e400, which JSON's readers make infinite."""
     return to_json(content, inf_nan_mode="null")
 
 
 def usage(outputs: Sequence[RequestOutput], num_reasoning: int = 0) -> dict[str, Any]:
-    """Tokens that were read and written, `num_reasoning` of them before the answer proper. Accepted and rejected drafts
-    are counted beside them: the rejected ones are no part of the answer, nor of `completion_tokens`."""
+    """OpenAI's usage object; `num_reasoning`: generated tokens that are reasoning. Rejected drafts are reported, but
+    not counted in `completion_tokens`, since they are not part of the answer."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_written = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     drafts = SpeculationStats()
@@ -45,7 +45,7 @@ def usage(outputs: Sequence[RequestOutput], num_reasoning: int = 0) -> dict[str,
 
 
 def metrics(stream: AnswerStream, output: RequestOutput, most_drafts: int) -> dict[str, Any] | None:
-    """vLLM's object of times and acceptance; it exists for requests with one output. `most_drafts`: K."""
+    """vLLM's object of times and acceptance; None for several outputs. `most_drafts`: K, the most drafts per round."""
     if len(output.outputs) != 1:
         return None
     num_tokens = len(output.outputs[0].token_ids)
@@ -61,8 +61,8 @@ def metrics(stream: AnswerStream, output: RequestOutput, most_drafts: int) -> di
 
 
 def speculation(counted: SpeculationStats, most_drafts: int) -> dict[str, Any]:
-    """vLLM's object of acceptance: of rounds that had drafts, as it counts them. `acceptance_histogram[i]`: of these,
-    how many accepted i."""
+    """vLLM's object of acceptance. Like vLLM, it counts only rounds with drafts; `acceptance_histogram[i]`: number of
+    these in which i drafts were accepted."""
     drafted, accepted = counted.drafted_per_position, counted.accepted_per_position
     num_steps = drafted[0] if drafted else 0
     at_least = [num_steps, *accepted, *[0] * (most_drafts + 1 - len(accepted))]
@@ -78,7 +78,7 @@ def speculation(counted: SpeculationStats, most_drafts: int) -> dict[str, Any]:
 
 
 def chat_logprobs(token_ids: Sequence[int], given: TokenLogprobs, most: int) -> dict[str, Any]:
-    """Log-probabilities in the form of chats, with so many alternatives beside each token."""
+    """Log-probabilities in the chat format, with the `most` likeliest alternatives of each token."""
     content = []
     for token_id, found in zip(token_ids, given, strict=True):
         best = sorted(found.values(), key=lambda one: one.rank)[:most]
@@ -97,8 +97,8 @@ def text_logprobs(
     offset: int = 0,
     first: str = "",
 ) -> dict[str, Any]:
-    """Log-probabilities in the form of completions; None: a prompt's first token, which has none, and whose text is
-    `first`. `offset`: where the first token begins in the text."""
+    """Log-probabilities in the completions format. An entry None in `given` is a prompt's first token, which has none;
+    its text is `first`. `offset`: where the first token begins in the text, in characters."""
     tokens: list[str] = []
     own: list[float | None] = []
     top: list[dict[str, float] | None] = []
@@ -114,7 +114,7 @@ def text_logprobs(
 
 
 def _alternatives(found: Mapping[int, Logprob] | None) -> dict[str, float] | None:
-    """By text; of several tokens with one text the likeliest."""
+    """Log-probabilities by token text; of several tokens with the same text, the likeliest counts."""
     if found is None:
         return None
     named: dict[str, float] = {}
@@ -143,13 +143,13 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None
 
 
 def _finite(logprob: float) -> float:
-    return max(LEAST_LOGPROB, logprob)  # in this order for NaN, too
+    return max(LEAST_LOGPROB, logprob)  # in this order NaN becomes LEAST_LOGPROB, too
 
 
 def chat_choice(
     choice: CompletionOutput, num_logprobs: int | None, parser: Parser | None = None
 ) -> dict[str, Any]:
-    """One choice of a whole chat answer; `parser`: reads it, where it may be more than text."""
+    """One choice of a whole chat answer; `parser`: None if the answer is plain text."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if parser is not None:
         message |= parsed(parser.push(choice.text, is_over=True))
@@ -167,7 +167,7 @@ def chat_choice(
 
 
 def parsed(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A message's text, reasoning and calls."""
+    """The fields of a message: text, reasoning and tool calls."""
     texts = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     calls: list[dict[str, Any]] = []
@@ -183,21 +183,22 @@ def parsed(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def call_start(piece: CallStart) -> dict[str, Any]:
-    """A call without arguments. Its id has nine letters and digits, since some templates ask for that."""
+    """A tool call, its arguments still empty."""
     return {"id": call_id(), "function": {"name": piece.name, "arguments": ""}}
 
 
 def call_id() -> str:
+    """A random id of nine letters and digits, the form that some chat templates require."""
     return secrets.token_hex(5)[:9]
 
 
 def finish_reason(given: str | None, parser: Parser | None) -> str | None:
-    """Why a choice ended, as clients of chats are told."""
+    """The finish_reason of a chat's choice: "tool_calls" if it ended normally with calls."""
     return "tool_calls" if given == "stop" and parser is not None and parser.num_calls else given
 
 
 def piece_delta(piece: Piece, index: int) -> dict[str, Any]:
-    """A chunk's delta for a piece of a message; `index`: the number of the latest call."""
+    """A chunk's delta for a piece of a message; `index`: index of the latest tool call."""
     if isinstance(piece, Content):
         return {"content": piece.text}
     if isinstance(piece, Reasoning):
@@ -210,8 +211,8 @@ def piece_delta(piece: Piece, index: int) -> dict[str, Any]:
 def text_choice(
     output: RequestOutput, choice: CompletionOutput, echoed: str | None, first: str
 ) -> dict[str, Any]:
-    """One choice of a whole completion; `echoed`: the prompt's text, where it is wanted in front, and `first` that of
-    its first token."""
+    """One choice of a whole completion; `echoed`: the prompt's text if it is to be repeated in front, and `first` that
+    of its first token."""
     token_ids, found = choice.token_ids, choice.logprobs
     if echoed is not None and found is not None:
         token_ids = [*output.prompt_token_ids, *token_ids]

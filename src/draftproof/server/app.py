@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, vLLM's beside them, and what balancers and dashboards ask."""
+"""The application and its routes: OpenAI's, some of vLLM's, and those for load balancers and dashboards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from draftproof.server.streaming import EventResponse, events
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The whole application. Its lifespan ends with the engine's."""
+    """The whole application; the end of its lifespan shuts the engine down."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,7 +66,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _name_schemas(app: FastAPI) -> None:
-    """Put what bodies' schemas refer to where /openapi.json has its schemas."""
+    """Add the schemas that the bodies' schemas refer to, to /openapi.json's components."""
     described = app.openapi()
     named = described.setdefault("components", {}).setdefault("schemas", {})
     for routes in described["paths"].values():
@@ -76,7 +76,7 @@ def _name_schemas(app: FastAPI) -> None:
 
 
 def _add_orders(app: FastAPI, service: Service) -> None:
-    """Routes that change what the engine does; they exist where there is a key to ask for."""
+    """Routes that control the engine; they exist only if the server requires an API key."""
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
@@ -96,7 +96,7 @@ def _add_orders(app: FastAPI, service: Service) -> None:
 
 
 def _add_looks(app: FastAPI, service: Service) -> None:
-    """Routes that only look."""
+    """Read-only routes: health, models, metrics."""
     started = int(time.time())
 
     @app.get("/v1/models")
@@ -185,7 +185,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Every error as OpenAI's clients read it."""
+    """Answer every error with an object that OpenAI's (or Messages') clients read."""
 
     def told(request: Request, refusal: RefusalError) -> Response:
         return JSONResponse(refusal.body_for(request.url.path), refusal.status, headers=refusal.headers)
@@ -212,7 +212,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     async def broken(request: Request, error: Exception) -> Response:
         message = f"internal error: {type(error).__name__}"
-        return told(request, RefusalError(500, message, headers={"Connection": "close"}))  # as uvicorn will
+        return told(request, RefusalError(500, message, headers={"Connection": "close"}))  # uvicorn closes it
 
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=GONE)

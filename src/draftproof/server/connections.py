@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, and how long one may say nothing."""
+"""Connections of clients: how many there may be, and how long one may be idle."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from draftproof.server.streaming import WRITE
 
 MOST_HEADER_BYTES = 1 << 15
 PIECE = 1 << 12
-TOO_LONG = 431  # status of a head that is longer
-ROOM_FOR_FILES = 256  # descriptors beside those of connections: weights, sockets that listen, logs
+TOO_LONG = 431  # status for headers beyond MOST_HEADER_BYTES
+ROOM_FOR_FILES = 256  # file descriptors reserved for other uses: weights, listening sockets, logs
 
 
 class Watch:
-    """Connections on which nothing moves. `silent`: no request has come, longest first, and some that are being served
-    by now. `unread`: more waits for the client than the system keeps for it: since when it has taken nothing, and how
-    many bytes wait."""
+    """Stalled connections. `silent`: those without an open request, longest first; may include some that have one by
+    now. `unread`: those whose write buffer is full -> (time of the client's last read, bytes buffered)."""
 
     def __init__(self) -> None:
         self.silent: dict[Connection, None] = {}
         self.unread: dict[Connection, tuple[float, int]] = {}
 
     def close_silent(self, timeout: float) -> None:
-        """Close connections on which no request has come for so many seconds; uvicorn waits for ever for headers."""
+        """Close connections without a request for `timeout` seconds; uvicorn itself waits for headers for ever."""
         now = time.monotonic()
         for connection in list(self.silent):
             if now - connection.silent_since < timeout:
-                return  # they are in order
+                return  # ordered by time: all others are younger
             del self.silent[connection]
             if connection.is_silent:
                 connection.transport.close()
 
     def drop_unread(self, timeout: float) -> None:
-        """Give up clients that have taken nothing for so many seconds; what waits for them is thrown away."""
+        """Abort connections whose client has read nothing for `timeout` seconds; their buffered bytes are dropped."""
         now = time.monotonic()
         for connection, (since, size) in list(self.unread.items()):
             left = connection.transport.get_write_buffer_size()
@@ -53,8 +52,8 @@ class Watch:
 
 
 class Connection(H11Protocol):
-    """uvicorn's. Beyond `limit_concurrency` whoever has been silent for longest gives way, so that nobody keeps others
-    out by asking nothing; where all are being served, the newcomer's request gets a 503.
+    """uvicorn's connection with a limit: beyond `limit_concurrency` connections the longest silent one is closed, so
+    idle clients cannot keep others out; if all are being served, the new one's request gets a 503.
     """
 
     def __init__(self, *args: Any, watch: Watch, **settings: Any) -> None:
@@ -79,7 +78,7 @@ class Connection(H11Protocol):
         self._fall_silent()
 
     def data_received(self, data: bytes) -> None:
-        """Heads come in pieces to the parser, which looks at the length of those alone that are not whole."""
+        """Feed headers to the parser in pieces, since it checks their length only while they are incomplete."""
         size = PIECE if self.is_silent else len(data)
         for start in range(0, len(data), size):
             if not self.transport.is_closing():
@@ -104,9 +103,9 @@ class Connection(H11Protocol):
         self._unread.pop(self, None)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no request is refused as everything else is; one whose head is too long is told how long it may be.
-        uvicorn calls it where it has caught the parser's error."""
-        if self.conn.our_state not in (IDLE, SEND_RESPONSE):  # it is being answered already
+        """Refuse a malformed request with our error object; for headers that are too long it names the limit. uvicorn
+        calls this while it handles the parser's error."""
+        if self.conn.our_state not in (IDLE, SEND_RESPONSE):  # a response has begun already
             self.transport.close()
             return
         wrong = sys.exc_info()[1]
@@ -126,7 +125,7 @@ class Connection(H11Protocol):
         self._silent[self] = None
 
     def _make_room(self) -> bool:
-        """Close the connection that has been silent for longest; whether there was one."""
+        """Close the connection that has been silent for longest; returns whether there was one."""
         while self._silent:
             oldest = next(iter(self._silent))
             del self._silent[oldest]
@@ -137,8 +136,8 @@ class Connection(H11Protocol):
 
 
 def lending_writes(app: ASGIApp) -> ASGIApp:
-    """`app`, told how to write parts of a body without uvicorn's and h11's bookkeeping, which for a short event takes
-    longer than the rest. Only where a body goes out in chunks (HTTP/1.1), between its start and its end."""
+    """`app` with a function in its scope that writes parts of a body directly, past uvicorn's and h11's bookkeeping,
+    which dominates the cost of a short event. Only for chunked bodies (HTTP/1.1), between start and end."""
 
     async def lend(scope: Scope, receive: Receive, send: Send) -> None:
         cycle = getattr(send, "__self__", None)
@@ -157,10 +156,10 @@ async def _write_chunk(cycle: RequestResponseCycle, part: bytes) -> None:
 
 
 def allow_files(num_connections: int) -> None:
-    """Let the process open so many connections, as far as the system does."""
+    """Raise the process's limit of open files to hold `num_connections`, as far as the system allows."""
     try:
         import resource
-    except ImportError:  # not a Unix
+    except ImportError:  # not on Unix
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + ROOM_FOR_FILES

@@ -1,4 +1,4 @@
-"""What chats, responses and messages share: a conversation in the form of chats, and an answer piece by piece."""
+"""Code shared by chats, Responses and Messages: a conversation as chat messages, and an answer piece by piece."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Why an answer ended; `finish_reason` as in chats."""
+    """Why an answer ended; `finish_reason`: as in the chat API."""
 
     finish_reason: str | None
     stop_reason: int | str | None = None
@@ -29,7 +29,7 @@ class Ended:
 
 
 class Writer(Protocol):
-    """Makes one answer of pieces: events while they come, and the whole."""
+    """Writes one answer from its pieces, as events and as a whole."""
 
     keep_alive: bytes
 
@@ -38,15 +38,15 @@ class Writer(Protocol):
         ...
 
     def take(self, piece: Piece) -> list[Event]:
-        """Events of a piece."""
+        """Events for a piece."""
         ...
 
     def end(self, ended: Ended, usage: dict[str, Any]) -> list[Event]:
-        """Events after the last one; `usage`: as in chats."""
+        """Events after the last piece; `usage`: as in the chat API."""
         ...
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once it has ended."""
+        """The whole answer, after `end`."""
         ...
 
 
@@ -59,8 +59,8 @@ def text_of(content: Any, where: str) -> str:
 
 
 def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """A message's content in the form of chats: its text, or a list of parts if images are among them. ValueError for
-    anything else."""
+    """A message's content in the chat format: its text, or a list of parts if it has images. ValueError for anything
+    else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -69,14 +69,14 @@ def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def as_content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Parts as a message's content: their text where there are no images."""
+    """Parts as a message's content: joined to one text if none is an image."""
     if any(part["type"] != "text" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
 
 
 def part_of(part: Any, where: str) -> dict[str, Any]:
-    """A part of a message as chats have it."""
+    """A part of a message in the chat format."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_image", "image"):
         url = _image_url(part, where) if kind == "input_image" else _image_source(part, where)
@@ -88,14 +88,14 @@ def part_of(part: Any, where: str) -> dict[str, Any]:
 
 
 def _image_url(part: dict[str, Any], where: str) -> str:
-    """Where an image of Responses is."""
+    """The URL of a Responses image."""
     if part.get("file_id") is not None:
         raise ValueError(f"{where}.file_id: files are not kept here; give a data URI in image_url")
     return _unfetched(part.get("image_url"), f"{where}.image_url")
 
 
 def _image_source(part: dict[str, Any], where: str) -> str:
-    """An image of Messages as a data URI."""
+    """A Messages image as a URL: a data URI unless it is given by URL."""
     given = part.get("source")
     source = given if isinstance(given, dict) else {}
     kind = source.get("type")
@@ -110,7 +110,7 @@ def _image_source(part: dict[str, Any], where: str) -> str:
 
 
 def _unfetched(url: Any, where: str) -> str:
-    """An URL that nothing has to be fetched for. ValueError for others."""
+    """A URL that needs no fetching. ValueError for others."""
     if not isinstance(url, str):
         raise ValueError(f"{where}={shown(url)}: must be a data URI, as text")
     if url.startswith(("http:", "https:")):
@@ -119,7 +119,7 @@ def _unfetched(url: Any, where: str) -> str:
 
 
 def text_in(given: dict[str, Any], name: str, where: str) -> str:
-    """A field that must be a text."""
+    """The string field `name`. ValueError if it is not a string."""
     value = given.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{where}.{name}={shown(value)}: must be text")
@@ -127,20 +127,20 @@ def text_in(given: dict[str, Any], name: str, where: str) -> str:
 
 
 def assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of the assistant that a conversation ends with; begun where it ends with another's."""
+    """The assistant message that ends a conversation; appended if another role's message ends it."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: Any) -> None:
-    """Calls after each other are one message's."""
+    """Add a tool call; consecutive calls share one assistant message."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     assistant(messages).setdefault("tool_calls", []).append(call)
 
 
 async def events(service: Service, job: Job, writer: Writer) -> AsyncIterator[bytes]:
-    """All events of an answer, whatever becomes of it; each has its name in front."""
+    """All events of an answer, also if it fails; each is preceded by its name."""
     parser = _parser(service, job)
     ended = Ended(None)
     for event in writer.begin(len(job.streams[0].prompt_token_ids)):
@@ -161,7 +161,7 @@ async def events(service: Service, job: Job, writer: Writer) -> AsyncIterator[by
 
 
 async def whole(service: Service, job: Job, writer: Writer) -> dict[str, Any]:
-    """The answer, once all of it is there; the job is ended."""
+    """The complete answer; ends the job."""
     parser = _parser(service, job)
     (output,) = await service.complete(job)
     choice: CompletionOutput = output.outputs[0]
@@ -182,7 +182,7 @@ def _written(event: Event) -> bytes:
 
 
 def failure(ended: Ended) -> RefusalError | None:
-    """What a stream tells its client that came to no proper end."""
+    """The error with which an incomplete stream ends; None if it ended normally."""
     if ended.finish_reason == "error":
         return RefusalError(500, ended.error or "unknown", code="engine_error")
     if ended.finish_reason in ("abort", None):

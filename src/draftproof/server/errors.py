@@ -1,4 +1,4 @@
-"""What clients read when something is wrong: OpenAI's error objects, and the statuses that go with them."""
+"""Error responses: OpenAI's and Anthropic's error objects, and the HTTP statuses that go with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MESSAGES_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
 }
 BEGINS_WITH_FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:]")
-# "prompt" is in messages of ours what encoding made of a chat's messages, too
+# our own argument names in error messages, which no body has. "prompt" is not among them, though it may also mean the
+# encoded messages of a chat
 OURS = frozenset({"draft", "params", "limit"})
 INNER_FIELDS = (
     "include_usage",
@@ -41,7 +42,7 @@ INNER_FIELDS = (
 
 
 class RefusalError(Exception):
-    """An answer that is an error, with its HTTP status and headers; `param`: the field that is wrong."""
+    """An error response, with its HTTP status and headers; `param`: the field that is wrong."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class RefusalError(Exception):
         return {"error": error}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body as clients of that route read it."""
+        """The body in the format of the route's API."""
         if not path.startswith(MESSAGES):
             return self.body()
         kind = MESSAGES_TYPES.get(self.status, "invalid_request_error")
@@ -73,19 +74,19 @@ class RefusalError(Exception):
 
 
 def unavailable(why: str) -> RefusalError:
-    """A 503 where nothing is computed any more."""
+    """A 503: the engine computes nothing any more."""
     return RefusalError(503, f"{why}; ask another", code="unavailable", headers={"Retry-After": "5"})
 
 
 def of_value(error: ValueError) -> RefusalError:
-    """A 400 for what the engine cannot serve; its messages begin with the field."""
+    """A 400 for a request that the engine cannot serve; the engine's messages begin with the field."""
     found = BEGINS_WITH_FIELD.match(str(error))
     param = found[1] if found and found[1] not in OURS else None
     return RefusalError(400, str(error), param=param, code="invalid_value")
 
 
 def of_body(error: ValidationError) -> RefusalError:
-    """A 400 for a body that is no JSON, or has a field of a wrong type: the field, its value, what is allowed."""
+    """A 400 for a body that is not JSON or has a field of a wrong type; names field, value and what is allowed."""
     found = error.errors(include_url=False)
     first = found[0]
     where = [str(part) for part in first["loc"]]
@@ -100,7 +101,7 @@ def of_body(error: ValidationError) -> RefusalError:
 
 
 def _path(where: Sequence[int | str]) -> str:
-    """A place in a body as one would write it; what pydantic adds for the types that it tried is left out."""
+    """The path of a field in a body, such as messages[0].name; pydantic's entries for tried types are left out."""
     path = str(where[0])
     for part in where[1:]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""What keeps a server standing: who may ask, how much, and how much at once."""
+"""Protection of the server: API keys, limits of one request, and limits of all open requests together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from draftproof.server.logs import FACTS, REQUEST_ID
 from draftproof.server.settings import ServerConfig
 
 log = logging.getLogger(__name__)
-OPEN_ROUTES = ("/health", "/ready")  # what a balancer asks, which has no key
+OPEN_ROUTES = ("/health", "/ready")  # for load balancers, which have no key
 RETRY_SECONDS = 1
-GRACE_SECONDS = 1.0  # for a thread to end in
+GRACE_SECONDS = 1.0  # time that a thread has to end
 T = TypeVar("T")
-PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # ids of requests that may be sent back in a header
+PLAIN = re.compile(r"[\x21-\x7e]{1,128}")  # request ids that are safe to send back in a header
 
 
 class Gate:
-    """Middleware: asks for a key, gives every request an id, which its answer carries, and answers those that a server
-    which ends waits for no longer; `is_draining` says whether it does. `open_routes` need no key. A request's state has
-    `at_end`, for what is to be done once it has been answered."""
+    """Middleware: checks the key (except on `open_routes`), gives every request an id, sent back in a header, and
+    answers 503 to requests that a server shutting down (`is_draining`) cancels. The request's state gets `at_end`, an
+    ExitStack that is closed after the answer."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Gate:
                 )
 
     def _is_known(self, headers: Headers) -> bool:
-        """Takes as long for any key: digests are compared, all of them, to their ends. Headers come decoded as
-        latin-1, so that their bytes can be had back."""
+        """Whether the request has a known key, in constant time: every digest is compared to its end. Headers come
+        decoded as latin-1, which encoding reverses."""
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         scheme, _, key = given.partition(" ")
         digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
@@ -107,10 +107,10 @@ def _log_refusal(scope: Scope, request_id: str, status: int) -> None:
 
 
 async def read_body(request: Request, limits: ServerConfig, admission: Admission) -> bytes:
-    """The body, no longer than it may be; it is held until the request has been answered. Refusals: 408 too slow, 413
-    too long, 415 no JSON, 429 too many are held."""
+    """The body, within limits; its bytes count as held until the request has been answered. Refusals: 408 too slow, 413
+    too long, 415 not JSON, 429 too many bytes are held."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page of another origin can send the other kinds unasked
+    if kind != "application/json":  # CORS: a page of another origin needs no preflight for other types
         raise RefusalError(415, f"Content-Type={kind!r:.80}: must be application/json")
     most = limits.max_body_bytes
     told = request.headers.get("content-length", "")
@@ -133,9 +133,9 @@ async def read_body(request: Request, limits: ServerConfig, admission: Admission
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, Python code of others, done by a thread of its own; 400 where it takes longer.
+    """The result of `work`, untrusted Python code, run in its own thread; a 400 if it takes longer than `seconds`.
 
-    The thread is ended by an exception in its midst. What is stuck in one call of C code lives on until that returns.
+    The thread is then ended by an asynchronous exception. One that is inside a call of C code ends when that returns.
     """
     future: Future[T] = Future()
 
@@ -175,7 +175,7 @@ def _too_long(most: int) -> RefusalError:
 
 @dataclass(slots=True)
 class Ticket:
-    """What one request has been let in with."""
+    """One request's share of the counts in `Admission`."""
 
     num_outputs: int = 0
     num_tokens: int = 0
@@ -183,7 +183,7 @@ class Ticket:
 
 
 class Admission:
-    """Counts what is open, and refuses what would be too much at once."""
+    """Counts the outputs, prompt tokens and body bytes of open requests, and refuses requests beyond the limits."""
 
     def __init__(self, limits: ServerConfig) -> None:
         self._limits = limits
@@ -193,7 +193,7 @@ class Admission:
         self.num_refused = 0
 
     def enter(self, num_outputs: int) -> Ticket:
-        """Let a request of so many outputs in; whoever has the ticket gives it back. 429 where too many are open."""
+        """Admit a request of `num_outputs` outputs; the caller passes the ticket to `leave`. 429 for too many."""
         most = self._limits.max_open_requests
         if self.num_outputs + num_outputs > most:
             what = "this one alone asks for more than that" if num_outputs > most else "try again"
@@ -202,7 +202,7 @@ class Admission:
         return Ticket(num_outputs)
 
     def add_tokens(self, ticket: Ticket, num_tokens: int) -> None:
-        """Count a request's prompt tokens, for each of its outputs. 429 where too many are open."""
+        """Count a request's prompt tokens, once per output. 429 if too many are open."""
         most = self._limits.max_open_tokens
         if self.num_tokens + num_tokens > most and self.num_tokens > ticket.num_tokens:
             raise self._refuse(
@@ -212,17 +212,17 @@ class Admission:
         ticket.num_tokens += num_tokens
 
     def add_bytes(self, ticket: Ticket, num_bytes: int) -> None:
-        """Count a part of a body. 429 where bodies of too many are held, those that are still coming among them."""
+        """Count a part of a body. 429 if too many bytes are held, including those of incomplete bodies."""
         most = self._limits.max_open_bytes
         if self.num_bytes + num_bytes > most and self.num_bytes > ticket.num_bytes:
             refusal = self._refuse(f"{self.num_bytes} bytes are held, of max_open_bytes={most}; try again")
-            refusal.headers["Connection"] = "close"  # the rest of it is not read
+            refusal.headers["Connection"] = "close"  # the rest of the body is not read
             raise refusal
         self.num_bytes += num_bytes
         ticket.num_bytes += num_bytes
 
     def leave(self, ticket: Ticket) -> None:
-        """Giving a ticket back twice is giving it back once."""
+        """Release a ticket's counts. Idempotent."""
         self.num_outputs -= ticket.num_outputs
         self.num_tokens -= ticket.num_tokens
         self.num_bytes -= ticket.num_bytes

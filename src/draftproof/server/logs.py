@@ -1,4 +1,4 @@
-"""The log of a server: lines to read, or JSON objects for those that collect them, with the ids of requests."""
+"""The server's log: text lines, or JSON objects with request ids for log collectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 LINE = "%(asctime)s %(levelname)s %(name)s %(message)s"
-FACTS = "facts"  # attribute of a record: what it says, by name
+FACTS = "facts"  # attribute of a record: its structured fields, by name
 
 
 def configure(log_format: str) -> None:
@@ -20,7 +20,7 @@ def configure(log_format: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object on a line: time, level, logger, message, what the record knows by name, and an error's trace."""
+    """One JSON object per line: time, level, logger, message, request id, the record's `FACTS`, and a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

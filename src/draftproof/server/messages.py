@@ -1,4 +1,4 @@
-"""Anthropic's Messages: bodies as chats, answers as blocks of content."""
+"""Anthropic's Messages API: bodies translated to chats, answers written as content blocks."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class CountBody(Body):
     output_format: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
-        """A chat that says the same. ValueError names what is wrong."""
+        """The equivalent chat. ValueError names what is wrong."""
         fields = {"messages": self._messages(), "tools": self._tools(), **self._choice()}
         fields |= {"reasoning_effort": self._effort(), "response_format": self._format()}
         return ChatBody.model_validate(fields | self._sampling())
 
     def _effort(self) -> Any:
-        """How much is to be thought, as chats have it; None: as the model does by itself."""
+        """The chat API's reasoning_effort; None: the model's default."""
         if self.thinking is None:
             return None
         kind = self.thinking.get("type")
@@ -58,7 +58,7 @@ class CountBody(Body):
         return "none" if kind == "disabled" else (self.output_config or {}).get("effort") or "medium"
 
     def _format(self) -> dict[str, Any] | None:
-        """The form of the answer, as chats have it."""
+        """The chat API's response_format."""
         name = "output_config.format" if self.output_format is None else "output_format"
         form = (self.output_config or {}).get("format") if self.output_format is None else self.output_format
         if form is None:
@@ -125,7 +125,7 @@ class MessagesBody(CountBody):
 
 
 def _add(made: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
-    """Add a message, which may be several of a chat's: results of tools are messages of their own there."""
+    """Add a message to a chat's; it may become several, since a tool result is a message of its own there."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ValueError(f"{where}.role={shown(role)}: must be user or assistant")
@@ -158,7 +158,7 @@ def _add(made: list[dict[str, Any]], message: dict[str, Any], where: str) -> Non
 
 
 class MessageWriter:
-    """Blocks of one answer; a block is open until a piece of another kind comes."""
+    """Writes one answer as content blocks; a block is open until a piece of another kind comes."""
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -248,7 +248,7 @@ class MessageWriter:
 
 
 def _loaded(text: str) -> dict[str, Any]:
-    """The arguments of a call; empty where the model did not write an object."""
+    """The arguments of a call; empty if the model did not write a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

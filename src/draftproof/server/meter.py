@@ -1,4 +1,4 @@
-"""What /metrics shows: vLLM's names under a prefix, so that its dashboards and routers read them."""
+"""The metrics of /metrics: vLLM's names under a configurable prefix, so that its dashboards and routers work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 
 
 class Meter:
-    """Counters of one server. Those of the engine are read from it whenever somebody asks."""
+    """Metrics of one server. Those of the engine are read from it at each scrape."""
 
     def __init__(self, llm: AsyncLLM, admission: Admission, prefix: str, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(llm, admission, prefix, model))
         self._labels = (model, "0")
-        self._came: dict[str, float] = {}  # when the last tokens of a request came
+        self._came: dict[str, float] = {}  # request id -> when its latest tokens came
         self._success = Counter(
             f"{prefix}request_success",
             "Requests that were answered, by finish reason.",
@@ -51,7 +51,7 @@ class Meter:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._labels)
 
     def came(self, stream: AnswerStream) -> None:
-        """Tokens of a request are on their way to its client."""
+        """Record that tokens of a request are being sent to its client."""
         now = time.perf_counter()
         before = self._came.get(stream.request_id)
         if before is None:
@@ -61,7 +61,7 @@ class Meter:
         self._came[stream.request_id] = now
 
     def finished(self, stream: AnswerStream, output: RequestOutput) -> None:
-        """A request has been computed."""
+        """Record a finished request."""
         self.forget(stream)
         seconds = stream.last - stream.first
         self._whole.observe(stream.last - stream.started)
@@ -80,16 +80,16 @@ class Meter:
                 self._per_token.observe(seconds / (num_tokens - 1))
 
     def forget(self, stream: AnswerStream) -> None:
-        """A request is over, however it ended."""
+        """Drop the state of a request that is over, however it ended."""
         self._came.pop(stream.request_id, None)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus's format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class EngineCollector(Collector):
-    """What the engine counts, as it is now; of several replicas each, by its number."""
+    """Collects the engine's current counters, for each replica under its number."""
 
     def __init__(self, llm: AsyncLLM, admission: Admission, prefix: str, model: str) -> None:
         self._llm = llm
@@ -125,7 +125,7 @@ class EngineCollector(Collector):
             yield family
 
     def _by_drafter(self, loads: Sequence[EngineLoad]) -> Iterator[Metric]:
-        """What each drafter of a chain did, or the only one."""
+        """Counters of each drafter: those of a chain, or the only one."""
         for name, text, value in BY_DRAFTER:
             family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, "drafter"))
             for engine, load in enumerate(loads):

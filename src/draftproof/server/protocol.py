@@ -1,4 +1,4 @@
-"""The bodies of requests, and what they ask of the engine. Field names are OpenAI's, and vLLM's beyond them."""
+"""The bodies of requests, and their translation for the engine. Field names are OpenAI's, beyond them vLLM's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from draftproof.server.settings import ServerConfig
 from draftproof.server.structured import GUIDED, rule_asked
 from draftproof.types import RequestHints, SamplingParams
 
-# Fields of others that would change the answer: to ignore them silently would be wrong.
+# Fields of other servers that would change the answer, so they are refused and not ignored.
 NOT_SERVED: Mapping[str, frozenset[str]] = {
     "tools are those of chats, in `tools`": words("tools functions function_call"),
     "there is neither infilling nor beam search": words("suffix use_beam_search"),
@@ -37,19 +37,20 @@ MOST_NAMES_SHOWN = 16
 
 
 def _numbers(given: Any) -> Any:
-    """What maps names to numbers, as far as it is a mapping. ValueError names the first other value."""
+    """Check that a mapping's values are numbers; anything but a mapping is left to pydantic. ValueError names the first
+    other value."""
     for name, value in given.items() if isinstance(given, dict) else ():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{shown(name)}: {shown(value)}: must be a number")
     return given
 
 
-# Each is read up to its first wrong entry: to be told of a million takes a thousand times what reading them does.
+# Reading stops at the first wrong entry: reporting a million of them takes a thousand times as long as reading them.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
-# Fields of a body that are SamplingParams' own.
+# Fields of a body that `SamplingParams` has under the same names.
 SAMPLING = words(
     "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
     "ignore_eos min_tokens prompt_logprobs skip_special_tokens include_stop_str_in_output bad_words "
@@ -77,7 +78,7 @@ class Speculation(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        """ValueError names the first field that there is not."""
+        """ValueError names the first unknown field."""
         for name in given if isinstance(given, dict) else ():
             if name not in cls.model_fields:
                 raise ValueError(
@@ -113,8 +114,8 @@ class Body(BaseModel):
     model: str | None = None
 
     def unknown_fields(self) -> str:
-        """Names of fields that nobody reads, for a header; empty where there are none. ValueError for those that ask
-        for what is not served."""
+        """Names of ignored fields, for a header; empty if there are none. ValueError for fields that ask for something
+        that is not served."""
         given = self.model_extra or {}
         for why, refused in NOT_SERVED.items():
             for name in sorted(refused):
@@ -169,7 +170,7 @@ class GenerationBody(Body):
 
     @property
     def max_num_tokens(self) -> int | None:
-        """The longest output; None: as long as there is room."""
+        """The most output tokens; None: up to the model's length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -187,16 +188,16 @@ class GenerationBody(Body):
         raise NotImplementedError
 
     def prompts(self, llm: LLM) -> list[Prompt]:
-        """What the engine is given, `num_prompts` of them."""
+        """The `num_prompts` prompts for the engine."""
         raise NotImplementedError
 
     @property
     def num_chars(self) -> int:
-        """Characters that are to be encoded."""
+        """Number of characters that will be tokenized."""
         raise NotImplementedError
 
     def params(self, defaults: SamplingParams, limits: ServerConfig) -> SamplingParams:
-        """What the engine is asked for; a request without a seed is given one, so that its answer can be had again.
+        """The sampling parameters. A request without a seed is given one, so that its answer can be reproduced.
         ValueError names field, value and what is allowed."""
         self.check_limits(limits)
         if self.stream and self.prompt_logprobs is not None and not self.scores_prompt:
@@ -205,7 +206,7 @@ class GenerationBody(Body):
                 "echo and logprobs"
             )
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
-        given.setdefault("seed", secrets.randbits(53))  # what JSON's readers take without loss
+        given.setdefault("seed", secrets.randbits(53))  # exact in a double, which JSON's readers use
         given |= {"max_tokens": self.max_num_tokens, "logprobs": self.num_logprobs}
         guided = {name: getattr(self, name) for name in GUIDED if getattr(self, name) is not None}
         given["structured_outputs"] = rule_asked(
@@ -217,12 +218,12 @@ class GenerationBody(Body):
 
     @property
     def form_field(self) -> str:
-        """The field that says what form the answer has."""
+        """Name of the field that asks for structured output."""
         names = ("structured_outputs", "response_format", *GUIDED)
         return next((name for name in names if getattr(self, name) not in (None, {"type": "text"})), "tools")
 
     def check_limits(self, limits: ServerConfig) -> None:
-        """ValueError for what is longer than it may be."""
+        """ValueError for a field beyond its limit."""
         what = "messages" if isinstance(self, ChatBody) else "prompt"
         check_size(what, self.num_chars, "characters", limits.max_prompt_chars)
         for name in ("stop", "bad_words"):
@@ -238,7 +239,7 @@ class GenerationBody(Body):
 
     @property
     def hints(self) -> RequestHints:
-        """What changes the answer's speed and nothing else."""
+        """Hints that change the answer's speed only."""
         asked = self.speculation or Speculation()
         wanted = None if asked.num_speculative_tokens == "auto" else asked.num_speculative_tokens
         return RequestHints(num_speculative_tokens=wanted, method=asked.method, priority=self.priority or 0)
@@ -267,7 +268,7 @@ class ChatBody(GenerationBody):
 
     @property
     def required(self) -> list[Tool]:
-        """The tools of which one must be called; none: the model may answer as it likes."""
+        """The tools of which one must be called; empty: calling is optional."""
         if self._allowed is not None:
             mode = self._allowed.get("mode", "auto")
             if mode not in ("auto", "required"):
@@ -281,7 +282,7 @@ class ChatBody(GenerationBody):
 
     @property
     def _allowed(self) -> dict[str, Any] | None:
-        """The choice's field that names the tools which may be called, in the form of chats or of Responses."""
+        """The object of an "allowed_tools" choice, in the chat or the Responses format; None for other choices."""
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
             return None
@@ -289,7 +290,7 @@ class ChatBody(GenerationBody):
         return inner if isinstance(inner, dict) else {}
 
     def _named(self, choices: Any) -> list[Tool]:
-        """The tools that are named. ValueError where one is not among `tools`, and for none."""
+        """The named tools. ValueError if one is not among `tools`, or none is named."""
         tools = {tool.function.name: tool for tool in self.tools or ()}
         listed = [_chosen_name(choice) for choice in choices] if isinstance(choices, list) else []
         if not tools:
@@ -302,7 +303,7 @@ class ChatBody(GenerationBody):
 
     @property
     def calls_once(self) -> bool:
-        """Whether at most one tool is to be called."""
+        """Whether at most one tool may be called."""
         is_one = isinstance(self.tool_choice, dict) and self._allowed is None
         return self.parallel_tool_calls is False or is_one
 
@@ -324,7 +325,7 @@ class ChatBody(GenerationBody):
         return sum(len(str(part)) for part in (*texts, *(self.tools or ())))
 
     def prompts(self, llm: LLM) -> list[Prompt]:
-        """The conversation's ids. ValueError where the chat template does not take it."""
+        """The conversation's prompt. ValueError if the chat template rejects it."""
         messages = [_for_template(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
         template = llm.tokenizer.chat_template()
         given = {**self._effort(template), **self._template()}
@@ -333,7 +334,7 @@ class ChatBody(GenerationBody):
         return [llm.chat_prompt(messages, **given)]
 
     def _effort(self, template: str) -> dict[str, Any]:
-        """The effort under those names that this chat template has for it."""
+        """The chat template's arguments for the reasoning effort, under the names that this template uses."""
         if self.reasoning_effort is None:
             return {}
         thinks = self.reasoning_effort != "none"
@@ -344,10 +345,10 @@ class ChatBody(GenerationBody):
         return {name: value for name, value in named.items() if name in words}
 
     def _template(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
+        """The chat template's other arguments."""
         given = dict(self.chat_template_kwargs or {})
         for name in ("chat_template", "tokenize"):
-            if name in given:  # a template is code, and code comes with the model
+            if name in given:  # a template is code, which only the model may supply
                 raise ValueError(f"chat_template_kwargs: {name}: cannot be set by a request; leave it out")
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
@@ -358,14 +359,14 @@ class ChatBody(GenerationBody):
 
 
 def _chosen_name(choice: Any) -> str | None:
-    """The function that a choice names, in the form of chats or of Responses."""
+    """The name of the function that a choice names, in the chat or the Responses format."""
     found = choice.get("function", choice) if isinstance(choice, dict) else None
     name = found.get("name") if isinstance(found, dict) else None
     return name if isinstance(name, str) else None
 
 
 def _texts(message: Mapping[str, Any]) -> list[Any]:
-    """What counts as text of a message; images count as bytes of the body."""
+    """The parts of a message that count towards `num_chars`; images count only as bytes of the body."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return [message]
@@ -390,7 +391,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def _holds_several(self) -> bool:
-        """Whether it is a list of prompts; a list of ids is one."""
+        """Whether `prompt` is a list of prompts; a list of token ids is one prompt."""
         return isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
 
     @property
@@ -403,7 +404,7 @@ class CompletionBody(GenerationBody):
         return sum(len(prompt) for prompt in given if isinstance(prompt, str))
 
     def prompts(self, llm: LLM) -> list[Prompt]:
-        """One prompt or several, as they were given."""
+        """The prompts as given: text or token ids."""
         given: Any = self.prompt
         return list(given) if self._holds_several else [given]
 
@@ -421,7 +422,7 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
 
     def chat(self) -> ChatBody:
-        """The chat whose prompt is wanted. ValueError for a text beside it, or neither."""
+        """The chat whose prompt is to be tokenized. ValueError if a text is given too, or neither."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
         names = (
@@ -441,7 +442,7 @@ class DetokenizeBody(Body):
 
 
 def _for_template(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message as chat templates read it: arguments of calls as objects, reasoning under the name they know."""
+    """A message as chat templates expect it: call arguments as objects, reasoning under the templates' key."""
     reasoning = message.get("reasoning")
     if isinstance(reasoning, str):
         message = {"reasoning_content": reasoning, **message}
@@ -472,7 +473,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def check_model(name: str | None, served: list[str]) -> str:
-    """The name that an answer gives the model; a request that names none means the one there is."""
+    """The model name for the answer: the request's, which must be served, or else the first served one."""
     if name is not None and name not in served:
         raise RefusalError(
             404,
@@ -484,6 +485,6 @@ def check_model(name: str | None, served: list[str]) -> str:
 
 
 def check_size(name: str, size: int, what: str, most: int) -> None:
-    """ValueError for a field that has more than it may have."""
+    """ValueError if `size` exceeds `most`."""
     if size > most:
         raise ValueError(f"{name}: has {size} {what}, at most {most}")

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses: items, and the events in which they come."""
+"""Answers of OpenAI's Responses API: items, and the events that stream them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PARTS = {
 
 
 class ResponseWriter:
-    """Items of one answer; an item is open until a piece of another kind comes."""
+    """Writes one answer as items; an item is open until a piece of another kind comes."""
 
     keep_alive = KEEP_ALIVE
 
     def __init__(
         self, body: ResponsesBody, head: dict[str, Any], before: list[dict[str, Any]], store: ResponseStore
     ) -> None:
-        """`head`: as chats have it. `before`: the conversation up to the answer."""
+        """`head`: as in the chat API. `before`: the conversation up to the answer."""
         self._body = body
         self._before = before
         self._store = store
@@ -90,7 +90,8 @@ class ResponseWriter:
         return [*found, self._in_item(f"{PARTS[kind]}.delta", **told)]
 
     def _argue(self, text: str) -> list[Event]:
-        """A part of a call's arguments; a text comes when all of it is there, since it is written as JSON."""
+        """Events for a part of a call's arguments. A custom tool's text is sent when it is complete: it is written as
+        JSON."""
         assert self._item is not None, "a call was begun"
         self._arguments += text
         if self._item["type"] == "custom_tool_call":
@@ -159,7 +160,7 @@ class ResponseWriter:
         return found
 
     def _in_item(self, name: str, /, **fields: Any) -> Event:
-        """An event of the item that is open."""
+        """An event of the open item."""
         assert self._item is not None, "one is open"
         return self._event(name, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: bodies as chats, and the answers that are kept."""
+"""OpenAI's Responses API: bodies translated to chats, and the store of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftproof.server.protocol import NOTHING_ASKED, Body, ChatBody, Objects, S
 from draftproof.server.settings import ServerConfig
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-INPUT = "input"  # the one argument of a tool that takes text
+INPUT = "input"  # the one argument of a custom tool, its text
 TAKES_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 Items = Sequence[dict[str, Any]]
 
@@ -49,20 +49,20 @@ class ResponsesBody(Body):
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """What is new in the conversation."""
+        """The new items of the conversation."""
         if isinstance(self.input, list):
             return self.input
         return [{"type": "message", "role": "user", "content": self.input}]
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of tools that take a text."""
+        """Names of the custom tools, which take plain text."""
         given = self.tools or ()
         return frozenset(str(tool.get("name")) for tool in given if tool.get("type") == "custom")
 
     def chat(self, before: Items = ()) -> ChatBody:
-        """A chat that says the same; `before`: the items of the conversation that it goes on with. ValueError names
-        what is wrong."""
+        """The equivalent chat; `before`: items of the conversation that it continues. ValueError names what is
+        wrong."""
         for name, asked in (
             ("background", self.background),
             ("prompt", (self.model_extra or {}).get("prompt")),
@@ -81,7 +81,7 @@ class ResponsesBody(Body):
         return ChatBody.model_validate(fields)
 
     def _format(self) -> dict[str, Any] | None:
-        """The form of the answer, as chats have it: what describes a schema is one level deeper there."""
+        """The chat API's response_format, in which a schema's fields are nested one level deeper."""
         form = (self.text or {}).get("format")
         if form is not None and not isinstance(form, dict):
             raise ValueError(f"text.format={shown(form)}: must be an object with a type")
@@ -90,7 +90,7 @@ class ResponsesBody(Body):
         return form or None
 
     def _messages(self, items: Items) -> list[dict[str, Any]]:
-        """One message of the system, in front, since many templates take no other."""
+        """The chat's messages; all system text is one message in front, since many templates accept no other."""
         made: list[dict[str, Any]] = []
         for i, item in enumerate(items):
             _add(made, item, f"input[{i}]")
@@ -120,10 +120,10 @@ def _add(made: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{where}.role={shown(role)}: must be one of {', '.join(ROLES)}")
-        reads = content_of if role == "user" else text_of  # nobody else shows images
+        reads = content_of if role == "user" else text_of  # only users may send images
         text = reads(item.get("content"), f"{where}.content")
         if role == "assistant" and made and made[-1] == {**made[-1], "role": role, "content": ""}:
-            made[-1]["content"] = text  # what it thought came first
+            made[-1]["content"] = text  # the message was begun by its reasoning
         else:
             made.append({"role": ROLES[role], "content": text})
     elif kind == "function_call":
@@ -144,7 +144,7 @@ def _add(made: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
 
 
 def custom_input(arguments: str) -> str:
-    """The text that a tool is called with that takes one; what is no such argument is that text."""
+    """The text that a custom tool is called with; arguments without the field `INPUT` are taken as that text."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -155,7 +155,7 @@ def custom_input(arguments: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An answer, and all items of the conversation up to its end."""
+    """An answer, and all items of the conversation up to and including it."""
 
     response: dict[str, Any]
     items: Items
@@ -163,7 +163,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Answers that can be asked for again and gone on with, as long as there is room for them; the oldest give way."""
+    """Answers that clients can fetch again or continue; the oldest are dropped beyond the configured limits."""
 
     def __init__(self, limits: ServerConfig) -> None:
         self._limits = limits
@@ -174,17 +174,17 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, response: dict[str, Any], items: Items) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         num_chars = len(str(items)) + len(str(response))
         if num_chars > self._limits.max_stored_chars:
-            return  # though all others gave way
+            return  # too large even without all others
         self._stored[response["id"]] = Stored(response, items, num_chars)
         self.num_chars += num_chars
         while len(self) > self._limits.max_stored_responses or self.num_chars > self._limits.max_stored_chars:
             self.num_chars -= self._stored.popitem(last=False)[1].num_chars
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
-        """What was kept under an id. 404 where it was not, or has given way."""
+        """The stored answer. 404 if it is unknown or was dropped."""
         found = self._stored.get(response_id)
         if found is None:
             message = f"{param or 'response_id'}={response_id!r:.80}: there is no such response any more, or never was"
@@ -192,6 +192,6 @@ class ResponseStore:
         return found
 
     def delete(self, response_id: str) -> None:
-        """Forget one. 404 as in `get`."""
+        """Delete an answer. 404 as in `get`."""
         self.num_chars -= self.get(response_id).num_chars
         del self._stored[response_id]

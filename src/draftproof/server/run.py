@@ -1,4 +1,4 @@
-"""Runs a server until it is told to stop, and answers everybody before it ends."""
+"""Runs a server until a signal stops it; open requests are answered before it ends."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from draftproof.server.connections import MOST_HEADER_BYTES, Connection, Watch, 
 from draftproof.server.service import STEP_GRACE, Service
 from draftproof.server.settings import ServerConfig
 
-TICKS = 10  # tenths of a second between two looks at silent connections
-GRACE = 5  # seconds for writing answers out once the engine has ended
+TICKS = 10  # uvicorn's ticks, of 0.1 s, between two checks for stalled connections
+GRACE = 5  # seconds to send the last answers once the engine has ended
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which from the first signal on takes no requests and lets those that run come to their end; a second
-    signal ends it at once."""
+    """uvicorn's server. The first signal makes it refuse new requests and finish the running ones; a second one ends it
+    at once."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
         watch: Watch,
         told: Callable[[str], None] | None = None,
     ) -> None:
-        """`told` is called with the address once there is one."""
+        """`told` is called with the server's address once it listens."""
         super().__init__(config)
         self._service = service
         self._watch = watch
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Ends within `shutdown_timeout`, a step, and `GRACE`: who has not taken his answer by then is cut off."""
+        """Ends within `shutdown_timeout`, a step, and `GRACE`; connections that are still open then are aborted."""
         ending = asyncio.create_task(self._service.shut_down(0 if self.force_exit else None))
         try:
             await super().shutdown(sockets)
@@ -82,7 +82,7 @@ def _print_address(address: str, *, has_page: bool) -> None:
 
 
 def check_address(config: ServerConfig) -> None:
-    """ValueError where a server cannot listen: asked before a model is read, which may take minutes."""
+    """ValueError if the server could not listen; called before the model is loaded, which may take minutes."""
     try:
         found = getaddrinfo(config.host, config.port, type=SOCK_STREAM, flags=AI_PASSIVE)
         family, kind, _, _, address = found[0]
@@ -96,16 +96,16 @@ def check_address(config: ServerConfig) -> None:
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:
-    """Serve until a signal; the engine has ended then."""
+    """Serve until a signal; shuts the engine down."""
     allow_files(config.max_connections)
     gc.collect()
-    gc.freeze()  # what is loaded stays: going through it again and again holds everybody up
+    gc.freeze()  # loaded objects stay: scanning them in each collection would delay requests
     service = Service(AsyncLLM(llm), config)
-    with contextlib.suppress(KeyboardInterrupt):  # the signal comes again once everything is shut down
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its shutdown
         make_server(service).run()
-    if service.llm.is_alive:  # a step that does not end, or a second signal
+    if service.llm.is_alive:  # its step did not end, or a second signal came
         logging.shutdown()
-        os._exit(1)  # leaving would wait for what the thread is in
+        os._exit(1)  # a normal exit would wait for the thread
 
 
 def make_server(service: Service, told: Callable[[str], None] | None = None) -> Server:

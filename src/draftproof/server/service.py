@@ -1,4 +1,4 @@
-"""What a server does for a request between its body and its answer, whatever the route."""
+"""Serves a request, from its validated body to its answer, for all routes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from draftproof.server.structured import told_of
 from draftproof.types import RequestOutput, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
-LAST = 16  # tokens of a prompt that may hold the marker that reasoning begins with
-STEP_GRACE = 5  # seconds that the step that is being made has to end
+LAST = 16  # tokens at a prompt's end that may hold the marker which begins reasoning
+STEP_GRACE = 5  # seconds that the current step has to end at shutdown
 FINISHED = "%s: %d prompt tokens, %d tokens, %d of them drafted, %s, %.3f s"
 AnyBody = ChatBody | CompletionBody
 
 
 @dataclass(slots=True)
 class Job:
-    """One request on its way to an answer: a stream for each of its prompts. `id`: the answer's."""
+    """One request that is being served, with a stream for each of its prompts. `id`: id of the answer."""
 
     id: str
     body: AnyBody
@@ -50,13 +50,13 @@ class Job:
 
 
 def _token_ids(prompt: Any) -> Sequence[int]:
-    """A chat's ids, with one for each of its images."""
+    """The token ids of a chat's prompt, with one placeholder per image."""
     found: Sequence[int] = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
     return found
 
 
 class Service:
-    """An engine, its limits and its counters, and the requests between them."""
+    """Serves requests with one engine: admission, parameters, streams, answers and metrics."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm = llm
@@ -72,10 +72,10 @@ class Service:
         self.syntax = self._warm_up()
 
     def _warm_up(self) -> Syntax:
-        """Load what the first conversation needs before it comes, since chat templates load transformers; how the
-        model writes calls and reasoning."""
+        """How the model writes calls and reasoning. Renders a chat, since the first use of a chat template imports
+        transformers, for which the first request should not wait."""
         template = ""
-        with contextlib.suppress(ValueError):  # there is no tokenizer, or no template
+        with contextlib.suppress(ValueError):  # no tokenizer, or no template
             self.llm.llm.tokenizer.chat([{"role": "user", "content": "Hi"}])
             template = self.llm.llm.tokenizer.chat_template()
         self.has_chat_template = bool(template)
@@ -83,7 +83,7 @@ class Service:
 
     @property
     def abilities(self) -> dict[str, Any]:
-        """What clients may ask the model for: how long a prompt and its answer may be, chats, images, drafts."""
+        """The model's abilities, for clients: the longest prompt and answer, chats, images, drafts."""
         llm = self.llm.llm
         reads_images = llm.requests.inputs.images is not None
         drafts = {
@@ -98,7 +98,7 @@ class Service:
         }
 
     def parser(self, job: Job) -> Parser | None:
-        """What reads an answer of a job that may be more than text."""
+        """A parser for one answer of a job; None if the answer is plain text."""
         body = job.body
         if not isinstance(body, ChatBody) or not self._needs_parser(body):
             return None
@@ -108,7 +108,7 @@ class Service:
         return Parser(self.syntax, schemas or None, begins_inside=begins_inside, most_calls=most)
 
     def _begins_inside(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether an answer begins with reasoning, since its prompt ends with the marker of that."""
+        """Whether an answer begins inside reasoning, because its prompt ends with the marker that opens it."""
         markers = reasoning.PAIRS.get(self.syntax.reasoning)
         if markers is None:
             return False
@@ -118,8 +118,8 @@ class Service:
     def _ruled(
         self, body: ChatBody, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> SamplingParams:
-        """`params` with the rule that a choice of tools is; rules hold for what follows the reasoning that an answer
-        begins with. ValueError where there can be none."""
+        """`params` with the grammar of required tool calls, if any; grammars apply after the reasoning at an answer's
+        start. ValueError if no grammar can be made."""
         rule = self._calls(body, params) if body.required else params.structured_outputs
         if rule is not None and rule.after_token_id is None and self._begins_inside(prompt_token_ids):
             end = reasoning.PAIRS[self.syntax.reasoning][1]
@@ -132,7 +132,7 @@ class Service:
         return replace(params, structured_outputs=rule)
 
     def _calls(self, body: ChatBody, params: SamplingParams) -> StructuredOutputsParams:
-        """The rule of an answer that must call a tool."""
+        """The grammar of an answer that must call a tool."""
         told = f"tool_choice={shown(body.tool_choice)}"
         if params.structured_outputs is not None:
             raise ValueError(f"{told}: the answer's form is given too; give one of them")
@@ -155,7 +155,7 @@ class Service:
         return StructuredOutputsParams(grammar=grammar)
 
     def _needs_parser(self, body: ChatBody) -> bool:
-        """ValueError for tools whose calls could not be told from text."""
+        """Whether a parser is needed. ValueError for tools if this model's calls cannot be told from text."""
         if body.offered and self.syntax.tools == NONE:
             raise ValueError(
                 "tools: is not served: calls could not be told from text; name a syntax that the model writes with "
@@ -164,13 +164,13 @@ class Service:
         return bool(body.offered) or self.syntax.reasoning != NONE
 
     def _shows_markers(self, params: SamplingParams) -> SamplingParams:
-        """`params`, with special tokens in the text where calls or reasoning are marked by them."""
+        """`params`, with special tokens kept in the text if they mark calls or reasoning."""
         tokenizer = self.llm.llm.tokenizer
         is_marked = any(map(tokenizer.is_special_text, self.syntax.markers))
         return replace(params, skip_special_tokens=False) if is_marked else params
 
     def check_ready(self) -> None:
-        """503 where nothing is computed any more."""
+        """Raise a 503 if the engine computes nothing any more."""
         why = "the server is shutting down" if self.is_draining else self.llm.error
         if why is not None:
             raise errors.unavailable(why)
@@ -181,7 +181,7 @@ class Service:
         await self.llm.shutdown(self.config.shutdown_timeout if patience is None else patience, STEP_GRACE)
 
     async def begin(self, body: AnyBody, request_id: str) -> Job:
-        """Let a request in and start its streams; whoever has the job ends it. RefusalError and ValueError."""
+        """Admit a request and start its streams; the caller must `end` the job. Raises RefusalError and ValueError."""
         self.check_ready()
         name = check_model(body.model, self.names)
         params = body.params(self.defaults, self.config)
@@ -199,7 +199,7 @@ class Service:
             await self._start(job)
         except BaseException:
             self.end(job)
-            self.check_ready()  # why it did not start, where the engine has ended meanwhile
+            self.check_ready()  # if the engine has ended meanwhile, a 503 says why
             raise
         return job
 
@@ -221,7 +221,7 @@ class Service:
             job.streams.append(self.llm.begin(one))
 
     async def prompt_ids(self, chat: ChatBody) -> Sequence[int]:
-        """The ids of a conversation that nobody answers; an image's are as many as it has rows. Errors as `begin`."""
+        """The token ids of a conversation, with one per row of an image; computes no answer. Errors as in `begin`."""
         chat.check_limits(self.config)
         work = partial(chat.prompts, self.llm.llm)
         (prompt,) = await self.llm.encode(partial(within, self.config.chat_template_timeout, work))
@@ -231,21 +231,21 @@ class Service:
         return (await self.llm.prepare(fetched, SamplingParams(max_tokens=1))).prompt_token_ids
 
     def end(self, job: Job) -> None:
-        """Give back what a job holds, aborting what still runs. Ending twice is ending once."""
+        """Release what a job holds and abort its running streams. Idempotent."""
         for stream in job.streams:
             stream.close()
             self.meter.forget(stream)
         self.admission.leave(job.ticket)
 
     async def whole(self, job: Job) -> dict[str, Any]:
-        """The answer, once all of it is there; the job is ended."""
+        """The complete answer; ends the job."""
         outputs = await self.complete(job)
         if job.params.logprobs is None and job.params.prompt_logprobs is None:
             return self._answer(job, outputs)
-        return await self.llm.aside(partial(self._answer, job, outputs))  # not where it holds others up
+        return await self.llm.aside(partial(self._answer, job, outputs))  # not in the event loop
 
     async def complete(self, job: Job) -> list[RequestOutput]:
-        """All that a job comes to; it is ended. RefusalError where that is not what was asked for."""
+        """All outputs of a job; ends it. RefusalError if one of them failed or was aborted."""
         try:
             async for number, delta in together(job.streams, self.config.keep_alive_interval):
                 if delta is not None:
@@ -261,7 +261,7 @@ class Service:
         return outputs
 
     def _answer(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """A whole answer's object."""
+        """The JSON object of a whole answer."""
         choices = [
             self._choice(job, i * job.params.n, output, choice.index)
             for i, output in enumerate(outputs)
@@ -276,7 +276,7 @@ class Service:
         return answer | self.metrics(job, outputs)
 
     def head(self, job: Job, kind: str) -> dict[str, Any]:
-        """What every answer and every chunk begins with."""
+        """The first fields of an answer and of each of its chunks."""
         return {
             "id": job.id,
             "object": kind,
@@ -287,7 +287,7 @@ class Service:
         }
 
     def outputs(self, job: Job) -> list[RequestOutput]:
-        """What the streams of a job, which are over, have come to."""
+        """The outputs of a job's finished streams."""
         outputs = [self.llm.output(stream) for stream in job.streams]
         for stream, output in zip(job.streams, outputs, strict=True):
             self.meter.finished(stream, output)
@@ -295,7 +295,7 @@ class Service:
         return outputs
 
     def usage(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """What answers say of their tokens."""
+        """The usage object of an answer."""
         markers = reasoning.PAIRS.get(self.syntax.reasoning)
         if markers is None or not job.is_chat:
             return answers.usage(outputs)
@@ -306,27 +306,27 @@ class Service:
         return answers.usage(outputs, num_reasoning)
 
     def metrics(self, job: Job, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Times and acceptance, under the key they have at the root of an answer; empty for several outputs."""
+        """Times and acceptance, under their key in the answer's object; empty for several outputs."""
         if len(outputs) != 1:
             return {}
         found = answers.metrics(job.streams[0], outputs[0], self.llm.llm.num_speculative_tokens)
         return {} if found is None else {"metrics": found}
 
     def echoed(self, job: Job, prompt_ids: Sequence[int]) -> str | None:
-        """The prompt's text, where the answer begins with it."""
+        """The prompt's text if the answer repeats it (`echo`), else None."""
         if not isinstance(job.body, CompletionBody) or not job.body.echo:
             return None
         return self.llm.llm.tokenizer.decode(prompt_ids)
 
     def prompt_logprobs(self, stream: AnswerStream) -> dict[str, Any] | None:
-        """Those of a prompt in the form of completions; None where the request ended before they were there."""
+        """A prompt's log-probabilities in the completions format; None if the request ended before they were known."""
         ids, found = stream.prompt_token_ids, self.llm.output(stream).prompt_logprobs or []
         if len(found) < len(ids):
             return None
         return answers.text_logprobs(ids, found, first=self.llm.llm.tokenizer.piece(ids[0]))
 
     def _choice(self, job: Job, first: int, output: RequestOutput, index: int) -> dict[str, Any]:
-        """One choice of a whole answer; `first`: the number of its prompt's first."""
+        """One choice of a whole answer; `first`: index of the first choice of its prompt."""
         choice, ids = output.outputs[index], output.prompt_token_ids
         if job.is_chat:
             made = answers.chat_choice(choice, job.body.num_logprobs, self.parser(job))

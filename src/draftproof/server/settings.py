@@ -1,4 +1,4 @@
-"""What a server can be told beside its engine's settings; the command line makes a flag of each field."""
+"""A server's settings beside its engine's; the command line makes a flag of each field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of a server. Limits are what one request may ask for; beyond them it gets a 4xx that names the limit."""
+    """Settings of a server. A request beyond a limit gets a 4xx that names the limit."""
 
     host: str = documented("127.0.0.1", "Address to listen at; 0.0.0.0 accepts other machines.")
     port: int = documented(8000, "Port to listen at; 0 for any that is free.")

@@ -1,4 +1,4 @@
-"""Answers as server-sent events: a chunk for what a step added, the usage, and the end."""
+"""Answers as server-sent events: a chunk for each step's output, the usage, and the end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from draftproof.server.protocol import CompletionBody
 from draftproof.server.service import Job, Service
 from draftproof.types import Delta
 
-WRITE = "write"  # key of a scope's state: writes a part of the body, where that can be done sooner than by sending it
+WRITE = "write"  # key of a scope's state: function that writes a part of the body faster than `send`, if there is one
 Write = Callable[[bytes], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventResponse(StreamingResponse):
-    """Events as they come. `end` is called when the client has all of them, or has gone."""
+    """Sends events as they come. `end` is called when all were sent or the client has disconnected."""
 
     def __init__(
         self, events: AsyncIterator[bytes], end: Callable[[], None], headers: dict[str, str]
@@ -44,7 +44,7 @@ class EventResponse(StreamingResponse):
             self._end()
 
     async def stream_response(self, send: Send) -> None:
-        """Where the connection lends its own way of writing, events go past what is between it and us."""
+        """Write events with the connection's own function if it offers one (`WRITE`), bypassing the layers between."""
         if self._write is None:
             await super().stream_response(send)
             return
@@ -56,7 +56,7 @@ class EventResponse(StreamingResponse):
 
 
 async def events(service: Service, job: Job) -> AsyncIterator[bytes]:
-    """All events of an answer, whatever becomes of it."""
+    """All events of an answer, also if it fails."""
     writer = Chunks(service, job)
     async for number, delta in together(job.streams, service.config.keep_alive_interval):
         if delta is None:
@@ -79,27 +79,29 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class Chunks:
-    """The chunks of one answer. A choice's first says whose turn it is (chats) or repeats the prompt (`echo`), its last
-    says why it ended and nothing else; a step whose text is held back has none."""
+    """Makes the chunks of one answer. A choice's first chunk names the role (chats) or repeats the prompt (`echo`), its
+    last one holds only why it ended; a step whose text is held back has none."""
 
     def __init__(self, service: Service, job: Job) -> None:
         self._service = service
         self._job = job
-        self._num_chars: dict[int, int] = {}  # a number for each choice that has begun
-        self._parsers: dict[int, Parser | None] = {}  # likewise
-        self._num_calls: dict[int, int] = {}  # of choices with calls, less one
-        self._painters: dict[int, Painter] = {}  # of choices whose drafts are shown
-        self._scores: dict[int, dict[str, Any] | None] = {}  # of prompts that are part of the answer
-        self._held: dict[int, list[Delta]] = {}  # of prompts whose scores have not come
+        # by choice
+        self._num_chars: dict[int, int] = {}  # text so far, for each choice that has begun
+        self._parsers: dict[int, Parser | None] = {}
+        self._num_calls: dict[int, int] = {}  # index of the latest tool call
+        self._painters: dict[int, Painter] = {}  # if drafts are shown
+        # by prompt
+        self._scores: dict[int, dict[str, Any] | None] = {}  # if the prompt is part of the answer
+        self._held: dict[int, list[Delta]] = {}  # deltas that wait for the prompt's scores
         self.head = service.head(job, "chat.completion.chunk" if job.is_chat else "text_completion")
 
     def is_long(self, number: int) -> bool:
-        """Whether the next chunk of prompt `number` takes so long to make that others should not wait for it."""
+        """Whether the next chunk of prompt `number` takes too long to be made in the event loop."""
         return self._job.body.scores_prompt and number not in self._scores
 
     def of(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of what a step added to a choice of prompt `number`. Where the prompt's scores come first, which
-        the first choice brings, the other choices wait for it."""
+        """The chunks for a step's delta of prompt `number`. If the prompt's scores come first, the other choices wait
+        for the first one, which brings them."""
         held = self._held.pop(number, [])
         if self.is_long(number):
             if delta.index:
@@ -127,7 +129,7 @@ class Chunks:
         return [*self._headed(parts, index), *self._last(delta, index)]
 
     def _told(self, delta: Delta, index: int) -> dict[str, Any]:
-        """What was asked for beside the text: the step's tokens, and where drafts are in it."""
+        """Requested fields beside the text: the step's token ids, and which pieces of it were drafted."""
         told: dict[str, Any] = {}
         if self._job.body.return_token_ids:
             told |= {"token_ids": delta.token_ids, "accepted": delta.accepted}
@@ -157,7 +159,7 @@ class Chunks:
         return self._parsers[index]
 
     def _parsed(self, delta: Delta, index: int, parser: Parser) -> list[dict[str, Any]]:
-        """The chunks of what a step added to a message that may be more than text."""
+        """The chunks for a step's delta of a message that is parsed for calls and reasoning."""
         body, nothing = self._job.body, {"logprobs": None, "finish_reason": None}
         parts: list[dict[str, Any]] = []
         for piece in parser.push(delta.text, is_over=delta.finish_reason is not None):
@@ -171,7 +173,7 @@ class Chunks:
         return self._headed(parts, index)
 
     def _last(self, delta: Delta, index: int) -> list[dict[str, Any]]:
-        """The chunk that says why a choice ended, where it has."""
+        """The chunk that says why a choice ended; none if it goes on."""
         if delta.finish_reason is None:
             return []
         if delta.finish_reason == "error":
@@ -186,7 +188,7 @@ class Chunks:
         return [{**self.head, "choices": [last]}]
 
     def _first(self, number: int, index: int) -> list[dict[str, Any]]:
-        """What comes before anything else of a choice."""
+        """The first chunk of a choice: the role, or the repeated prompt."""
         job, stream = self._job, self._job.streams[number]
         ids = stream.prompt_token_ids
         told = {"prompt_token_ids": ids} if job.body.return_token_ids else {}

@@ -1,4 +1,4 @@
-"""What a body says of the form of its answer, under OpenAI's name, vLLM's, and vLLM's older ones."""
+"""The rule for structured output that a body asks for, under OpenAI's name, vLLM's, or vLLM's older ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from draftproof.server.settings import ServerConfig
 from draftproof.types import RULES, StructuredOutputsParams
 
-# Fields of bodies, and what `StructuredOutputsParams` calls them.
+# vLLM's older body fields -> fields of `StructuredOutputsParams`.
 GUIDED: Mapping[str, str] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -50,14 +50,14 @@ def rule_asked(
 
 
 def told_of(field: str, error: ValueError) -> ValueError:
-    """What is wrong with a rule, under the name that the body has for it."""
+    """`error` of a rule, with the name of the body's field in it."""
     if field == "structured_outputs":
         return error
     return ValueError(OUR_NAME.sub(f"{field}: ", str(error)))
 
 
 def _of_format(value: Any) -> dict[str, Any]:
-    """The rule of OpenAI's field. A schema is followed whether it is `strict` or not."""
+    """The rule that response_format asks for. A schema is enforced whether it is `strict` or not."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "json_object":
         return {"json_object": True}

@@ -1,4 +1,4 @@
-"""From an EngineConfig to replicas: what each may use, and what a front needs to know of them."""
+"""Builds replicas from an EngineConfig: the settings and device of each, and what the front end needs of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loaded:
-    """As `engine.loading.build.build`, with an engine of `data_parallel_size` replicas. No weights are loaded here."""
+    """Like `engine.loading.build.build`, with an engine of `data_parallel_size` replicas; this process loads no
+    weights."""
     _, directory = locate(config, progress)
     model = read_config(directory, overrides=config.hf_overrides)
     vision = vision_of(config, directory)
@@ -48,7 +49,7 @@ def build(config: EngineConfig, progress: ProgressCallback | None = None) -> Loa
 
 
 def _setups(config: EngineConfig) -> list[tuple[wire.Setup, dict[str, str]]]:
-    """What each replica is told, and its environment. ValueError for devices and settings that cannot be shared out."""
+    """The settings and environment of each replica. ValueError for devices or settings that replicas cannot have."""
     number = config.data_parallel_size
     level = logging.getLogger("draftproof").getEffectiveLevel()
     num_threads = max(1, torch.get_num_threads() // number)
@@ -64,7 +65,7 @@ def _setups(config: EngineConfig) -> list[tuple[wire.Setup, dict[str, str]]]:
 
 
 def devices(config: EngineConfig) -> list[str]:
-    """One for each replica: "cpu", or "cuda:1" by its number among those that this process sees."""
+    """The device of each replica: "cpu", or "cuda:N", where N counts the GPUs that this process sees."""
     number, given = config.data_parallel_size, config.device
     listed = given.split(",")
     num_gpus = torch.cuda.device_count()
@@ -84,6 +85,6 @@ def devices(config: EngineConfig) -> list[str]:
 
 
 def _visible(index: int) -> str:
-    """The name of this process's GPU number `index` to a process that sees it alone."""
+    """The value of `VISIBLE` with which a process sees only this process's GPU number `index`."""
     given = os.environ.get(VISIBLE)
     return str(index) if not given else given.split(",")[index].strip()

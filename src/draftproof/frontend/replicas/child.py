@@ -1,7 +1,7 @@
-"""A replica: an engine in a process of its own, which computes what its entry asks for.
+"""A replica: an engine in a process of its own, which serves the requests of its entry.
 
-The first thread makes the steps. Another reads the entry's messages, so that an entry never waits for a step, and ends
-the process when the entry is gone; a third says at intervals that the process lives. Grammars are compiled aside.
+The main thread makes the steps. Another reads the entry's messages, so that the entry never waits for a step, and ends
+the process when the entry is gone; a third sends heartbeats. Grammars are compiled in a thread pool.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from draftproof.frontend.llm import LLM
 from draftproof.frontend.replicas import wire
 from draftproof.types import SamplingParams
 
-ALIVE_INTERVAL = 1.0  # seconds between two signs of life
-LOAD_INTERVAL = 0.1  # seconds between two reports of counters while steps are made
+ALIVE_INTERVAL = 1.0  # seconds between two heartbeats
+LOAD_INTERVAL = 0.1  # least seconds between two reports of counters while steps are made
 OWN_LOGGER = "draftproof"
 
 
 class ReplicaLLM(LLM):
-    """An `LLM` whose engine is here, whatever its settings say of replicas."""
+    """An `LLM` whose engine is in this process, although its settings ask for replicas."""
 
     @property
     def has_replicas(self) -> bool:
@@ -45,7 +45,7 @@ class ReplicaLLM(LLM):
 
 
 class Forward(logging.Handler):
-    """Sends records to the entry."""
+    """Sends log records to the entry."""
 
     def __init__(self, channel: wire.Channel) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class Forward(logging.Handler):
 
 
 class Replica:
-    """The engine, and what is asked of it. `step_started`: when the step that is being made began, 0 between two."""
+    """Runs the engine and serves the entry's messages. `step_started`: when the current step began, 0 between steps."""
 
     def __init__(self, channel: wire.Channel) -> None:
         self._channel = channel
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._compiler = ThreadPoolExecutor(2, "draftproof-grammars")
         self._compiling: set[int] = set()  # requests whose grammars are being compiled
-        self._inputs: dict[int, list[ItemInput]] = {}  # of requests that run
+        self._inputs: dict[int, list[ItemInput]] = {}  # of running requests; the store refers to them weakly
         self._load_sent = 0.0
         self.step_started = 0.0
         self.llm: LLM | None = None
@@ -72,7 +72,7 @@ class Replica:
     # In a thread that reads.
 
     def read(self) -> None:
-        """Queue what the entry asks for, until it is gone; then so is the process."""
+        """Queue the entry's messages; once the entry is gone, end the process."""
         try:
             while True:
                 self._actions.put(partial(self._do, self._channel.read()))
@@ -83,7 +83,7 @@ class Replica:
             os._exit(0)
 
     def tell_alive(self) -> None:
-        """At intervals, until the entry is gone."""
+        """Send heartbeats until the entry is gone."""
         with contextlib.suppress(wire.ClosedSocketError):
             while True:
                 started = self.step_started
@@ -93,7 +93,7 @@ class Replica:
     # In the thread that makes steps.
 
     def run(self, llm: LLM) -> None:
-        """Steps, and what is asked for between them, as long as the engine lives."""
+        """Make steps, and run queued messages between them, until the engine fails."""
         self.llm = llm
         engine = llm.engine
         while engine.error is None:
@@ -110,7 +110,7 @@ class Replica:
         self.step_started = time.monotonic()
         deltas = engine.step()
         self.step_started = 0.0
-        if engine.error is not None:  # the entry has others that can go on with these
+        if engine.error is not None:  # the entry gives these requests to other replicas
             deltas = [delta for delta in deltas if delta.finish_reason != "error"]
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -162,7 +162,7 @@ class Replica:
 
         def work() -> None:
             try:
-                grammar = inputs.grammar(params)  # the entry has compiled it before
+                grammar = inputs.grammar(params)  # the entry has compiled it already, so it is valid
             except Exception as error:
                 told = TokenDelta(str(message.key), finish_reason="error", error=str(error))
                 self._actions.put(partial(self._fail_compiled, message.key, told))
@@ -172,7 +172,7 @@ class Replica:
         self._compiler.submit(work)
 
     def _queue_compiled(self, message: wire.Start, params: SamplingParams, grammar: Any) -> None:
-        if message.key in self._compiling:  # else it was aborted
+        if message.key in self._compiling:  # else the request was aborted
             self._compiling.discard(message.key)
             self._queue(message, params, grammar)
 
@@ -200,7 +200,7 @@ class Replica:
 
 
 def hello(llm: LLM) -> wire.Hello:
-    """What the entry is told of an engine that is ready."""
+    """The message that the engine is ready."""
     return wire.Hello(
         fingerprint=llm.fingerprint,
         files=files_of(llm.directory),
@@ -216,13 +216,13 @@ def hello(llm: LLM) -> wire.Hello:
 
 
 def files_of(directory: Path) -> str:
-    """Names, sizes and times of a model's files: what was replaced while replicas run is noticed when one starts."""
+    """Names, sizes and times of a model's files: shows a replica that starts later that they were replaced."""
     found = [(path.name, path.stat()) for path in sorted(directory.iterdir()) if path.is_file()]
     return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)
 
 
 def make(setup: wire.Setup, channel: wire.Channel) -> LLM:
-    """The engine that the entry asks for."""
+    """Build the engine that `setup` describes."""
     torch.set_num_threads(setup.num_threads)
     forward = Forward(channel)
     forward.setFormatter(logging.Formatter("%(message)s"))
@@ -245,7 +245,7 @@ def main() -> None:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # who ends the entry's group means the entry, which ends us
+    ):  # a signal to the process group is for the entry, which then ends this process
         signal.signal(number, signal.SIG_IGN)
     channel = wire.Channel(socket.socket(fileno=int(sys.argv[1])), wire.ToReplica)
     try:

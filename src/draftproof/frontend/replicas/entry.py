@@ -1,8 +1,8 @@
-"""Several engines as one: requests are placed, what comes back is told as one engine's, and nobody misses a replica
-that dies.
+"""Several replicas behind one engine's interface: places requests, merges their output, and moves the requests of a
+replica that dies to others.
 
 A token is a function of its row and the request's seed, which is drawn before the request is placed, so any replica can
-go on where another one stopped: it is told the prompt and the tokens that came, as after a preemption.
+continue where another one stopped: it is sent the prompt and the tokens so far, as after a preemption.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from draftproof.frontend.replicas.process import Line, Patience, Replica
 from draftproof.metrics import EngineLoad, EngineStats
 
 log = logging.getLogger(__name__)
-LOOK = 1.0  # seconds that a step waits for news at most
+LOOK = 1.0  # most seconds that `step` waits for output
 TRIED_AFTER = 2  # deaths of replicas after which a request is computed alone
 NO_NEWS: list[TokenDelta] = []
 
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A request that is open. `line`: where it is computed, None: it waits for a replica; `token_ids` and `num_scores`:
-    what has come; `num_deaths`: replicas that died while they computed it; `cleared_at`: tokens after which one that is
-    computed alone is cleared."""
+    """An open request. `line`: where it is computed, None: it waits for a replica; `token_ids` and `num_scores`: its
+    output so far; `num_deaths`: replicas that died while they computed it; `cleared_at`: number of tokens after which a
+    suspect that is computed alone is cleared."""
 
     id: str
     spec: RequestSpec
@@ -46,14 +46,14 @@ class Placed:
     token_ids: list[int] = field(default_factory=list)
     num_scores: int = 0
     num_uncached: int = 0  # tokens of its prompt that its replica was expected to compute
-    is_computing: bool = False  # something has come since it was placed
+    is_computing: bool = False  # output has come since it was placed
     num_deaths: int = 0
     cleared_at: int = 0
 
 
 class Replicas:
-    """An engine made of replicas; see `frontend.engine.Engine`. Its lock is held for moments only, and by nobody who
-    waits for a replica."""
+    """An engine made of replicas; see `frontend.engine.Engine`. Its lock is held briefly, and never while waiting for a
+    replica."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class Replicas:
         progress: Callable[[str, int, int], None] | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """Starts them, the first one alone, whose certificates and measurements the others find. `setups`: of each
-        replica, with its environment. ValueError for what the settings get wrong, RuntimeError for all else."""
+        """Starts the replicas, the first one before the others, so that these find its certificates and measurements.
+        `setups`: (setup, environment) of each. ValueError for wrong settings, RuntimeError for other failures."""
         self.error: str | None = None
-        self.items: ItemStore | None = None  # what knows the inputs of items
+        self.items: ItemStore | None = None  # holds the inputs of items
         self._rule = rule
         self._progress = progress
         self._lock = threading.RLock()
         self._news: queue.SimpleQueue[list[TokenDelta]] = queue.SimpleQueue()
         self._open: dict[str, Placed] = {}
         self._waiting: deque[Placed] = deque()  # for any replica
-        self._suspects: deque[Placed] = deque()  # for one that computes nothing else
-        self._past: list[EngineStats] = []  # of processes that are gone
+        self._suspects: deque[Placed] = deque()  # for a replica that computes nothing else
+        self._past: list[EngineStats] = []  # of processes that have ended
         self._keys, self._calls = itertools.count(), itertools.count()
         self._is_paused = self._is_shut_down = False
         self._ready: list[Future[wire.Hello]] = [Future() for _ in setups]
@@ -93,17 +93,17 @@ class Replicas:
             self.shutdown()
             raise
 
-    # As one engine.
+    # The engine's interface.
 
     @property
     def is_due(self) -> bool:
-        with self._lock:  # what ends the last request that is open brings its news, too
+        with self._lock:  # `came` and `_fail` close a request and queue its last delta under the lock
             if not self._news.empty():
                 return True
             return bool(self._open) and not self._is_paused and self.error is None
 
     def add_request(self, request_id: str, spec: RequestSpec) -> None:
-        """As `EngineCore.add_request`, for a spec that was checked."""
+        """Like `EngineCore.add_request`, for a validated spec."""
         with self._lock:
             if self.error is not None:
                 raise RuntimeError(self.error)
@@ -111,7 +111,7 @@ class Replicas:
                 raise ValueError(f"request_id={request_id!r}: is running already; give another")
             inputs = [self.items.input(item.content) for item in spec.items] if self.items else []
             block_size = self.hello.load.block_size
-            contents = spec.contents(spec.token_ids)[:-1]  # one token at least is computed
+            contents = spec.contents(spec.token_ids)[:-1]  # at least one token is computed
             hashes = list(block_hashes(contents, block_size)) if spec.reads_prefix_cache else []
             placed = self._open[request_id] = Placed(request_id, spec, inputs, hashes)
             self._place([placed])
@@ -126,7 +126,7 @@ class Replicas:
             self._close(placed)
 
     def step(self) -> list[TokenDelta]:
-        """What has come; where nothing has, wait for it, for `wake`, or for a moment."""
+        """The deltas that have come; if there are none, wait for some or for `wake`, at most `LOOK` seconds."""
         deltas = list(NO_NEWS)
         try:
             deltas += self._news.get(timeout=LOOK if self.is_due else 0)
@@ -136,11 +136,11 @@ class Replicas:
             return deltas
 
     def wake(self) -> None:
-        """Takes no lock: it may be called in the middle of anything."""
+        """End a `step` that waits. Takes no lock, so it may be called anywhere."""
         self._news.put(NO_NEWS)
 
     def draft(self, spec: RequestSpec, num_drafts: int) -> list[int]:
-        """`EngineCore.draft`, by the first replica that is there."""
+        """`EngineCore.draft`, by the first replica that is ready."""
         with self._lock:
             if self._open:
                 raise ValueError("draft: other requests are running; finish or close their streams first")
@@ -155,13 +155,13 @@ class Replicas:
         self._call(self._lines(), wire.Reset)
 
     def set_paused(self, is_paused: bool) -> None:
-        """Returns once nobody makes steps."""
+        """Pause or resume all replicas; returns once they have."""
         self._is_paused = is_paused
         self._call(self._lines(), lambda call: wire.Pause(call, is_paused))
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over all replicas, those that died included. What is predicted is so of one of them."""
+        """Sums over all replicas, including those that died; predictions are those of one replica."""
         with self._lock:
             total = _empty(self.hello.load.stats)
             for stats in (*self._past, *(load.stats for load in self.loads())):
@@ -169,7 +169,7 @@ class Replicas:
             return total
 
     def loads(self) -> list[EngineLoad]:
-        """By replica; one that is being started has nothing to do."""
+        """The load of each replica; one that is starting counts as idle."""
         with self._lock:
             return [self._load(replica) for replica in self.replicas]
 
@@ -186,14 +186,14 @@ class Replicas:
         )
 
     def keep_cache_events(self) -> None:
-        """They do."""
+        """Nothing to do: replicas always keep them."""
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """None: each replica tells of its own."""
+        """Empty: each replica publishes its own."""
         return []
 
     def shutdown(self) -> None:
-        """End all processes; requests that run get no answer."""
+        """End all processes; open requests get no more output."""
         with self._lock:
             if self._is_shut_down:
                 return
@@ -208,7 +208,8 @@ class Replicas:
             replica.join()
 
     def _call(self, lines: Sequence[Line], ask: Callable[[int], Any]) -> list[wire.Answered]:
-        """Ask replicas for something, and wait; those that die have no answer. ValueError where one says so."""
+        """Send a call to replicas and wait for the answers; those that die give none. ValueError if one answers with an
+        error."""
         asked: list[Future[wire.Answered | None]] = []
         for line in lines:
             with self._lock:
@@ -227,7 +228,7 @@ class Replicas:
     def _lines(self) -> list[Line]:
         return [r.line for r in self.replicas if r.line is not None and r.line.is_ready]
 
-    # Placing; with the lock in hand.
+    # Placing requests; the caller holds the lock.
 
     def _place(self, requests: Iterable[Placed]) -> None:
         for placed in requests:
@@ -264,7 +265,7 @@ class Replicas:
         line.send(wire.Start(placed.key, wire.pack_spec(placed.spec), items, resumed))
 
     def _close(self, placed: Placed) -> None:
-        """It is nobody's any more."""
+        """Remove a request: it has ended."""
         self._open.pop(placed.id, None)
         line = placed.line
         if line is None:
@@ -282,8 +283,8 @@ class Replicas:
         placed.line = None
 
     def _try_next(self, line: Line) -> None:
-        """Have a replica that takes nobody else compute the next suspect, beside those that it has cleared; where there
-        is none, it is open for all that wait."""
+        """Start the next suspect on this replica, which computes nothing else but cleared ones; without suspects, the
+        replica is open to all waiting requests."""
         line.trial = None
         if self._suspects:
             line.trial = placed = self._suspects.popleft()
@@ -297,7 +298,7 @@ class Replicas:
         self._close(placed)
         self._news.put([TokenDelta(placed.id, finish_reason="error", error=error)])
 
-    # Called by replicas' threads.
+    # Called by the replicas' threads.
 
     def began(self, line: Line, hello: wire.Hello) -> str | None:
         first = self._ready[0]
@@ -338,9 +339,9 @@ class Replicas:
                 self._news.put(news)
 
     def _took(self, line: Line, delta: TokenDelta) -> bool:
-        """Whether a delta is of a request that is open, which now knows of it."""
+        """Record a delta in its request; False if that is not open any more."""
         placed = line.placed.get(int(delta.id))
-        if placed is None:  # it was aborted
+        if placed is None:  # the request was aborted
             return False
         delta.id = placed.id
         placed.is_computing = True
@@ -353,8 +354,8 @@ class Replicas:
         return True
 
     def lost(self, line: Line) -> None:
-        """Its requests go on elsewhere. Those that have seen several replicas die are computed alone from then on,
-        so that one that kills them all is found and ends."""
+        """Move the requests of a replica that died. A request in whose replicas' `TRIED_AFTER` deaths it was involved
+        becomes a suspect: it is computed alone, so that one that kills replicas is found and fails."""
         with self._lock:
             line.is_ready = False
             if line.load is not None and not self._is_shut_down:
@@ -373,7 +374,7 @@ class Replicas:
             suspects = [placed for placed in orphans if placed.num_deaths >= TRIED_AFTER]
             suspects.sort(
                 key=lambda placed: placed is not tried
-            )  # it is the first on the next replica, so alone there
+            )  # the tried one goes first, so it will be alone on its next replica
             self._suspects.extendleft(reversed(suspects))
             self._place(placed for placed in orphans if placed.num_deaths < TRIED_AFTER)
 
@@ -412,6 +413,6 @@ def _learn(index: routing.PrefixIndex, events: Sequence[Any]) -> None:
 
 
 def _empty(like: EngineStats) -> EngineStats:
-    """Nothing counted, by the same drafters."""
+    """Statistics with zero counts, for the drafters of `like`."""
     drafters = [type(drafter)(drafter.name) for drafter in like.drafters]
     return EngineStats(drafters=drafters, predictions=like.predictions)

@@ -1,4 +1,4 @@
-"""One replica as its entry sees it: a process that is started, asked, listened to, and started again when it dies."""
+"""One replica's process, in the entry: it is started, sent messages, listened to, and restarted when it dies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from draftproof.metrics import EngineLoad
 
 log = logging.getLogger(__name__)
 CODE = "from draftproof.frontend.replicas.child import main; main()"
-MOST_STARTS = 5  # failures to start, one after the other, until a replica is given up
-EXIT_GRACE = 5.0  # seconds that a process has to end in once it was told to
+MOST_STARTS = 5  # consecutive failures to start after which a replica is given up
+EXIT_GRACE = 5.0  # seconds that a process has to end, before it is killed
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds after which a replica is taken for dead: without a first sign of life, without another one, and in one
-    step."""
+    """Seconds after which a replica counts as dead: without a first message, without a further one, and in one step."""
 
     start: float = 300.0
     silent: float = 60.0
@@ -36,20 +35,20 @@ class Patience:
 
 
 class Listener(Protocol):
-    """Whoever has the replicas. Called by each one's own thread."""
+    """The owner of the replicas; each replica calls it in its own thread."""
 
     def began(self, line: Line, hello: wire.Hello) -> str | None:
-        """It is ready, and `line.is_ready` from now on. Else why it may not be used."""
+        """The process is ready: set `line.is_ready` and return None, or return why it may not be used."""
         ...
 
     def came(self, line: Line, message: wire.Stepped | wire.Answered) -> None: ...
 
     def lost(self, line: Line) -> None:
-        """It has died, having been ready."""
+        """A process that was ready has died."""
         ...
 
     def gave_up(self, replica: Replica, failure: wire.Failed) -> None:
-        """It will not be started again."""
+        """The replica will not be started again."""
         ...
 
     def progress(self, replica: Replica, what: str, done: int, total: int) -> None: ...
@@ -57,8 +56,8 @@ class Listener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """The life of one process of a replica, from its start to its death. `index` and `load`: as it says;
-    `placed`: requests that it computes, by their numbers; `trial`: the one that it computes alone."""
+    """One process of a replica, from its start to its death. `index` and `load`: as it reported; `placed`: requests
+    that it computes, by key; `calls`: futures of unanswered calls; `trial`: the suspect that it computes alone."""
 
     replica: Replica
     channel: wire.Channel
@@ -72,15 +71,15 @@ class Line:
     is_ready: bool = False
 
     def send(self, message: wire.ToReplica) -> None:
-        """Never waits: a thread of its own writes."""
+        """Queue a message. Never waits: another thread runs `write`."""
         self.out.put(self.channel.encode(message))
 
     def write(self) -> None:
-        """What was sent, until the end."""
+        """Write the queued messages, until the end."""
         try:
             while (data := self.out.get()) is not None:
                 self.channel.end.sendall(data)
-        except OSError:  # whoever listens hears of it
+        except OSError:  # closing the socket tells the listening thread
             with contextlib.suppress(OSError):
                 self.channel.end.shutdown(socket.SHUT_RDWR)
 
@@ -90,7 +89,7 @@ class Line:
 
 
 class Replica:
-    """Starts its process and listens to it, in a thread of its own, until `close`."""
+    """Starts its process, listens to it and restarts it, in a thread of its own, until `close`."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Replica:
                 self._closing.wait(2.0**num_failed / 2)
 
     def _live(self) -> tuple[bool, wire.Failed | None]:
-        """One process from its start to its end: whether it was ready, and why it could not be."""
+        """Run one process from start to end; returns whether it was ready, and the failure if it was not."""
         line = self.line = self._spawn()
         writer = threading.Thread(target=line.write, daemon=True)
         writer.start()
@@ -172,7 +171,7 @@ class Replica:
         return was_ready, failure or wire.Failed(f"ended while it was started, {how}", is_users=False)
 
     def _listen(self, line: Line) -> wire.Failed | None:
-        """Until it is no use any more; why it never was, where it was not."""
+        """Handle messages until the process fails to start; returns why. Exceptions end it otherwise."""
         while True:
             message: wire.ToEntry = line.channel.read()
             line.channel.end.settimeout(self._patience.silent)
@@ -202,13 +201,14 @@ class Replica:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=dict(self._environment),
-            start_new_session=True,  # Ctrl-C is for the entry
+            start_new_session=True,  # so that only the entry gets Ctrl-C
         )
         theirs.close()
         return Line(self, wire.Channel(ours, wire.ToEntry), process)
 
     def _reap(self, line: Line) -> str:
-        """Wait for the process, which has been told to end; kill it where it does not. How it ended."""
+        """Close the socket, which tells the process to end, and wait for it, killing it if needed. Returns how it
+        ended."""
         with contextlib.suppress(OSError):
             line.channel.end.shutdown(socket.SHUT_RDWR)
         try:
@@ -220,6 +220,6 @@ class Replica:
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """This process's, with the folders that it imports from."""
+    """This process's environment, with its import path and the changes."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**os.environ, "PYTHONPATH": path, **changed}

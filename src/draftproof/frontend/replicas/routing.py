@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# A request that is being computed counts as so many tokens of a prompt: what its steps cost whoever comes next.
+# Load of a running request, in prompt tokens: what its steps cost a request that comes next.
 TOKENS_PER_OUTPUT = 64
 
 
 @dataclass(slots=True)
 class PrefixIndex:
-    """Hashes of the blocks that a replica holds, as its events say, and of those that it was asked to compute."""
+    """Hashes of the blocks that a replica has cached, by its events, and of those that placed requests will cache."""
 
     stored: set[int] = field(default_factory=set)
     placed: Counter[int] = field(default_factory=Counter)
 
     def num_cached(self, hashes: Sequence[int]) -> int:
-        """Blocks at the beginning of a text that are there, or will be."""
+        """Number of leading blocks that are cached, or will be."""
         for number, own in enumerate(hashes):
             if own not in self.stored and own not in self.placed:
                 return number
@@ -36,8 +36,9 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica as a request that is to be placed sees it. `num_waiting`: tokens of prompts placed there that are yet
-    to be computed; `num_outputs`: outputs that are open there; `num_placed`: all that ever were."""
+    """A replica's state, for placing one request. `num_uncached`: the request's tokens that it has not cached;
+    `num_waiting`: uncomputed prompt tokens of requests placed there; `num_outputs`: its open requests; `num_placed`:
+    all requests ever placed there."""
 
     number: int
     num_uncached: int
@@ -47,12 +48,12 @@ class Candidate:
 
     @property
     def load(self) -> int:
-        """Tokens that are ahead of it."""
+        """Work ahead of the request, in prompt tokens."""
         return self.num_waiting + TOKENS_PER_OUTPUT * self.num_outputs
 
 
-# What is least for the replica that is chosen. A cached prefix is worth as many tokens as it saves: where all texts
-# begin alike, or one replica has everybody's, the others are used all the same.
+# Cost functions: the replica with the least is chosen. A cached prefix is worth the tokens that it saves, so other
+# replicas are used even if all prompts share a prefix or one replica has cached all of them.
 RULES: Mapping[str, Callable[[Candidate], tuple[int, ...]]] = {
     "prefix": lambda c: (c.num_uncached + c.load, c.num_placed, c.number),
     "load": lambda c: (c.load, c.num_placed, c.number),
@@ -61,5 +62,5 @@ RULES: Mapping[str, Callable[[Candidate], tuple[int, ...]]] = {
 
 
 def choose(rule: str, candidates: Sequence[Candidate]) -> int:
-    """The number of the replica that the rule takes."""
+    """The number of the replica with the least cost by the rule."""
     return min(candidates, key=RULES[rule]).number

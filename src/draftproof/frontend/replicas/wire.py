@@ -1,6 +1,6 @@
-"""What passes between an entry and its replicas: MessagePack over a socket, with types that are checked on arrival.
+"""Messages between an entry and its replicas: MessagePack over a socket, with types that are checked on arrival.
 
-Requests travel as ids, numbers and bytes; nothing that is read can make an object of another kind.
+Requests travel as ids, numbers and bytes; decoding creates no other types of objects.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from draftproof.grammar.matcher import Grammar
 from draftproof.metrics import EngineLoad
 from draftproof.types import INT32_MAX, SamplingParams
 
-LENGTH_BYTES = 8  # in front of each message
-MOST_TOKENS = INT32_MAX  # what is longer is as long as there is room, and MessagePack's integers have 64 bits
+LENGTH_BYTES = 8  # size of the length before each message
+MOST_TOKENS = INT32_MAX  # caps counts, which may exceed MessagePack's 64 bits; no output is that long
 
 
 class Setup(msgspec.Struct, tag=True):
-    """The first message to a replica: the settings of `LLM`, its number, and what it may use."""
+    """The first message to a replica: its number, the settings of its `LLM`, its threads, and its log level."""
 
     number: int
     settings: dict[str, Any]
@@ -40,7 +40,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class WireSpec(msgspec.Struct, kw_only=True):
-    """`RequestSpec`, whose grammar is compiled again from its parameters."""
+    """`RequestSpec` without its grammar, which the replica compiles again from the parameters."""
 
     token_ids: list[int]
     params: dict[str, Any]
@@ -58,7 +58,7 @@ class WireSpec(msgspec.Struct, kw_only=True):
 
 
 class Array(msgspec.Struct):
-    """A tensor, or an array of int64."""
+    """A tensor."""
 
     dtype: str
     shape: list[int]
@@ -66,7 +66,7 @@ class Array(msgspec.Struct):
 
 
 class WireItem(msgspec.Struct):
-    """`ItemInput`; `advance` goes with `axes`, its places."""
+    """`ItemInput`; `axes` and `advance` are its places."""
 
     kind: str
     tensors: dict[str, Array]
@@ -78,7 +78,8 @@ class WireItem(msgspec.Struct):
 
 
 class Start(msgspec.Struct, tag=True):
-    """A request, by a number of the entry's; `resumed`: it goes on behind these tokens, and so many prompt scores."""
+    """Start a request; `key`: the entry's number for it; `resumed`: output tokens and number of prompt scores that it
+    has already."""
 
     key: int
     spec: WireSpec
@@ -91,13 +92,13 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Reset(msgspec.Struct, tag=True):
-    """Forget the prefix cache; answered."""
+    """Clear the prefix cache; answered."""
 
     call: int
 
 
 class Pause(msgspec.Struct, tag=True):
-    """Make no steps until told otherwise; answered."""
+    """Stop making steps, or go on; answered."""
 
     call: int
     is_paused: bool
@@ -112,7 +113,7 @@ class Draft(msgspec.Struct, tag=True):
 
 
 class Progressed(msgspec.Struct, tag=True):
-    """What a start is at."""
+    """Progress of a replica's start."""
 
     what: str
     done: int
@@ -120,7 +121,7 @@ class Progressed(msgspec.Struct, tag=True):
 
 
 class Logged(msgspec.Struct, tag=True):
-    """A line of the log."""
+    """A log record."""
 
     level: int
     logger: str
@@ -128,14 +129,14 @@ class Logged(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Why there will be no engine; `is_users`: by what the settings ask for."""
+    """Why the engine cannot start; `is_users`: because of the user's settings."""
 
     error: str
     is_users: bool
 
 
 class Hello(msgspec.Struct, tag=True):
-    """An engine is ready: what its entry needs to know of it. `files`: sizes and times of the model's files."""
+    """The engine is ready: its facts for the entry. `files`: names, sizes and times of the model's files."""
 
     fingerprint: str
     files: str
@@ -150,7 +151,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """What a step brought; deltas have the numbers of requests for ids. `load`: now and then, and before a pause."""
+    """Output of a step; the deltas' ids are request keys. `load`: None except at intervals and before idling."""
 
     deltas: list[TokenDelta]
     events: list[StoredOnWire | RemovedOnWire | ClearedOnWire]
@@ -170,7 +171,7 @@ class ClearedOnWire(msgspec.Struct, tag="cleared"):
 
 
 class Answered(msgspec.Struct, tag=True):
-    """The end of a call; `error` where it raised ValueError."""
+    """The answer to a call; `error`: the message if it raised ValueError."""
 
     call: int
     token_ids: list[int]
@@ -178,7 +179,7 @@ class Answered(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """Sent at intervals; `step_seconds`: how long the step that is being made takes by now."""
+    """A heartbeat; `step_seconds`: how long the current step has been running, 0 between steps."""
 
     step_seconds: float
 
@@ -188,11 +189,11 @@ ToEntry = Progressed | Logged | Failed | Hello | Stepped | Answered | Alive
 
 
 class ClosedSocketError(ConnectionError):
-    """The other end is gone."""
+    """The other end of the socket is closed."""
 
 
 class Channel:
-    """One end of a socket. Any thread may send; one reads. `kind`: what is read."""
+    """One end of a socket. Any thread may send; one thread reads. `kind`: type of the messages that are read."""
 
     def __init__(self, end: socket, kind: Any) -> None:
         self.end = end
@@ -201,12 +202,12 @@ class Channel:
         self._lock = threading.Lock()
 
     def encode(self, message: ToReplica | ToEntry) -> bytes:
-        """The message, with its length before it. TypeError for what cannot travel."""
+        """The encoded message, with its length in front. TypeError for a value that cannot be encoded."""
         body = self._encoder.encode(message)
         return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
     def send(self, message: ToReplica | ToEntry) -> None:
-        """ClosedSocketError where nobody reads."""
+        """Send a message, blocking. ClosedSocketError if the other end is closed."""
         data = self.encode(message)
         try:
             with self._lock:
@@ -215,7 +216,7 @@ class Channel:
             raise ClosedSocketError(str(error)) from None
 
     def read(self) -> Any:
-        """The next message. ClosedSocketError at the end, TimeoutError after the socket's own time."""
+        """The next message. ClosedSocketError at the end of the stream, TimeoutError after the socket's timeout."""
         length = int.from_bytes(self._take(LENGTH_BYTES), "little")
         return self._decoder.decode(self._take(length))
 
@@ -257,7 +258,7 @@ def settings_of(config: EngineConfig, device: str) -> dict[str, Any]:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """ValueError for settings that cannot travel."""
+    """ValueError for settings that cannot be encoded."""
     try:
         msgspec.msgpack.encode(settings, enc_hook=_plain)
     except TypeError as error:
@@ -268,7 +269,7 @@ def pack_spec(spec: RequestSpec) -> WireSpec:
     names = WireSpec.__struct_fields__
     given = {name: getattr(spec, name) for name in names if name != "params"}
     params = msgspec.to_builtins(spec.params, builtin_types=(bytes,))
-    params["seed"] = None  # which may be of any size; `row_seed` is made of it
+    params["seed"] = None  # may be any integer; `row_seed` is derived from it
     if spec.most_drafts is not None:
         given["most_drafts"] = min(spec.most_drafts, MOST_TOKENS)
     if spec.params.max_tokens is not None:

@@ -1,5 +1,5 @@
-"""The page at `/`: files as they lie here, to try the model in a browser. They hold nothing that is secret or of this
-server, so they need no key; the page asks for one and sends it with what it asks for."""
+"""The page at `/` to try the model in a browser: the static files of this folder. They hold nothing secret or specific
+to this server, so they need no key; the page asks its user for one and sends it with its requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES: Mapping[str, tuple[str, str]] = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/answers.js": ("answers.js", "text/javascript; charset=utf-8"),
 }
-# Nothing from elsewhere, nothing inline, no frame around it, and no text that is read as HTML (trusted types).
+# Nothing from other origins, nothing inline, no framing, and no strings parsed as HTML (trusted types).
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """A route for each file."""
+    """Add a route for each file."""
     folder = Path(__file__).parent
     for route, (name, kind) in FILES.items():
         content = (folder / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Tools and reasoning in what models write. A family's syntax is a file here, with a row below."""
+"""Parsing of tool calls and reasoning in models' output. A family's syntax is a file here, with a row below."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftproof.server.parsers.reader import SPACE, CallArguments, CallStart, Co
 
 NONE = "none"
 Reads = Callable[[Reader, Mapping[str, Any]], Steps[None]]
-# What reads a family's calls, its markers, and its forms, where calls can be asked for by a grammar.
+# (reader of a family's calls, its markers, its forms: empty if calls cannot be enforced by a grammar).
 TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingProxyType(
     {
         "hermes": (hermes.read, hermes.MARKERS, hermes.FORMS),
@@ -24,7 +24,7 @@ TOOLS: Mapping[str, tuple[Reads, tuple[str, ...], tuple[Form, ...]]] = MappingPr
         "glm": (glm.read, glm.MARKERS, glm.FORMS),
     }
 )
-# What a chat template says where a family's calls are to be read; the first that is found counts.
+# Texts in a chat template that identify a family's syntax; the first one found counts.
 TOOL_SIGNS = {
     "<arg_key>": "glm",
     "<|tool_call>": "gemma",
@@ -38,11 +38,11 @@ TOOL_SIGNS = {
 
 
 class Syntax:
-    """How a model writes calls and reasoning: by name, or (None) by its chat template. `form`: None where calls cannot
-    be asked for by a grammar."""
+    """How a model writes calls and reasoning: by name, or (None) by its chat template. `form`: None if calls cannot be
+    enforced by a grammar."""
 
     def __init__(self, template: str, tool_name: str | None, reasoning_name: str | None) -> None:
-        """`template`: empty where there is none. ValueError for a name that there is not."""
+        """`template`: empty if there is none. ValueError for an unknown name."""
         _check("tool_call_parser", tool_name, TOOLS)
         _check("reasoning_parser", reasoning_name, reasoning.PAIRS)
         is_told = told.is_told(template)
@@ -61,7 +61,7 @@ class Syntax:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that must not be left out, though a tokenizer calls them special."""
+        """Texts that decoding must keep, even if they are special tokens."""
         own = () if self.tools == NONE else TOOLS[self.tools][1]
         return (*own, *reasoning.PAIRS.get(self.reasoning, ()))
 
@@ -73,7 +73,7 @@ def _check(field: str, name: str | None, known: Mapping[str, Any]) -> None:
 
 
 class Parser:
-    """Pieces of one answer, as its text comes."""
+    """Parses one answer into pieces while its text is streamed."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Parser:
         begins_inside: bool = False,
         most_calls: int | None = None,
     ) -> None:
-        """`schemas`: of the arguments of the tools that may be called; None: calls are text. `begins_inside`: the
-        answer begins with reasoning, unmarked. `most_calls`: those beyond are left out."""
+        """`schemas`: tool name -> schema of its arguments; None: calls are text. `begins_inside`: the answer begins
+        inside reasoning, without its marker. `most_calls`: calls beyond are dropped."""
         self._reader = Reader()
         self._steps = self._read(syntax, schemas, begins_inside)
         self._most_calls = most_calls
@@ -99,7 +99,7 @@ class Parser:
         yield from self._reader.until(Content)
 
     def push(self, text: str, *, is_over: bool = False) -> list[Piece]:
-        """Pieces that are certain now. White space before a call is none."""
+        """Add text; returns the pieces that are certain now. White space before a call is dropped."""
         self._reader.push(text)
         self._reader.is_over |= is_over
         pieces: list[Piece] = []

@@ -1,5 +1,5 @@
-"""DeepSeek: calls between `tool▁call▁begin` and `tool▁call▁end`, the name, `tool▁sep`, and the arguments (V3.1); in V3
-"function", `tool▁sep`, the name, and the arguments as a block of code."""
+"""DeepSeek: a call between `tool▁call▁begin` and `tool▁call▁end` is the name, `tool▁sep` and the arguments (V3.1), or
+"function", `tool▁sep`, the name and the arguments as a block of code (V3)."""
 
 from __future__ import annotations
 

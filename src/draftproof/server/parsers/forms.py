@@ -1,4 +1,4 @@
-"""Answers that must be calls, as grammars."""
+"""Grammars for answers that must be tool calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from draftproof.schema import shown
 
-# One space at most, as in outputs that must be JSON.
 _COMBINED = {"anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties"}
+# At most one space between tokens, as for structured JSON output.
 SPACED = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a family writes calls: the texts before a name, between it and its arguments, behind them, between two calls,
-    before the first, and behind the last. `sign`: what the chat template of a model says that writes so. `spell`: gives
-    the rule of arguments by their schema, in a family that does not write them as JSON."""
+    """How a family writes calls: the texts before a name, between it and its arguments, after them, between two calls,
+    before the first, and after the last. `sign`: text in the chat templates of models that use this form. `spell`:
+    makes the rule of arguments from their schema, in a family that does not write JSON."""
 
     before_name: str
     before_arguments: str
@@ -31,32 +31,32 @@ class Form:
     spell: Callable[[Rules, Any], str] | None = None
 
     def written(self, name: str) -> tuple[str, str]:
-        """A call's text before its arguments, and behind them."""
+        """A call's text before its arguments, and after them."""
         quoted = json.dumps(name)[1:-1] if self.before_name.endswith('"') else name
         return f"{self.before_name}{quoted}{self.before_arguments}", self.end
 
 
 class Rules:
-    """The rules of a grammar in Lark's form, while it is being written."""
+    """Builds the rules of a grammar in Lark's syntax."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
-        """`token_id`: of a marker that is a token and no text."""
+        """`token_id`: the id of a marker that is a single token, None if it is text."""
         self.lines: list[str] = []
         self._token_id = token_id
 
     def add(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule; returns its name."""
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
 
     def json(self, schema: Any) -> str:
-        """A value that is written as JSON; None: any object."""
+        """A JSON value by its schema; None: any object."""
         given = schema if isinstance(schema, Mapping) else {"type": "object"}
         return self.add(f"%json {json.dumps({**given, 'x-guidance': SPACED})}")
 
     def literal(self, text: str) -> str:
-        """A text, whose markers may be tokens of their own."""
+        """A fixed text, in which markers may be single tokens."""
         parts = re.split(r"(<[^<>\s]+>|\[[A-Z_]+\])", text)
         found = ((part, self._token_id(part)) for part in parts if part)
         return " ".join(
@@ -65,7 +65,7 @@ class Rules:
         )
 
     def text(self, schema: Mapping[str, Any], end: str) -> str:
-        """A text that a schema describes, without quotes, and the marker that ends it."""
+        """An unquoted string by its schema, and the marker that ends it."""
         chosen = [schema["const"]] if "const" in schema else schema.get("enum")
         if chosen is not None:
             return self.add(
@@ -81,8 +81,8 @@ class Rules:
 
 
 def members(schema: Any) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """(name, schema, whether it is required) of each argument, whose schemas have the definitions that they may refer
-    to. ValueError for a schema that does not list them."""
+    """(name, schema, whether it is required) of each argument; each schema includes the definitions that it may refer
+    to. ValueError for a schema that does not list its arguments."""
     given = schema if isinstance(schema, Mapping) else {}
     named = given.get("properties") or {}
     if given.get("type", "object") != "object" or not isinstance(named, Mapping) or _COMBINED & set(given):
@@ -101,7 +101,7 @@ def _object(schema: Any) -> Mapping[str, Any]:
 
 
 def _matching(pattern: str | None) -> str:
-    """A schema's pattern, which a part of the text must match, beside another terminal."""
+    """A term that intersects another terminal with a schema's pattern, which may match anywhere in the text."""
     if pattern is None:
         return ""
     before = "" if pattern.startswith("^") else "(?s:.*)"
@@ -113,9 +113,9 @@ def _matching(pattern: str | None) -> str:
 def call_grammar(
     form: Form, schemas: Mapping[str, Any], token_id: Callable[[str], int | None], *, is_single: bool
 ) -> str:
-    """What an answer is that calls one of these tools, or (unless `is_single`) several; in Lark's form.
+    """The grammar, in Lark's syntax, of an answer that calls one of these tools, or (unless `is_single`) several.
 
-    `schemas`: of the tools' arguments; None: any object. `token_id`: of a marker that is a token and no text.
+    `schemas`: tool name -> schema of its arguments; None: any object. `token_id`: as in `Rules`.
     """
     rules = Rules(token_id)
     first, between, last = map(rules.literal, (form.first, form.between, form.last))

@@ -1,5 +1,5 @@
-"""Gemma 4 and FunctionGemma: `call:name{key:value,...}` between markers. Keys have no quotes and texts have quotes of
-their own, so that arguments are passed on a value at a time."""
+"""Gemma 4 and FunctionGemma: `call:name{key:value,...}` between markers. Keys are unquoted and strings have special
+quotes, so arguments are converted to JSON and passed on one value at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:
 
 
 def _members(reader: Reader) -> Steps[None]:
-    """Members of the arguments, from behind the brace that opens them."""
+    """Members of the arguments, after the opening brace."""
     is_first = True
     while True:
         yield from reader.space()
@@ -68,7 +68,7 @@ def _key(reader: Reader) -> Steps[tuple[str, str]]:
 
 
 def _value(reader: Reader, depth: int) -> Steps[Any]:
-    """One value; what is nested too deeply is a text."""
+    """One value; beyond a nesting limit it is read as a string."""
     yield from reader.space()
     for quote in QUOTES:
         if (yield from reader.starts_with(quote)):

@@ -1,5 +1,4 @@
-"""Arguments of calls as Gemma spells them, as rules of a grammar: JSON without quotes around keys, and with its own
-quotes around texts."""
+"""Grammar rules for call arguments in Gemma's format: JSON with unquoted keys and special quotes around strings."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ class Speller:
         self._rules = rules
         self._quote = quote
         self._root = root
-        self._named: dict[str, str] = {}  # rules of what schemas refer to
+        self._named: dict[str, str] = {}  # rules of definitions that schemas refer to
         self._any = ""
 
     def members(self, schema: Any) -> str:
-        """What stands between the braces of an object."""
+        """The rule of an object's members, without the braces."""
         found = [
             (f"{self._rules.literal(self._key(key))} {self.value(own)}", is_required)
             for key, own, is_required in members(schema)
@@ -60,7 +59,7 @@ class Speller:
         return f"({' | '.join(starts)})?" if starts else '""'
 
     def value(self, schema: Any) -> str:
-        """The rule of a value. ValueError for what cannot be followed in this form."""
+        """The rule of a value. ValueError for a schema that cannot be enforced in this format."""
         if not isinstance(schema, Mapping) or not set(schema) - ASIDE:
             return self._anything()
         if "$ref" in schema:
@@ -117,7 +116,7 @@ class Speller:
         return self._named[where]
 
     def _anything(self) -> str:
-        """Any value at all."""
+        """The rule of any value."""
         if not self._any:
             self._any = f"any{len(self._rules.lines)}"
             place = len(self._rules.lines)
@@ -129,7 +128,7 @@ class Speller:
         return self._any
 
     def _free(self) -> str:
-        """Any object."""
+        """The rule of any object."""
         key = f"KEY{len(self._rules.lines)}"
         self._rules.lines.append(f"{key}: /[A-Za-z_][A-Za-z0-9_]{{0,63}}:/")
         value = self._anything()
@@ -149,7 +148,7 @@ class Speller:
 
 
 def _narrowed(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """A schema of several types, for one of them."""
+    """The part of a schema with several types that applies to one of them."""
     of_kind = OF_TYPES.get(kind)
     kept = {name: value for name, value in schema.items() if of_kind is None or name in of_kind | ASIDE}
     others = set().union(*OF_TYPES.values()) if of_kind is None else set()

@@ -1,5 +1,5 @@
 """GLM 4.5 and later: `<tool_call>name`, then `<arg_key>..</arg_key><arg_value>..</arg_value>` for each argument, then
-`</tool_call>`. Values are JSON but for texts, which the tool's schema tells; arguments are passed on one at a time."""
+`</tool_call>`. Values are JSON except strings, known by the tool's schema; arguments are passed on one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALL, END, KEY, KEY_END, VALUE, VALUE_END = MARKERS
 
 
 def _spell(rules: Rules, schema: Any) -> str:
-    """The rule of arguments: those that are required, and the others or not, in the schema's order."""
+    """The rule of arguments: all required ones and any of the others, in the schema's order."""
     parts = []
     for key, own, is_required in members(schema):
         opened = rules.literal(f"{KEY}{key}{KEY_END}\n{VALUE}")
@@ -40,7 +40,7 @@ def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:
             key, _ = yield from reader.text_until(KEY_END)
             yield from reader.until(None, VALUE)
             text, marker = yield from reader.text_until(VALUE_END)
-            if not marker:  # it was cut off
+            if not marker:  # the answer was cut off
                 break
             value = _value(text, _kind(schemas.get(name.strip()), key.strip()))
             yield CallArguments(f"{between}{json.dumps(key.strip())}: {value}")
@@ -51,14 +51,14 @@ def read(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:
 
 
 def _kind(schema: Any, key: str) -> Any:
-    """The type that a tool's schema gives an argument; None where it gives none."""
+    """The type of an argument in a tool's schema; None if it names none."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     own = properties.get(key) if isinstance(properties, Mapping) else None
     return own.get("type") if isinstance(own, Mapping) else None
 
 
 def _value(text: str, kind: Any) -> str:
-    """JSON of a value: of a text where the schema says so, or where it is no JSON."""
+    """A value as JSON: a string if the schema says so or it is not valid JSON."""
     if kind != "string":
         try:
             return json.dumps(json.loads(text))

@@ -1,5 +1,5 @@
-"""Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, or several after each other, with semicolons
-between them; `<|python_tag|>` may come first."""
+"""Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by semicolons;
+`<|python_tag|>` may come first."""
 
 from __future__ import annotations
 

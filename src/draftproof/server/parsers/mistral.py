@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]name[ARGS]{...}`, once for each call, with `[CALL_ID]` between them or not; before 2025
+"""Mistral: `[TOOL_CALLS]name[ARGS]{...}` for each call, with an optional `[CALL_ID]` after the name; before 2025
 `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _named(reader: Reader) -> Steps[None]:
         _, marker = yield from reader.text_until(MARKERS[1], "{")
     if name.strip():
         yield CallStart(name.strip())
-    if marker == "{":  # no [ARGS] in front
+    if marker == "{":  # without [ARGS]
         reader.step_back(1)
     elif marker:
         yield from reader.space()

@@ -1,7 +1,7 @@
-"""Reading an answer while it is being written: what it consists of, and the text that has come.
+"""Incremental parsing of a streamed answer: its pieces, and the `Reader` of the text received so far.
 
-A family's syntax is a generator over a `Reader`. It yields the pieces that are certain, and None where it needs text
-that has not come; so it is written as if all of it were there.
+A family's syntax is a generator over a `Reader`. It yields the pieces that are certain, and None when it needs more
+text; so it is written as if the whole text were there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that comes before the answer."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool is called."""
+    """The start of a tool call."""
 
     name: str
 
@@ -51,7 +51,7 @@ Makes: TypeAlias = Callable[[str], Piece]
 
 
 class Reader:
-    """The text of one answer, as far as it has come. Nothing is certain of what may be the start of a marker."""
+    """The text of one answer received so far. Its end is held back while it may be the start of a marker."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -60,7 +60,7 @@ class Reader:
         self.is_over = False
 
     def push(self, text: str) -> None:
-        """More text has come."""
+        """Add text."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
         self._at -= start
@@ -71,7 +71,7 @@ class Reader:
         return self._text[self._at :]
 
     def mark(self) -> None:
-        """Remember where we are, for `taken`, until `forget`."""
+        """Remember the current position for `taken` and `go_back`, until `forget`."""
         self._mark = self._at
 
     def taken(self) -> str:
@@ -80,20 +80,20 @@ class Reader:
         return self._text[self._mark : self._at]
 
     def go_back(self) -> None:
-        """To the mark."""
+        """Return to the mark."""
         assert self._mark is not None, "it was set"
         self._at = self._mark
 
     def step_back(self, num_chars: int) -> None:
-        """Read characters that were taken a moment ago once more."""
+        """Return the last `num_chars` characters, which are read again."""
         self._at -= num_chars
 
     def forget(self) -> None:
         self._mark = None
 
     def until(self, make: Makes | None, *markers: str) -> Steps[str]:
-        """Pieces of the text before whichever marker comes first, by `make` (None: it is dropped); the marker, which is
-        taken too, or an empty text at the end."""
+        """Yield the text before the first of the markers, in pieces by `make` (None: drop it). Returns the marker,
+        which is taken too, or "" at the end of the answer."""
         while True:
             rest = self.rest
             found = min(((rest.find(marker), marker) for marker in markers if marker in rest), default=None)
@@ -110,7 +110,7 @@ class Reader:
             yield None
 
     def text_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """(all the text before whichever marker comes first, the marker), as in `until`."""
+        """(the whole text before the first of the markers, the marker), as in `until`."""
         parts: list[str] = []
         walk = self.until(Content, *markers)
         while True:
@@ -124,7 +124,7 @@ class Reader:
                 parts.append(piece.text)  # type: ignore[union-attr]
 
     def space(self) -> Steps[None]:
-        """Past white space."""
+        """Skip white space."""
         while True:
             rest = self.rest
             self._at += len(rest) - len(rest.lstrip(SPACE))
@@ -133,7 +133,7 @@ class Reader:
             yield None
 
     def starts_with(self, marker: str) -> Steps[bool]:
-        """Whether this comes next; then it is taken."""
+        """Whether `marker` comes next; if so it is taken."""
         while True:
             if self.rest.startswith(marker):
                 self._at += len(marker)
@@ -143,13 +143,14 @@ class Reader:
             yield None
 
     def peek(self) -> Steps[str]:
-        """The next character; empty at the end."""
+        """The next character, without taking it; empty at the end."""
         while not self.rest and not self.is_over:
             yield None
         return self.rest[:1]
 
     def json_value(self, make: Makes | None = None) -> Steps[str]:
-        """The text of the JSON value that comes next, and pieces of it by `make`. It may be broken or cut off."""
+        """Take the next JSON value and return its text, which may be malformed or cut off; yields it in pieces by
+        `make`."""
         parts: list[str] = []
         depth, in_string, escaped = 0, False, False
         first = yield from self.peek()
@@ -198,8 +199,8 @@ def _held_back(text: str, markers: tuple[str, ...]) -> int:
 def json_call(
     reader: Reader, name_key: str = "name", argument_keys: tuple[str, ...] = ("arguments",)
 ) -> Steps[bool]:
-    """A call written as a JSON object with a name and arguments, which are passed on as they come. What is none is
-    text; whether it was a call."""
+    """Read a call written as a JSON object with a name and arguments, which are passed on as they come. Anything else
+    is passed on as text. Returns whether it was a call."""
     reader.mark()
     name, arguments, has_begun, has_arguments = "", "", False, False
     if (yield from reader.starts_with("{")):
@@ -240,7 +241,7 @@ def json_call(
 
 
 def _loaded(text: str) -> object:
-    """The value of a JSON text; None where it is broken."""
+    """The value of a JSON text; None if it is malformed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

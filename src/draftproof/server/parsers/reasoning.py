@@ -1,4 +1,4 @@
-"""How families mark what they think before they answer."""
+"""How families mark reasoning at the start of an answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from draftproof.server.parsers.reader import SPACE, Reader, Reasoning, Steps
 
-# The markers of each, and which names it goes by. An answer may begin inside, where the prompt ends with the first one.
+# Name -> (opening marker, closing marker). An answer begins inside reasoning if its prompt ends with the opening one.
 PAIRS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),  # DeepSeek R1 and later, Qwen 3, GLM 4.5, Hermes 4
     "mistral": ("[THINK]", "[/THINK]"),
@@ -23,7 +23,7 @@ def num_tokens(
     begins_inside: bool,
     decode: Callable[[Sequence[int]], str],
 ) -> int:
-    """Tokens of an answer up to the end of its reasoning, with the markers; all of them where it has no end."""
+    """Number of tokens of an answer's reasoning, including its markers; all tokens if it does not end."""
     text = decode(token_ids)
     if not begins_inside and not text.lstrip(SPACE).startswith(markers[0]):
         return 0
@@ -33,7 +33,7 @@ def num_tokens(
 
 
 def read(reader: Reader, markers: tuple[str, str], begins_inside: bool) -> Steps[None]:
-    """The reasoning that an answer begins with, if it does; what follows it is left."""
+    """Yield the reasoning at the start of an answer, if there is any; the text after it is left to the caller."""
     if not begins_inside:
         reader.mark()
         yield from reader.space()

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows of none: told, called and answered in plain text, in Hermes's form."""
+"""Tools for models whose chat template has none: described, called and answered in plain text, in Hermes's form."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ To call one, write this:
 
 
 def is_told(template: str) -> bool:
-    """Whether tools must be told in plain text under this chat template."""
+    """Whether tools must be described in plain text, because the chat template does not support them."""
     return bool(template) and NAMES_TOOLS.search(template) is None
 
 
 def as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
-    """A conversation whose calls and their results are text, and whose system's message tells of the tools."""
+    """A conversation with calls and tool results as text, and the tools described in the system message."""
     made = [_plain(message) for message in messages]
     if not tools:
         return made
@@ -54,7 +54,7 @@ def _call(function: Mapping[str, Any]) -> str:
 
 
 def _joined(first: Any, second: Any, between: str) -> Any:
-    """Two contents as one: as text, or where one has parts, as parts."""
+    """Two contents joined: to a list of parts if one is such a list, else to a text."""
     if isinstance(first, list) or isinstance(second, list):
         return [*_parts(first), *_parts(second)]
     return between.join(text for text in (first, second) if text)
