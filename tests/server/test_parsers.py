@@ -312,6 +312,11 @@ MORE: list[dict[str, Any]] = [
         "type": "object",
         "properties": {"path": {"type": "string", "pattern": "a/b"}, "x": {"maxLength": 3, "type": "string"}},
     },
+    {  # the dollar is a character
+        "type": "object",
+        "properties": {"price": {"type": "string", "pattern": r"^\d{1,3}\$"}},
+        "required": ["price"],
+    },
 ]
 
 

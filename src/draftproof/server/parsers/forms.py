@@ -100,13 +100,16 @@ def _object(schema: Any) -> Mapping[str, Any]:
     return schema
 
 
+_ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ that no backslash makes a character
+
+
 def _matching(pattern: str | None) -> str:
     """A term that intersects another terminal with a schema's pattern, which may match anywhere in the text."""
     if pattern is None:
         return ""
-    before = "" if pattern.startswith("^") else "(?s:.*)"
-    behind = "" if pattern.endswith("$") else "(?s:.*)"
-    inner = pattern.removeprefix("^").removesuffix("$").replace("\\/", "/").replace("/", "\\/")
+    starts, ends = pattern.startswith("^"), _ENDS.search(pattern) is not None
+    before, behind = "" if starts else "(?s:.*)", "" if ends else "(?s:.*)"
+    inner = pattern[starts : len(pattern) - ends].replace("\\/", "/").replace("/", "\\/")
     return f" & /{before}(?:{inner}){behind}/"
 
 
